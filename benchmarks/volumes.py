@@ -37,7 +37,7 @@ from layerwise.importers.torch.read.structure import tensors
 from layerwise.machine import load as load_profile
 from layerwise.plan import Plan
 from layerwise.run.load import load
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_tensor
 from layerwise.search.find import search
 from tests.comm.thread import run_threads
 from tests.run.plans import KINDS, PREDICTED, difference, random_plan
@@ -179,7 +179,7 @@ def _compared(network: Network, plan: Plan, x: Tensor, wanted: Mapping[str, Tens
         for name, p in module.named_parameters():
             if f"gradient of {name}" in wanted:
                 mine = wanted[f"gradient of {name}"][boxes[name].slices()]
-                got = torch.zeros_like(mine) if p.grad is None else local_part(p.grad).clone()
+                got = torch.zeros_like(mine) if p.grad is None else local_tensor(p.grad).clone()
                 away[f"gradient of {name}"] = difference(got, mine)
         state = module.full_state_dict()
         return away | {f"state {n}": difference(value, wanted[f"state {n}"]) for n, value in state.items()}, sent

@@ -21,7 +21,7 @@ from layerwise.importers.torch.read.structure import tensors
 from layerwise.measure.layers.step import optimizer_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_tensor
 from layerwise.train.objective import cross_entropy
 
 
@@ -37,7 +37,7 @@ class Live(TorchDispatchMode):
     def see(self, new: Iterable[Tensor]) -> None:
         """Takes storages in, and lets those go that are gone."""
         for t in new:
-            storage = local_part(t).untyped_storage()  # a DTensor has none of its own
+            storage = local_tensor(t).untyped_storage()  # a DTensor has none of its own
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self.known[ref.cdata] = ref
         sizes = {key: size for key, ref in self.known.items() if (size := _nbytes(ref)) is not None}

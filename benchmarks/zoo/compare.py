@@ -24,8 +24,8 @@ from layerwise.importers.torch.read.structure import tensors
 from layerwise.plan import Plan
 from layerwise.run import shapes
 from layerwise.run.load import load
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.parts import local_part
 from tests.comm.thread import run_threads
 from tests.run.plans import KINDS, PREDICTED, difference, random_plan
 
@@ -129,7 +129,7 @@ def _step(
     away |= {f"output {i}": difference(out, part) for i, (out, part) in enumerate(pairs) if part.dim()}
     boxes = {shard.name: shard.box for shard in module.shards()}
     found = {
-        name: local_part(p.grad).clone()
+        name: local_tensor(p.grad).clone()
         for name, p in module.named_parameters()
         if p.grad is not None and name in boxes
     }

@@ -30,7 +30,7 @@ from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
-from layerwise.run.guards.given import forget_given
+from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
@@ -178,7 +178,7 @@ def fit(
             checkpoints.save(checkpoint, module, made, {"epochs": number + 1, **facts, **state})
     if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
         model.load_state_dict(fitted.state_dict())
-        forget_given(model)
+        release_original(model)
     return fitted
 
 

@@ -28,7 +28,7 @@ from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
-from layerwise.run.module import LayeredModule
+from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule
 from layerwise.version import __version__

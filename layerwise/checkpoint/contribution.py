@@ -35,7 +35,7 @@ from layerwise.checkpoint.reader import FORMAT, METADATA, SEAL, VERSION, checksu
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
-from layerwise.run.state.shard import Shard
+from layerwise.run.state.state import Shard
 from layerwise.tensorfile import DTYPE_OF, DTYPES, dtype_name, sync_folder
 from layerwise.version import __version__
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from layerwise.checkpoint.contribution import Entry
 from layerwise.checkpoint.reader import Reader
 from layerwise.errors import LayerwiseError
-from layerwise.run.parts import local_part
-from layerwise.run.state.shard import Shard
+from layerwise.run.local_tensor import local_tensor
+from layerwise.run.state.state import Shard
 
 STATE, GROUPS = ("optimizer", "state"), ("optimizer", "param_groups")
 # By which kernel: the optimizer that loads keeps its own.
@@ -54,7 +54,7 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[E
                 keys = (*STATE, shard.name, key)
                 if sound and isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
                     if shard.first and shard.box.volume:
-                        entries.append(Entry(keys, local_part(value), shard.shape, shard.box.lo))
+                        entries.append(Entry(keys, local_tensor(value), shard.shape, shard.box.lo))
                 elif sound and (not value.dim() if isinstance(value, Tensor) else _is_number(value)):
                     facts["numbers"].setdefault(shard.name, {})[key] = repr(_plain(value))
                     if shard.first and shard.box.volume and not any(shard.box.lo):
@@ -160,7 +160,7 @@ def _state(
     if shape != shard.shape:
         raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, {shard.shape} here")
     tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    made.pending.append((name, shard, local_part(tensor)))
+    made.pending.append((name, shard, local_tensor(tensor)))
     return tensor
 
 

@@ -35,8 +35,8 @@ from layerwise.graph.cells import without_cells
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.plan import nearest
-from layerwise.run.parts import is_dtensor, local_part
-from layerwise.run.state.shard import Shard
+from layerwise.run.local_tensor import is_dtensor, local_tensor
+from layerwise.run.state.state import Shard
 from layerwise.tensorfile import dtype_name
 
 
@@ -210,7 +210,7 @@ def _owned(module: Saveable) -> Owned:
         elif is_dtensor(parameter):
             nothing = Box((0,) * parameter.dim(), (0,) * parameter.dim())
             owned[parameter] = Shard(
-                name, (), tuple(parameter.shape), nothing, local_part(parameter), trainable=True, first=False
+                name, (), tuple(parameter.shape), nothing, local_tensor(parameter), trainable=True, first=False
             )
     return owned
 

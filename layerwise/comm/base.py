@@ -199,14 +199,14 @@ class Then:
         self._ended = False
 
     def wait(self) -> None:
-        """Once."""
+        """Waits, and calls, once."""
         if not self._ended:
             self._handle.wait()
             self._call()
             self._ended = True
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """When the network is done."""
+        """Calls it when the network is done."""
         self._handle.when_done(call)
 
 

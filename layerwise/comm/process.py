@@ -138,7 +138,7 @@ class ProcessComm(MessageComm):
         return UnderWay(self, what, works, [*landing, *leaving], staged, silent=True)
 
     def _number(self, stream: Stream, peer: int, *, sent: bool) -> int:
-        """Of the next message to or from a peer."""
+        """Returns the number of the next message to or from a peer."""
         key = id(stream), sent, peer
         self._numbers[key] += 1
         return self._numbers[key] % NUMBERS
@@ -200,7 +200,7 @@ class ProcessComm(MessageComm):
         return texts
 
     def tell(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """By way of the CPU, beside whatever else is under way."""
+        """Tells all ranks by way of the CPU, beside whatever else is under way."""
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyone = mine.new_empty(self.size * len(numbers))
         what = "an agreement on the batch"

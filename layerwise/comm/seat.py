@@ -23,7 +23,7 @@ class Seat:
 
     @property
     def address(self) -> str:
-        """Of the store."""
+        """The store's."""
         return f"{self.host}:{self.port}"
 
 

@@ -27,7 +27,7 @@ class Sign:
     stopped: bool = False  # it was sent SIGTERM
 
     def pack(self) -> str:
-        """For the store."""
+        """Returns a text for the store."""
         return json.dumps(astuple(self))
 
     @property

@@ -32,7 +32,7 @@ class SoloComm(MessageComm):
         what: str,
         stream: Kind | None = None,
     ) -> Handle:
-        """There is nobody to exchange with."""
+        """Returns at once: there is nobody to exchange with."""
         assert not sends, what
         assert not receives, what
         return Done()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from layerwise.comm.process import ProcessComm
 
 
 class Waitable(Protocol):
@@ -20,6 +18,16 @@ class Waitable(Protocol):
 
     def wait(self) -> object:
         """Until it has ended. RuntimeError where it fails or takes too long."""
+
+
+class Owner(Protocol):
+    """What it asks of its ProcessComm."""
+
+    collectives: bool
+    device: torch.device
+    given_up: list[UnderWay]
+
+    def during(self, what: str) -> AbstractContextManager[list[str]]: ...
 
 
 class UnderWay:
@@ -31,7 +39,7 @@ class UnderWay:
 
     def __init__(
         self,
-        comm: ProcessComm,
+        comm: Owner,
         what: str,
         works: Sequence[tuple[str, Waitable]],
         tensors: Sequence[Tensor],
@@ -43,7 +51,7 @@ class UnderWay:
         self.silent = silent
 
     def wait(self) -> None:
-        """Also brings what has arrived to where it belongs. With NCCL it returns at once: the GPU waits."""
+        """Waits, and copies what was received to where it belongs. With NCCL it returns at once: the GPU waits."""
         if not self.works:
             return
         works, self.works = self.works, ()
@@ -55,7 +63,7 @@ class UnderWay:
         self.tensors = self.staged = ()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """From gloo's thread, or one that waits for messages; with NCCL at once, on a stream that waits for it."""
+        """Calls from gloo's thread, or one that waits for messages; with NCCL at once, on a stream that waits."""
         last = self.works[-1][1] if self.works else None
         if last is None:
             call()

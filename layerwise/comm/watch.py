@@ -78,7 +78,7 @@ class Watch:
         self.waits_for = what
 
     def leave(self) -> None:
-        """It has ended, or goes on in the background."""
+        """Notes that it has ended, or goes on in the background."""
         self.waits_for, self._since_s = "", time.monotonic()
 
     def check(self) -> None:
@@ -87,7 +87,7 @@ class Watch:
             raise self.error(self.find("the run has failed"))
 
     def error(self, text: str) -> CommError:
-        """For the main thread to raise."""
+        """Returns an error for the main thread to raise."""
         self.reported = True
         return CommError(text)
 
@@ -98,7 +98,7 @@ class Watch:
 
     @property
     def heard_s(self) -> float:
-        """When that became known, by time.monotonic."""
+        """The time at which that became known, by time.monotonic."""
         return self._board.heard_s
 
     @property

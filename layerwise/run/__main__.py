@@ -96,6 +96,12 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--seed", type=int, default=0, help="of initial values, order of samples, dropout (default: 0)")
     g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
+    _add_how_it_runs(p)
+    return p
+
+
+def _add_how_it_runs(p: Parser) -> None:
+    """The flags of arithmetic, checkpoints and output."""
     g = p.add_argument_group("arithmetic")
     g.add_argument(
         "--dtype",
@@ -130,7 +136,6 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
     )
-    return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,14 +7,14 @@ from itertools import accumulate
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
-from layerwise.run.guards.alike import Alike
+from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.schedule.place import samples
 
 
 class Batch:
     """The samples of one call of the model. All ranks make one, in the same calls.
 
-    What the ranks have been given travels while they compute; `whole` waits for it.
+    What the ranks have been given travels while they compute; `total` waits for it.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Batch:
         *,
         as_planned: bool = True,
         training: bool | None = None,
-        alike: Alike | None = None,
+        alike: RankComparison | None = None,
         step: int = 0,
     ) -> None:
         """fed: this rank's samples. given: `batch=`, or None. sizes: what all ranks must have alike, if anything.
@@ -36,13 +36,13 @@ class Batch:
         mode, where all must have one. alike: what else the ranks compare in a training `step` (0: none).
         """
         self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
-        self._known: tuple[int, slice] | None = None
+        self._agreement: tuple[int, slice] | None = None
         digest = 0 if sizes is None else hash(sizes)  # of whole numbers: alike in all processes
         self._told = comm.tell((fed, given or 0, digest, int(bool(training)), *(alike.numbers(step) if alike else ())))
         self._alike = alike
 
     @property
-    def whole(self) -> int:
+    def total(self) -> int:
         """The samples of all ranks. LayerwiseError, on every rank, where one has another number than its share."""
         return self._agreed()[0]
 
@@ -52,9 +52,9 @@ class Batch:
         return self._agreed()[1]
 
     def _agreed(self) -> tuple[int, slice]:
-        if self._known is None:
-            self._known = self._checked()
-        return self._known
+        if self._agreement is None:
+            self._agreement = self._checked()
+        return self._agreement
 
     def _checked(self) -> tuple[int, slice]:
         told = self._told()
@@ -80,25 +80,25 @@ class Batch:
             )
         free = self._plan.io != "sample"
         fed = counts[0] if free else sum(counts)
-        whole = given[0] or fed
-        any_will_do = whole == fed and not self._as_planned
-        slices = self._one_after_the_other(counts) if any_will_do else samples(self._plan, whole)
+        total = given[0] or fed
+        any_will_do = total == fed and not self._as_planned
+        slices = self._one_after_the_other(counts) if any_will_do else samples(self._plan, total)
         shares = [share.stop - share.start for share in slices]
-        if not free and whole < len(counts):
+        if not free and total < len(counts):
             raise LayerwiseError(
-                f"a batch of {whole} samples does not give each of {len(counts)} ranks one: leave it out "
+                f"a batch of {total} samples does not give each of {len(counts)} ranks one: leave it out "
                 "(drop_last=True), or pad it"
             )
         if counts != shares or not all(counts):
-            each = f"their shares of a batch of {whole} are {_listed(shares)}"
+            each = f"their shares of a batch of {total} are {_listed(shares)}"
             raise LayerwiseError(
                 f"the ranks were given {_listed(counts)} samples, and {'all must feed the same' if free else each}: "
                 "give each rank x[model.share(B)], where B is the number of samples of all ranks (model(..., batch=B))"
             )
-        return whole, slices[self._comm.rank]
+        return total, slices[self._comm.rank]
 
     def _one_after_the_other(self, counts: list[int]) -> tuple[slice, ...]:
-        """As many samples as each rank has, in the order of the plan's devices."""
+        """Returns slices of as many samples as each rank has, in the order of the plan's devices."""
         order = self._plan.device_order
         ends = dict(zip(order, accumulate(counts[rank] for rank in order), strict=True))
         return tuple(slice(ends[rank] - count, ends[rank]) for rank, count in enumerate(counts))

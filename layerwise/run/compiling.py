@@ -65,7 +65,7 @@ def compiled(function: Callable[..., Any], settings: Settings) -> Callable[..., 
 
 
 def limits(parts: int) -> AbstractContextManager[object]:
-    """Within it functions may be compiled as often as a model that is cut into so many parts needs."""
+    """Returns a context in which functions may be compiled as often as a model cut into so many parts needs."""
     from torch._dynamo import config
 
     most = _LIMIT * (1 + parts)

@@ -13,7 +13,7 @@ from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.tensorfile import dtype_name
 
 
@@ -70,7 +70,7 @@ class Inputs:
         return names
 
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """By layer, what each has, constants too, on the device. LayerwiseError for a wrong shape or element type."""
+        """Returns each layer's box, constants too, on the device. LayerwiseError for a wrong shape or element type."""
         given = {
             layer.name: self._checked(schedule, layer.name, x.to(self.options.device))
             for layer, x in zip(self._layers, inputs, strict=True)

@@ -22,15 +22,14 @@ from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
-from layerwise.run.guards.given import watch_given
-from layerwise.run.guards.hooks import check_modules, check_seen, without_hooks
-from layerwise.run.lean import collect
-from layerwise.run.module import LayeredModule
+from layerwise.run.data_parallel.model_state import settle_values
+from layerwise.run.data_parallel.module import DataParallelModule, Facts
+from layerwise.run.data_parallel.replacements import replacements
+from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
+from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
-from layerwise.run.own.module import Facts, OwnModule
-from layerwise.run.own.replacements import replacements
-from layerwise.run.own.values import settle
 from layerwise.run.parallel import LossFunction, ParallelModule
+from layerwise.run.skeleton import collect
 from layerwise.run.state.broadcast import broadcast_values
 
 
@@ -138,7 +137,7 @@ def _module(
     """The network's own module where it can run the plan, else one that goes through the plan's layers."""
     to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)
     if to_replace is None:
-        check_seen(graph)
+        check_traced(graph)
         if plan.io == "sample":
             check_samples(graph)
         itself = network.module if network.itself else None
@@ -146,18 +145,18 @@ def _module(
             check_modules(itself)
         made = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
         if itself is not None:
-            made.given = watch_given(itself, made)
+            made.replaces(itself)
         return made
     assert network.module is not None
     module = network.module if network.itself else copy.deepcopy(network.module)
-    settle(module, network, graph, options)
+    settle_values(module, network, graph, options)
     assert network.arguments is not None
     facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments, network.graph.dtype)
-    return OwnModule(module, facts)
+    return DataParallelModule(module, facts)
 
 
 def serial(plan: Plan) -> Plan:
-    """The same network on one device."""
+    """Returns the plan of the same network on one device."""
     return replace(
         plan,
         gpus=1,

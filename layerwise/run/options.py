@@ -20,7 +20,7 @@ from layerwise.tensorfile import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """The same on every rank, but for the number of the device."""
+    """The options of a run, the same on every rank but for the number of the device."""
 
     device: torch.device  # where this rank computes
     dtype: torch.dtype = torch.float32  # of parameters, and without autocast of activations
@@ -37,7 +37,7 @@ class RuntimeOptions:
         return self.dtype if dtype == graph.dtype else other
 
     def here(self) -> RuntimeOptions:
-        """With the type of the torch.autocast around the caller, if there is one."""
+        """Returns them with the type of the torch.autocast around the caller, if there is one."""
         kind = self.device.type
         ambient = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.autocast
         return self if ambient == self.autocast else replace(self, autocast=ambient)

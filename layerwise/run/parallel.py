@@ -22,17 +22,17 @@ from layerwise.plan import Plan
 from layerwise.run.compiling import refuse
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
-from layerwise.run.parts import local_part
-from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import samples
-from layerwise.run.state.shard import Shard
+from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.state.state import Shard
 from layerwise.run.trace import Trace
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-class HeldState(Protocol):
+class RankState(Protocol):
     """What a rank holds of the model."""
 
     def shards(self) -> list[Shard]: ...
@@ -40,7 +40,7 @@ class HeldState(Protocol):
     def full_state_dict(self) -> dict[str, Tensor]: ...
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """By the network's names."""
+        """Returns them by the network's names."""
 
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box of a parameter as this one."""
@@ -53,11 +53,11 @@ class ParallelModule(nn.Module):
     the mean over these, and the backward pass makes gradients of the mean over the global batch. Every rank must call
     forward and backward alike.
 
-    There are two of them: `layerwise.run.own` calls the model as the user wrote it, where the plan splits samples only,
-    and `LayeredModule` goes through the plan's layers.
+    There are two of them: `DataParallelModule` calls the model as the user wrote it, where the plan splits samples
+    only, and `LayeredModule` goes through the plan's layers.
     """
 
-    _state: HeldState
+    _state: RankState
     _arguments: Arguments  # how the model is called
     _reducer: GradientReducer
     loss: LossFunction | None = None  # with which it is called, where it makes that itself
@@ -105,7 +105,7 @@ class ParallelModule(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def gradients(self) -> Gradients:
-        """Of the backward pass that runs, which begins here unless it has begun."""
+        """Returns those of the backward pass that runs, which begins here unless it has begun."""
         self.begin()
         assert self._pass is not None
         return self._pass[1]
@@ -148,7 +148,7 @@ class ParallelModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it the backward pass leaves gradients unsynchronised; the next one outside sums them all."""
+        """Returns a context whose backward passes leave gradients unsynchronised; the next one outside sums all."""
         before, self._synchronise = self._synchronise, False
         try:
             yield
@@ -189,7 +189,7 @@ class ParallelModule(nn.Module):
             )
 
     def read_boxes(self) -> dict[str, Box]:
-        """By input, which box of the whole batch's this rank is to be given: with io "boxes" what its layers need."""
+        """Returns the box of each input that this rank is to be given: with io "boxes" what its layers need."""
         places, rank = self.schedule.places, self.comm.rank
         inputs = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
         boxes = {layer.name: places[layer.name].owned.each[rank] for layer in inputs}
@@ -197,7 +197,7 @@ class ParallelModule(nn.Module):
         return {name: whole[name] if box is None else box for name, box in boxes.items()}
 
     def output_boxes(self) -> tuple[Box | None, ...]:
-        """The box of each of the whole batch's outputs that this rank is returned; of a loss, a scalar's."""
+        """The box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
         sink, graph = self.schedule.graph.layers[-1], self.schedule.graph
         pairs = zip(sink.inputs, self.schedule.sinks, strict=True)
         return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
@@ -207,12 +207,12 @@ class ParallelModule(nn.Module):
         return self._state.shards()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        """The full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
         return self._state.full_state_dict()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns what it was.
+        """Scales all gradients so that the norm of the full model's is at most `max_norm`; returns what it was.
 
         As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it. norm_type: above 0, also inf.
         LayerwiseError where `error_if_nonfinite` and the norm is nan or infinite.
@@ -220,7 +220,7 @@ class ParallelModule(nn.Module):
         if not float(norm_type) > 0:
             raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
         norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
-        held = [(name, p, local_part(p.grad)) for name, p in self._state.parameters().items() if p.grad is not None]
+        held = [(name, p, local_tensor(p.grad)) for name, p in self._state.parameters().items() if p.grad is not None]
         mine = [g for name, _, g in held if self._state.sharing(name)[:1] == (self.comm.rank,)]
         if mine:
             each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]

@@ -19,12 +19,12 @@ from layerwise.importers.torch.read.structure import OutputStructure
 from layerwise.ops.base import Role
 from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan
-from layerwise.run.guards.hooks import check_seen
+from layerwise.run.guards.hooks import check_traced
 from layerwise.run.inputs import Inputs
-from layerwise.run.lean import skeleton
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes
+from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.skeleton import skeleton
 from layerwise.run.state.initial import stored
 from layerwise.tensorfile import dtype_name
 
@@ -85,7 +85,7 @@ class Shapes:
 
     @property
     def inputs(self) -> Inputs:
-        """Those of the plan's sizes."""
+        """The inputs at the plan's sizes."""
         return self.first.inputs
 
     @property
@@ -99,7 +99,7 @@ class Shapes:
         return tuple(given[layer.name] for layer in self._layers)
 
     def sizes_of(self, given: Sequence[Tensor]) -> Sizes:
-        """Those of a call's inputs, which must be as many as the model takes."""
+        """Returns the sizes of a call's inputs, which must be as many as the model takes."""
         return tuple(_size(layer, tuple(x.shape)) for layer, x in zip(self._layers, given, strict=True))
 
     def at(self, sizes: Sizes, *, training: bool) -> Shaped:
@@ -142,7 +142,7 @@ class Shapes:
         try:
             self._skeleton.train(training)
             network = network_of(self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode)
-            check_seen(network.graph)
+            check_traced(network.graph)
             graph = self.plan.layers(network.graph)
             inputs = Inputs(network, self.plan, self.comm, self.options)
         except LayerwiseError as error:
@@ -187,7 +187,7 @@ def _size(layer: Layer, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fewer(config: Config, batch: int, layer: Layer) -> Config:
-    """With at most one cell a sample. Cells go along samples last, so a rank that computes has the same parameters."""
+    """Returns it with at most one cell a sample. A rank that computes has the same parameters."""
     if config.placement == "strided" and layer.own_parameters():
         return config
     degrees = tuple((label, min(degree, batch) if label == "n" else degree) for label, degree in config.degrees)

@@ -60,7 +60,7 @@ class Trace:
         try:
             yield
         finally:
-            self._keep(name, category, start)
+            self._record(name, category, start)
 
     def begin(self, name: str, category: Category) -> int:
         """Something starts that ends elsewhere: a collective under way. Returns what `end` is to be given."""
@@ -73,13 +73,13 @@ class Trace:
             return self._begun
 
     def end(self, token: int) -> None:
-        """It has ended. What was begun while the trace was off is ignored."""
+        """Ends a span. What was begun while the trace was off is ignored."""
         with self._lock:
             begun = self._open.pop(token, None)
         if begun is not None:
-            self._keep(*begun)
+            self._record(*begun)
 
-    def _keep(self, name: str, category: Category, start: _Mark) -> None:
+    def _record(self, name: str, category: Category, start: _Mark) -> None:
         end = self._clock.mark()
         with self._lock:
             if len(self._spans) < MOST_SPANS:
@@ -90,8 +90,10 @@ class Trace:
     def spans(self) -> list[Span]:
         """What has been recorded, in the order of its ends. Waits for the GPU."""
         with self._lock:
-            kept = list(self._spans)
-        return [Span(name, kind, self._clock.time_s(start), self._clock.time_s(end)) for name, kind, start, end in kept]
+            recorded = list(self._spans)
+        return [
+            Span(name, kind, self._clock.time_s(start), self._clock.time_s(end)) for name, kind, start, end in recorded
+        ]
 
     def write(self, path: str | os.PathLike[str], comm: Comm) -> None:
         """Rank 0 writes one file with every rank's spans on one clock, whole or not at all. Every rank calls this."""

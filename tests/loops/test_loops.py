@@ -63,7 +63,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     },
     "fully_shard_of_a_holder": {"data": "leave fully_shard out", "split": ""},
     "given_model": {"split": "has kept its values of before training: call what parallelize returned"},
-    "given_other_values": {"split": "what is loaded into it now does not reach the parallel one"},
+    "given_other_values": {"split": "were written to or frozen since"},
     "given_written": {"split": "were written to or frozen since"},
     "given_frozen": {"split": "were written to or frozen since"},
     "ddp_around": dict.fromkeys(("data", "split"), "stands in DistributedDataParallel's place"),

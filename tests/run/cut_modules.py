@@ -13,7 +13,7 @@ from layerwise.comm.base import Comm
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
-from layerwise.run.state.shard import Shard
+from layerwise.run.state.state import Shard
 
 GRAPH = load_model("mlp:4x3x2", 8)
 Cutting = dict[str, tuple[Box | None, ...]]  # for every tensor the box of each rank

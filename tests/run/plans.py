@@ -23,7 +23,7 @@ from layerwise.partition.holding import held_configurations
 from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.place import parameter_boxes, places
 from layerwise.run.state.placements import placement, placements
 from layerwise.search.find import search
@@ -182,7 +182,7 @@ def train(given: Case, plan: Plan, comm: Comm, **options: object) -> Trained:
         optimizer.step()
     boxes = {shard.name: shard.box for shard in module.shards()}
     gradients = {
-        name: (boxes[name], local_part(p.grad).clone())
+        name: (boxes[name], local_tensor(p.grad).clone())
         for name, p in module.named_parameters()
         if p.grad is not None and name in boxes
     }

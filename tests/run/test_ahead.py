@@ -24,7 +24,7 @@ from layerwise.plan import Plan, parse_strategy
 from layerwise.program.instructions import Begin
 from layerwise.run.execute.autograd import Link
 from layerwise.run.load import load
-from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.schedule.work import Work
 from layerwise.run.trace import Trace
 from tests.comm.pool import run_ranks
@@ -180,13 +180,13 @@ def test_what_is_needed_later_travels_beside_computation() -> None:
                 assert not user.work or begun[name] <= max(made_at)
         return issued_early(made.schedule), beside, weights_late
 
-    for sent_ahead, beside, weights_late in run_threads(2, rank):
-        assert sent_ahead
+    for issued, beside, weights_late in run_threads(2, rank):
+        assert issued
         assert weights_late
         for name, computed in beside.items():
             if name not in weights_late:  # whose transfer may end while weights' gradients are made
-                assert bool(computed) == (name.removesuffix(" (backward)") in sent_ahead), (name, computed)
-        assert {f"{name}{way}" for name in sent_ahead for way in ("", " (backward)")} <= beside.keys()
+                assert bool(computed) == (name.removesuffix(" (backward)") in issued), (name, computed)
+        assert {f"{name}{way}" for name in issued for way in ("", " (backward)")} <= beside.keys()
 
 
 def trained(made: nn.Module, mine: Tensor, steps: int) -> None:

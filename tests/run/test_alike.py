@@ -8,7 +8,7 @@ from torch import nn
 
 import layerwise
 from layerwise.errors import LayerwiseError
-from layerwise.run.guards.alike import Alike
+from layerwise.run.guards.compare_ranks import RankComparison
 from tests.api.keywords import keywords
 from tests.comm.thread import ThreadComm, run_threads
 
@@ -55,7 +55,7 @@ def test_rounding_of_other_hardware_is_no_difference() -> None:
     rng = torch.Generator().manual_seed(1)
     values = torch.rand(2000, generator=rng)
     held = [{"weight": values.clone()}, {"weight": values.clone()}]
-    alike = [Alike(one, {"weight": [(0, 1)] * 2}, 2) for one in held]
+    alike = [RankComparison(one, {"weight": [(0, 1)] * 2}, 2) for one in held]
     for step in range(1, 301):
         alike[0].check([one.numbers(step) for one in alike])
         update = 1e-4 * torch.rand(2000, generator=rng)

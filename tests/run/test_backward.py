@@ -15,8 +15,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.plan import Plan
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.parts import local_part
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, layered, mlp, on_ranks, plan_of, refused, traced
 
@@ -78,7 +78,7 @@ def check(
 
     def rank(made: ParallelModule) -> Any:
         numbers = loop(made, samples[made.share()])
-        gradients = {name: local_part(p.grad).clone() for name, p in made.named_parameters() if p.grad is not None}
+        gradients = {name: local_tensor(p.grad).clone() for name, p in made.named_parameters() if p.grad is not None}
         held = [(shard.name, shard.shape, shard.box) for shard in made.shards() if shard.name in gradients]
         return (held, gradients), numbers
 
@@ -196,7 +196,7 @@ def test_hooks_are_called_with_the_sum_of_all_ranks(degrees: Mapping[str, int]) 
     samples, single, seen = SAMPLES.flatten(0, 1)[:12], copy.deepcopy(module), set[str]()
 
     def update(name: str, p: nn.Parameter) -> None:
-        p.data.sub_(local_part(p.grad))
+        p.data.sub_(local_tensor(p.grad))
         p.grad = None
         seen.add(name)
 

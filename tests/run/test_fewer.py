@@ -18,9 +18,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.parts import local_part
-from layerwise.run.state.shard import Shard
+from layerwise.run.state.state import Shard
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, difference
 
@@ -79,7 +79,7 @@ def test_a_rank_without_a_part_of_a_layer_has_nothing_of_it(cuts: Cuts, unsummed
 
     def held(comm: Comm) -> tuple[list[Shard], dict[str, int]]:
         module = train(comm, plan)
-        return module.shards(), {name: local_part(p).numel() for name, p in module.named_parameters()}
+        return module.shards(), {name: local_tensor(p).numel() for name, p in module.named_parameters()}
 
     found = run_threads(RANKS, held)
     assert {shard.name for shards, _ in found for shard in shards} == set(wanted)
@@ -87,7 +87,7 @@ def test_a_rank_without_a_part_of_a_layer_has_nothing_of_it(cuts: Cuts, unsummed
         own = {shard.name: shard for shard in shards}
         assert all(size == (own[name].box.volume if name in own else 0) for name, size in sizes.items())
         for shard in shards:
-            assert difference(local_part(shard.tensor), wanted[shard.name][shard.box.slices()]) < 1e-9, shard.name
+            assert difference(local_tensor(shard.tensor), wanted[shard.name][shard.box.slices()]) < 1e-9, shard.name
     parts = [sum(shard.box.volume for shard in shards if shard.trainable) for shards, _ in found]
     assert min(parts) < max(parts)
 
@@ -115,7 +115,7 @@ def test_a_parameter_of_its_own_that_only_one_rank_reads() -> None:
         module(index).sum().backward()
         grad = dict(module.named_parameters())["table"].grad
         assert grad is not None
-        return local_part(grad)
+        return local_tensor(grad)
 
     wanted = torch.zeros(2, 3, 4).scatter_(1, index, 1.0)
     for got in run_threads(2, gradient, timeout_s=10.0):

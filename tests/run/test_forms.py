@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.parts import local_part
 from tests.run.plans import difference, random_plan
 from tests.run.small_modules import on_ranks, plan_of, refused
 
@@ -75,7 +75,7 @@ def test_one_devices_numbers(name: str, kind: str) -> None:
         out.square().sum(1).mean().backward()
         boxes = {shard.name: shard.box for shard in found.shards()}
         parts = {
-            n: (boxes[n], local_part(p.grad).clone())
+            n: (boxes[n], local_tensor(p.grad).clone())
             for n, p in found.named_parameters()
             if p.grad is not None and n in boxes
         }

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.run.module import LayeredModule
+from layerwise.run.layered import LayeredModule
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.parts import local_part
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of, refused
 
@@ -24,10 +24,10 @@ def test_a_gradient_that_is_kept_stays_as_it_is(degrees: Mapping[str, int]) -> N
     def rank(made: ParallelModule) -> float:
         loss(made(SAMPLES[0][made.share()])).backward()
         kept = [p.grad for p in made.parameters()]
-        before = [local_part(g).clone() for g in kept if g is not None]
+        before = [local_tensor(g).clone() for g in kept if g is not None]
         made.zero_grad()
         loss(made(SAMPLES[1][made.share()])).backward()
-        return max(difference(local_part(g), old) for g, old in zip(kept, before, strict=True) if g is not None)
+        return max(difference(local_tensor(g), old) for g, old in zip(kept, before, strict=True) if g is not None)
 
     assert on_ranks(network, rank, 2, plan_of(network, 2, degrees)) == [0.0, 0.0]
 

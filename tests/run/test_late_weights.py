@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.run.execute.autograd import ordered
-from layerwise.run.execute.weights import LateWeights, weights_late
+from layerwise.run.execute.deferred_weights import DeferredWeights, defer_weights
 
 CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -24,9 +24,9 @@ def layer(rank: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
 def late_and_plain(rank: int, groups: int, given: list[Tensor]) -> tuple[Tensor, Tensor]:
     x, weight, bias = given
     how = [2] * rank, [1] * rank, [1] * rank, groups
-    late = LateWeights(weight.dtype, nullcontext)
-    _, held = weights_late(torch.zeros((), requires_grad=True), weight, late)
-    return late.convolve(x, held, bias, *how), CONVS[rank](x, weight, bias, *how)
+    deferred = DeferredWeights(weight.dtype, nullcontext)
+    _, held = defer_weights(torch.zeros((), requires_grad=True), weight, deferred)
+    return deferred.convolve(x, held, bias, *how), CONVS[rank](x, weight, bias, *how)
 
 
 @pytest.mark.parametrize(("rank", "groups"), [(1, 1), (2, 2), (3, 1)])
@@ -60,10 +60,10 @@ def test_the_weights_wait_for_the_token(comes_by: bool) -> None:
     x, weight, bias = layer(2, 1, torch.float64)
     done: list[str] = []
     weight.register_post_accumulate_grad_hook(lambda w: done.append("nothing" if w.grad is None else "weights"))
-    late = LateWeights(weight.dtype, nullcontext)
-    token, held = weights_late(torch.zeros((), requires_grad=True), weight, late)
+    deferred = DeferredWeights(weight.dtype, nullcontext)
+    token, held = defer_weights(torch.zeros((), requires_grad=True), weight, deferred)
     token, y = ordered(token, x * 1, at_backward=lambda: done.append("exchange"))
-    out = late.convolve(y, held, bias, [1, 1], [1, 1], [1, 1], 1)
+    out = deferred.convolve(y, held, bias, [1, 1], [1, 1], [1, 1], 1)
     used = ordered(token, out, at_backward=lambda: done.append("next layer"))
     (used[1].sum() if comes_by else y.sum()).backward()
     assert done == (["next layer", "exchange", "weights"] if comes_by else ["exchange", "nothing"])

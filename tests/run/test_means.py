@@ -13,7 +13,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.with_loss import dice
 from layerwise.run.load import load
-from layerwise.run.means import of_parts
+from layerwise.run.outputs import mean_loss
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan, small
 
@@ -37,7 +37,7 @@ CLASSES = torch.zeros(2, 6, 4, 4, dtype=torch.int64)
 
 
 def tried(loss: Loss, target: Tensor = CLASSES) -> Loss:
-    return of_parts(loss, (2, 3, 6, 4, 4), target, torch.float64, torch.device("cpu"))
+    return mean_loss(loss, (2, 3, 6, 4, 4), target, torch.float64, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -50,7 +50,7 @@ def test_means_of_numbers() -> None:
     target = torch.rand(2, 3, 6, 4, 4, dtype=torch.float64)
     for loss in (F.mse_loss, F.l1_loss, F.binary_cross_entropy_with_logits):
         tried(loss, target)
-    of_parts(F.mse_loss, (8,), torch.rand(8), torch.float64, torch.device("cpu"))
+    mean_loss(F.mse_loss, (8,), torch.rand(8), torch.float64, torch.device("cpu"))
 
 
 def test_means_of_probabilities() -> None:
@@ -67,7 +67,7 @@ def test_means_of_fewer_bits(dtype: torch.dtype) -> None:
     """Which round too much to be tried in them."""
 
     def at(loss: Loss, target: Tensor) -> None:
-        of_parts(loss, (2, 3, 6, 4, 4), target, dtype, torch.device("cpu"))
+        mean_loss(loss, (2, 3, 6, 4, 4), target, dtype, torch.device("cpu"))
 
     at(F.cross_entropy, CLASSES)
     at(F.mse_loss, torch.rand(2, 3, 6, 4, 4, dtype=dtype))

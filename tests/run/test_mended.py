@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from layerwise.config import Config
 from layerwise.importers.load import Network
 from layerwise.run.load import load
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.parts import local_part
 from tests.comm.thread import ThreadComm, run_threads
 from tests.run.own_modules import IMAGES, Net, alone, calm, loss, net, same_on_ranks, state_and_gradients
 from tests.run.plans import difference
@@ -192,7 +192,7 @@ def test_an_unused_output_of_a_layer_cut_as_its_samples_are_fed(user: int | None
         one, two = made(samples[made.share()])
         (one.sum() + (two.sum() if made.comm.rank == user else 0)).backward()
         gradient = made.get_parameter("two.bias").grad
-        return None if gradient is None else local_part(gradient).clone()
+        return None if gradient is None else local_tensor(gradient).clone()
 
     for gradient in on_ranks(network, act, 2, plan):
         assert gradient is None if user is None else gradient.tolist() == [1.0, 1.0]  # the mean over two ranks' sums

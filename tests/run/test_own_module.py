@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from layerwise.comm.solo import SoloComm
 from layerwise.importers.load import Network
+from layerwise.run.data_parallel.module import DataParallelModule
+from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
-from layerwise.run.module import LayeredModule
-from layerwise.run.own.module import OwnModule
 from tests.run.own_modules import BATCH, IMAGES, Net, alone, calm, loss, net
 from tests.run.plans import difference
 from tests.run.small_modules import on_ranks, plan_of, traced
@@ -24,8 +24,8 @@ from tests.run.small_modules import on_ranks, plan_of, traced
 
 def test_data_plans_are_run_by_the_module_itself() -> None:
     _, network = net()
-    assert isinstance(alone(), OwnModule)
-    assert on_ranks(network, lambda made: type(made), 2) == [OwnModule] * 2
+    assert isinstance(alone(), DataParallelModule)
+    assert on_ranks(network, lambda made: type(made), 2) == [DataParallelModule] * 2
     assert on_ranks(network, lambda made: type(made), 2, plan_of(network, 2, {"h": 2})) == [LayeredModule] * 2
 
 
@@ -158,7 +158,7 @@ def test_copies_and_pickles() -> None:
     made = alone()
     loss(made(IMAGES[0]))
     for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert isinstance(again, OwnModule)
+        assert isinstance(again, DataParallelModule)
         kept = copy.deepcopy(made)
         assert all(torch.equal(a, b) for a, b in zip(again(IMAGES[1]), kept(IMAGES[1]), strict=True))
     for plain in (copy.deepcopy(made.module), pickle.loads(pickle.dumps(made.module))):

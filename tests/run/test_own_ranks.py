@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
+from layerwise.run.data_parallel.module import DataParallelModule
+from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
-from layerwise.run.module import LayeredModule
-from layerwise.run.own.module import OwnModule
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import Trace
 from tests.comm.thread import run_threads
@@ -198,7 +198,7 @@ def test_the_original_is_as_before_when_it_is_let_go() -> None:
     def act(comm: Any) -> bool:
         module = copy.deepcopy(net()[0])
         made = load(plan_of(net()[1], comm.size), module, comm=comm, dtype=torch.float64, example_inputs=(IMAGES[0],))
-        assert isinstance(made, OwnModule)
+        assert isinstance(made, DataParallelModule)
         loss(made(IMAGES[0][made.share()])).backward()
         made.release()
         loss(module(IMAGES[0])).backward()

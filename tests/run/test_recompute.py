@@ -22,7 +22,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.machine import load as load_profile
 from layerwise.partition.blocks import AGAIN
-from layerwise.run.execute import recompute as room
+from layerwise.run.execute import saved as room
 from layerwise.run.load import load
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.trace import Trace
@@ -262,7 +262,7 @@ def _functions(out: Tensor) -> set[Any]:
 
 def other_seed(patch: pytest.MonkeyPatch) -> None:
     """What is dropped is others the second time."""
-    again = room._Kernel.again
+    again = room._Kernel.recompute
 
     def broken(kernel: Any, run: Any, *args: Any) -> Tensor:
         run.seed += 1
@@ -271,7 +271,7 @@ def other_seed(patch: pytest.MonkeyPatch) -> None:
         finally:
             run.seed -= 1
 
-    patch.setattr(room._Kernel, "again", broken)
+    patch.setattr(room._Kernel, "recompute", broken)
 
 
 def statistics_twice(patch: pytest.MonkeyPatch) -> None:
@@ -280,8 +280,8 @@ def statistics_twice(patch: pytest.MonkeyPatch) -> None:
 
     def broken(kernel: Any, run: Any, scheduled: Any, compute: Any, inputs: Any, given: Any) -> None:
         first(kernel, run, scheduled, compute, inputs, given)
-        kernel.given, kernel._moving = (
-            [None if p is None else q for p, q in zip(kernel.given, given, strict=True)],
+        kernel.parameters, kernel._moving = (
+            [None if p is None else q for p, q in zip(kernel.parameters, given, strict=True)],
             set(),
         )
 
@@ -295,8 +295,8 @@ def a_gather_left_out(patch: pytest.MonkeyPatch) -> None:
         way: Redistribution = edge.redistribution
         need = way.transfer.need
         if not edge.travels:
-            return way.kept(x, block._executor.empty(dtype))
-        return None if need is None else block._executor.empty(dtype).new_zeros(need.shape)
+            return way.kept(x, block._run_by.empty(dtype))
+        return None if need is None else block._run_by.empty(dtype).new_zeros(need.shape)
 
     patch.setattr(room.Block, "_received", broken)
 

@@ -23,9 +23,9 @@ from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.execute.buckets import Bucket
 from layerwise.run.execute.gathers import Gather
+from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
-from layerwise.run.module import LayeredModule
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_tensor
 from tests.comm.thread import run_threads
 from tests.run.plans import check_equal, difference, priced, random_plan, small, train
 
@@ -174,10 +174,10 @@ def penalised_in_parts(model: nn.Module, share: slice) -> None:
         penalty.backward()
         update.step()
         if isinstance(model, LayeredModule):  # when its graph has been used, what was gathered for it goes
-            leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.parts]
+            leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.layouts]
             tied = 8 * (6 * 6 + 6)
             there = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
-            assert there == tied or not any(parts.gathered for parts in model._working.parts.values())
+            assert there == tied or not any(parts.gathered for parts in model._working.layouts.values())
 
 
 def frozen_for_a_step(model: nn.Module, share: slice) -> None:
@@ -323,8 +323,8 @@ def test_a_part_of_parameters_states_and_gradients_is_held() -> None:
         steps(model, model.share(), update, 0, 2)
         held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
         held += [x for one in update.state.values() for x in one.values() if x.dim()]
-        leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.parts]
-        return sum(local_part(x).nbytes for x in held), sum(x.untyped_storage().nbytes() for x in leaves)
+        leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.layouts]
+        return sum(local_tensor(x).nbytes for x in held), sum(x.untyped_storage().nbytes() for x in leaves)
 
     whole, _ = run_threads(2, lambda comm: run(comm, "replicated"))[0]
     parameters = sum(p.nbytes for p in network().module.parameters())
@@ -353,9 +353,9 @@ def breaks(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..
 
 @breaks(Gather, "finish")
 def values_of_the_step_before(finish: Callable[[Gather], None], self: Gather) -> None:
-    before = {name: leaf.detach().clone() for name, leaf in self.leaves.items()} if self._known else None
+    before = {name: leaf.detach().clone() for name, leaf in self.working.items()} if self._versions else None
     finish(self)
-    for name, leaf in self.leaves.items() if before is not None else ():
+    for name, leaf in self.working.items() if before is not None else ():
         leaf.data.copy_(before[name])
 
 

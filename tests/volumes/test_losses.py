@@ -16,7 +16,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers import reductions
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_tensor
 from layerwise.volumes.loader import BoxLoader
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
@@ -177,7 +177,7 @@ def test_a_loss_is_one_devices(name: str) -> None:
         assert classes.numel() < target.numel() * 0.7
         made = module(mine, classes)
         made.backward()
-        return made.item(), {n: local_part(p.grad).clone() for n, p in module.named_parameters()}
+        return made.item(), {n: local_tensor(p.grad).clone() for n, p in module.named_parameters()}
 
     for value, gradients in run_threads(3, run):
         assert value == pytest.approx(loss.item(), rel=1e-12)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
-from layerwise.run.guards.refusing import AS_WRITTEN
+from layerwise.run.guards.refusals import AS_WRITTEN
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import now_s
 

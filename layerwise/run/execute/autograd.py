@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.run.execute.spans import Move
 from layerwise.run.schedule.redistribute import Flight
@@ -39,19 +41,29 @@ class Link:
         return self.there.finish(flight)
 
 
+def begins(token: Tensor, parameters: Sequence[Tensor], at_end: Callable[[], None]) -> Tensor:
+    """The order token, a leaf of autograd's, as it is. Back: a pass for some tensors only must not ask for parameters.
+
+    Working parameters stand in for these, so PyTorch would find no way to them, and give None, or nothing at all.
+    at_end: called when a backward pass has come by all that communicates; then it comes to the parameters.
+    """
+    result: Tensor = _Begins.apply(at_end, token, *parameters)  # type: ignore[no-untyped-call]
+    return result
+
+
 def ordered(
     token: Tensor,
     *tensors: Tensor,
     at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
-    kept: Sequence[Tensor | None] = (),
+    saved: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, ...]:
     """The token and the tensors as they are; back, the token waits for the gradients of all these tensors.
 
-    at_backward: called when the backward pass comes by, with what is `kept` until then, as what autograd saves is: a
-    backward pass frees it, and PyTorch refuses one after it was written to. What it returns is kept likewise by the
+    at_backward: called when the backward pass comes by, with what is `saved` until then, as what autograd saves is: a
+    backward pass frees it, and PyTorch refuses one after it was written to. What it returns is saved likewise by the
     graph of that backward pass, where it is to be differentiated once more.
     """
-    result: tuple[Tensor, ...] = _Ordered.apply(at_backward, kept, token, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _Ordered.apply(at_backward, saved, token, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -61,12 +73,12 @@ def moved(token: Tensor, x: Tensor | None, there: Move, back: Move) -> tuple[Ten
     return result
 
 
-def sent_ahead(token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
+def issued(token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
     """The token, and a ticket. What is made of x is on its way, until the ticket is handed in.
 
     The way back begins where the ticket was handed in, and ends here. Its order is that of the token, too.
     """
-    result: tuple[Tensor, Tensor] = _SentAhead.apply(token, x, link)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _Issued.apply(token, x, link)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -76,12 +88,12 @@ def awaited(token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor |
     return result
 
 
-def held_only(token: Tensor, held: Sequence[Tensor]) -> Tensor:
+def zeros_for(token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The token as it is. Back: parameters of which other ranks have all get a gradient of no elements, in their turn.
 
     What a rank has computed and no rank reads gets zeros: it takes its part in what that layer sums over the ranks.
     """
-    result: Tensor = _HeldOnly.apply(token, *held) if held else token  # type: ignore[no-untyped-call]
+    result: Tensor = _ZerosFor.apply(token, *tensors) if tensors else token  # type: ignore[no-untyped-call]
     return result
 
 
@@ -101,33 +113,53 @@ def ends(
     return result
 
 
+class _Begins(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, at_end: Callable[[], None], token: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.leaf, ctx.count, ctx.at_end = get_gradient_edge(token).node, len(parameters), at_end
+        ctx.set_materialize_grads(False)
+        return token.view_as(token)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None) -> tuple[None, ...]:
+        if not torch._C._will_engine_execute_node(ctx.leaf):  # nobody asks for the token, but for some parameter
+            raise LayerwiseError(
+                "the gradient of parameters was asked for by torch.autograd.grad or by inputs= of backward(), which do "
+                "not find it where a plan runs layers one by one: call loss.backward(), which averages over the "
+                "ranks, and take its .grad"
+            )
+        ctx.at_end()
+        nothing: tuple[None, ...] = (None,) * (2 + ctx.count)
+        return nothing
+
+
 class _Ordered(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         at_backward: Callable[..., Sequence[Tensor] | None] | None,
-        kept: Sequence[Tensor | None],
+        saved: Sequence[Tensor | None],
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.at_backward = at_backward
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         return tuple(None if x is None else x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept = None if ctx.at_backward is None else ctx.at_backward(*ctx.saved_tensors)
+        saved = None if ctx.at_backward is None else ctx.at_backward(*ctx.saved_tensors)
         if token is None:
             token = torch.zeros(())
         if torch.is_grad_enabled():  # to be differentiated once more, in the order of this pass
-            return None, None, *_Ordered.apply(None, kept or (), token, *gradients)  # type: ignore[no-untyped-call]
+            return None, None, *_Ordered.apply(None, saved or (), token, *gradients)  # type: ignore[no-untyped-call]
         return None, None, token, *gradients
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, x: Tensor | None, there: Move, back: Move) -> tuple[Tensor, Tensor | None]:
-        ctx.there, ctx.back, ctx.given = there, back, x is not None
+        ctx.there, ctx.back, ctx.has_input = there, back, x is not None
         ctx.set_materialize_grads(False)
         return token.view_as(token), there(x)
 
@@ -139,13 +171,13 @@ class _Moved(torch.autograd.Function):
             token, result = moved(token, gradient, ctx.back, ctx.there)
         else:
             result = ctx.back(gradient)
-        return token, result if ctx.given else None, None, None
+        return token, result if ctx.has_input else None, None, None
 
 
-class _SentAhead(torch.autograd.Function):
+class _Issued(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
-        ctx.link, ctx.given = link, x is not None
+        ctx.link, ctx.has_input = link, x is not None
         ctx.set_materialize_grads(False)
         link.begin(x)
         return token.view_as(token), token.new_zeros(())
@@ -159,7 +191,7 @@ class _SentAhead(torch.autograd.Function):
             token, result = awaited(token, ticket, returning)
         else:
             result = returning.finish()
-        return token, result if ctx.given else None, None
+        return token, result if ctx.has_input else None, None
 
 
 class _Awaited(torch.autograd.Function):
@@ -176,15 +208,15 @@ class _Awaited(torch.autograd.Function):
         link = ctx.link
         link.returning = returning = Link(link.back, link.there)
         if torch.is_grad_enabled():
-            return *sent_ahead(token, gradient, returning), None
+            return *issued(token, gradient, returning), None
         returning.begin(gradient)
         return token, token, None
 
 
-class _HeldOnly(torch.autograd.Function):
+class _ZerosFor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, *held: Tensor) -> Tensor:
-        ctx.held = [(one.shape, one.dtype, one.device) for one in held]
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
         ctx.set_materialize_grads(False)
         return token.view_as(token)
 
@@ -192,7 +224,7 @@ class _HeldOnly(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
         if token is None:
             token = torch.zeros(())
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.held)
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
         wanted = ctx.needs_input_grad[1:]
         return token, *(zero if needed else None for zero, needed in zip(zeros, wanted, strict=True))
 
@@ -225,9 +257,9 @@ def factors(graph: LayerGraph, part: float) -> list[float]:
     return [1.0 if loss == "sum" else part for loss in losses]
 
 
-def sum_of_losses(mine: Tensor, comm: Comm) -> Tensor:
+def sum_of_losses(loss: Tensor, comm: Comm) -> Tensor:
     """All ranks' losses added up, on every rank."""
-    total: Tensor = _SumOfLosses.apply(mine, comm)  # type: ignore[no-untyped-call]
+    total: Tensor = _SumOfLosses.apply(loss, comm)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -235,8 +267,8 @@ class _SumOfLosses(torch.autograd.Function):
     """Back: every rank has the same gradient already."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, comm: Comm) -> Tensor:
-        total: Tensor = mine.detach().clone().reshape(1)
+    def forward(ctx: Any, loss: Tensor, comm: Comm) -> Tensor:
+        total: Tensor = loss.detach().clone().reshape(1)
         if comm.size > 1:
             comm.all_reduce(total, tuple(range(comm.size)), "io", "the loss").wait()
         summed: Tensor = total.reshape(())

@@ -1,16 +1,91 @@
-"""Buckets: gradients that travel together, as they lie in memory and go over the network."""
+"""Buckets: gradients that travel together, as they lie in memory and go over the network; and shards in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import prod
 
 import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm, Group, Handle, Kind
-from layerwise.run.execute.rows import Rows
+from layerwise.geometry import Box
+from layerwise.partition.boxes import Each
+from layerwise.partition.groups import sharing
+from layerwise.partition.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One parameter on this rank."""
+
+    group: Group  # the ranks that compute with the same box of it
+    shape: tuple[int, ...]  # of that box
+    boxes: tuple[Box, ...]  # of it, what each of the group keeps
+    row: int  # elements that each part has in a row: those of the largest
+    gathered: str  # the layer while which computes only the box is there; empty: it is there all the time
+
+    @property
+    def dimension(self) -> int | None:
+        """The dimension cut into equal parts in the group's order; None where they are unequal, or otherwise."""
+        first, last = self.boxes[0], self.boxes[-1]
+        cut = next(k for k in range(len(self.shape)) if first.shape[k] < self.shape[k])
+        size = first.shape[cut]
+        equal = all(box.lo[cut] == i * size for i, box in enumerate(self.boxes)) and last.hi[cut] == self.shape[cut]
+        return cut if equal and size * len(self.boxes) == self.shape[cut] else None
+
+
+def shard_layout(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> ShardLayout:
+    """Returns the layout of a parameter with these boxes by rank. gathered: as ShardLayout has it."""
+    group, mine, held = sharing(computed, rank), computed[rank], sharding.boxes.each
+    assert mine is not None
+    kept = [box for member in group if (box := held[member]) is not None]
+    boxes = (
+        Box(*(tuple(a - b for a, b in zip(ends, mine.lo, strict=True)) for ends in (box.lo, box.hi))) for box in kept
+    )
+    return ShardLayout(group, mine.shape, tuple(boxes), int(sharding.rows[rank]), gathered)
+
+
+class BucketSlots:
+    """The layout in a bucket of some parameters of one group: `members` slots of `size` elements.
+
+    A slot has a shard of every parameter, one after the other; behind a part that is not the largest is room.
+    """
+
+    def __init__(self, names: Sequence[str], layouts: Mapping[str, ShardLayout]) -> None:
+        self.layouts = {name: layouts[name] for name in names}
+        self.group = layouts[names[0]].group
+        self.members, self.size = len(self.group), sum(one.row for one in self.layouts.values())
+        starts, start = {}, 0
+        for name, one in self.layouts.items():
+            starts[name] = start
+            start += one.row
+        self._starts = starts
+        self._dimension = {name: one.dimension for name, one in self.layouts.items()}
+
+    def shard(self, row: Tensor, name: str, member: int) -> Tensor:
+        """Returns one parameter's shard in the slot of a member."""
+        shape = self.layouts[name].boxes[member].shape
+        start = self._starts[name]
+        return row[start : start + prod(shape)].view(shape)
+
+    def pairs(self, slots: Tensor, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns one parameter's shards in all slots, each with the same elements of its box."""
+        one, cut = self.layouts[name], self._dimension[name]
+        if cut is None:
+            return [(self.shard(slots[i], name, i), full[box.slices()]) for i, box in enumerate(one.boxes)]
+        start, shape = self._starts[name], one.boxes[0].shape
+        there = slots[:, start : start + one.row].view(self.members, *shape)
+        split: Tensor = full.unflatten(cut, (self.members, shape[cut]))  # type: ignore[no-untyped-call]
+        return [(there, split.movedim(cut, 0))]
+
+    def new(self, like: Tensor, *, slots: int | None = None) -> Tensor:
+        """Memory for all slots, or for one of a member (slots=1)."""
+        shape = (self.size,) if slots == 1 else (self.members, self.size)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
 
 OWNERS = 2  # of the memory of a tensor that shares it with none: itself, and the storage that is asked
 
@@ -21,30 +96,30 @@ class Bucket:
 
     group: Group  # the ranks that sum them
     names: list[str]
-    rows: Rows | None = None  # where each rank keeps a part of them: it gets the sum of that only
+    slots: BucketSlots | None = None  # where each rank keeps a part of them: it gets the sum of that only
     flat: Tensor | None = None  # their gradients, one after another; made at the first
-    mine: Tensor | None = None  # this rank's row of the sum
+    local: Tensor | None = None  # this rank's row of the sum
     tensors: int = 0  # that share the memory of `flat`, as it was made
     missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
-    left: bool = False  # whether this pass has begun to sum it, or will not
+    sent: bool = False  # whether this pass has begun to sum it, or will not
     handle: Handle | None = None  # the sum under way
 
     @property
     def gathered(self) -> bool:
         """Whether this rank has room for a part of its parameters only, also while gradients are made."""
-        return self.rows is not None and bool(self.rows.parts[self.names[0]].gathered)
+        return self.slots is not None and bool(self.slots.layouts[self.names[0]].gathered)
 
     def begin(self, comm: Comm, what: str) -> Handle:
         """Starts the sum."""
         assert self.flat is not None
-        self.left = True
-        if self.rows is None:
+        self.sent = True
+        if self.slots is None:
             self.handle = comm.all_reduce(self.flat, self.group, "sync", what)
         else:
-            self.mine = self.rows.new(self.flat, rows=1)
+            self.local = self.slots.new(self.flat, slots=1)
             # Where parameters are gathered, in one order with that: so it may be awaited in the backward pass.
             stream: Kind = "gathers" if self.gathered else "sync"
-            self.handle = comm.reduce_scatter(self.mine, self.flat, self.group, "sync", what, stream)
+            self.handle = comm.reduce_scatter(self.local, self.flat, self.group, "sync", what, stream)
         return self.handle
 
     def end(self) -> None:
@@ -52,39 +127,39 @@ class Bucket:
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
-        if self.rows is not None and self.left:
+        if self.slots is not None and self.sent:
             self.flat = None
 
     def put(self, name: str, gradient: Tensor, scale: float, zero: Tensor) -> None:
         """The gradient of a parameter of which each rank keeps a part, times `scale`."""
-        assert self.rows is not None
+        assert self.slots is not None
         if self.flat is None:
-            self.flat = self.rows.new(zero)
-        for there, part in self.rows.pairs(self.flat, name, gradient):
+            self.flat = self.slots.new(zero)
+        for there, part in self.slots.pairs(self.flat, name, gradient):
             torch.add(zero, part, alpha=scale, out=there)
 
     def put_none(self, name: str, zero: Tensor) -> None:
         """What stands for no gradient on any rank: zeros with a sign."""
-        assert self.rows is not None
+        assert self.slots is not None
         if self.flat is None:
-            self.flat = self.rows.new(zero)
-        for member in range(self.rows.members):
-            self.rows.part(self.flat[member], name, member).fill_(-0.0)
+            self.flat = self.slots.new(zero)
+        for member in range(self.slots.members):
+            self.slots.shard(self.flat[member], name, member).fill_(-0.0)
 
     def summed(self, name: str, rank: int) -> Tensor:
         """This rank's part of the sum."""
-        assert self.rows is not None
-        assert self.mine is not None
-        return self.rows.part(self.mine, name, self.group.index(rank))
+        assert self.slots is not None
+        assert self.local is not None
+        return self.slots.shard(self.local, name, self.group.index(rank))
 
 
 def full(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """Those that are to leave now: full ones, behind nothing that is not."""
-    return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.left)
+    """Yields the buckets to send now: full ones, behind nothing that is not."""
+    return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.sent)
 
 
 def scaled(gradient: Tensor, scale: float) -> Tensor:
-    """In place where nothing else has its memory: with a copy the two would be the most that a step holds."""
+    """Returns it times `scale`, in place where nothing else has its memory: two would be the most that a step holds."""
     if scale == 1:
         return gradient
     if gradient.layout == torch.strided:
@@ -92,3 +167,19 @@ def scaled(gradient: Tensor, scale: float) -> Tensor:
         if owners == OWNERS:
             return gradient.mul_(scale)
     return gradient * scale
+
+
+def tensors_in(flat: Tensor) -> int:
+    """How many tensors share its memory, and a constant."""
+    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return count
+
+
+def is_nothing(view: Tensor) -> bool:
+    """Whether this is the sum of what `Gradients` filled in alone, for no gradient."""
+    first = view.reshape(-1)[:1]
+    return bool(((first == 0) & first.signbit()).all())
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()

@@ -31,19 +31,16 @@ from layerwise.program.instructions import (
     Release,
 )
 from layerwise.run.compiling import Settings
-from layerwise.run.execute.autograd import Link, awaited, held_only, moved, sent_ahead
-from layerwise.run.execute.compiled import CompiledSegment, CompiledSegments
-from layerwise.run.execute.kernels import Compute as LayerKernel
-from layerwise.run.execute.kernels import Kernels, all_there
-from layerwise.run.execute.passes import Pass
-from layerwise.run.execute.recompute import Block
+from layerwise.run.execute.autograd import Link, awaited, issued, moved, zeros_for
+from layerwise.run.execute.deferred_weights import DeferredWeights, defer_weights
+from layerwise.run.execute.gathers import gather_once_more
+from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass, all_there
+from layerwise.run.execute.saved import Block, SavedOutput
+from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
 from layerwise.run.execute.spans import Move as Way
 from layerwise.run.execute.spans import Spans
-from layerwise.run.execute.weights import LateWeights, weights_late
-from layerwise.run.execute.within import KeptOutput
-from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.schedule.redistribute import Flight, landed
-from layerwise.run.trace import Trace
+from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 
 Steps = list[tuple[str, list[Instruction]]]  # by layer
 
@@ -51,15 +48,13 @@ Steps = list[tuple[str, list[Instruction]]]  # by layer
 class Executor:
     """Runs one rank's schedule. constants: this rank's boxes of parameters that are others than the module's."""
 
-    def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor] | None = None) -> None:
-        self.constants: Mapping[str, Tensor] = constants or {}
+    def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor], spans: Spans) -> None:
+        self.constants, self.spans = constants, spans
         self.schedule, self.comm, self.options = schedule, schedule.comm, schedule.options
-        self.spans = Spans()
-        self.kernels = Kernels(self.comm, self.options, self.spans)
-        self.layers = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
+        self.kernels = Kernels(schedule, self.spans)
+        self.layers = self.kernels.layers
         self.blocks: dict[str, list[Instruction]] = {}  # how each is recomputed
         self._steps: dict[ProgramKind, Steps] = {}
-        self._empty: dict[torch.dtype, Tensor] = {}
         self._compiled: CompiledSegments | None = None
         if self.options.compile is not None:
             self.compile(self.options.compile)
@@ -72,15 +67,6 @@ class Executor:
                     f"layer {layer.name!r} draws random numbers that are not compiled: leave compile= out"
                 )
         self._compiled = CompiledSegments(self.schedule, settings)
-
-    @property
-    def trace(self) -> Trace | None:
-        """Collects spans of what this rank does, where set."""
-        return self.spans.trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        self.spans.trace = trace
 
     def forward(self, run: Pass, fed: Mapping[str, Tensor]) -> list[Tensor | None]:
         """This rank's boxes of the outputs, from those of the inputs (constants are in `fed`)."""
@@ -99,12 +85,6 @@ class Executor:
         """The compiled segment that each layer is in."""
         return {} if self._compiled is None else self._compiled.by_layer(training=run.training)
 
-    def empty(self, dtype: torch.dtype) -> Tensor:
-        """An empty tensor of that type on this rank's device."""
-        if dtype not in self._empty:
-            self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.options.device)
-        return self._empty[dtype]
-
 
 class _Forward:
     """One forward pass: its state, and what each instruction of the program does here."""
@@ -116,8 +96,8 @@ class _Forward:
         self.types = dict[str, torch.dtype]()  # of what each layer makes
         self.received = dict[int, Tensor | None]()  # the inputs of the layer that comes next, by slot
         self.issued = dict[tuple[str, int], tuple[Link, Tensor | None]]()  # with their tickets
-        self.deferred = dict[str, tuple[LateWeights, Tensor]]()  # with their weights
-        self.saved = dict[str, KeptOutput]()  # by layers, until their output is kept in what a reader receives
+        self.deferred = dict[str, tuple[DeferredWeights, Tensor]]()  # with their weights
+        self.saved = dict[str, SavedOutput]()  # by layers, until their output is kept in what a reader receives
         self.segments = executor.segments(run)
         self.blocks = dict[str, Block]()  # by the name of their last layer, until it has been computed
         self.block_of = dict[str, Block]()  # of recomputed layers
@@ -136,7 +116,7 @@ class _Forward:
         }
 
     def outputs(self) -> list[Tensor | None]:
-        """Of the whole pass."""
+        """Goes through the pass, and returns what the sink receives."""
         for name, instructions in self.executor.steps(self.run):
             self.comm.at(self.run.number, name)
             for instruction in instructions:
@@ -162,7 +142,7 @@ class _Forward:
         """
         run, name = self.run, instruction.layer
         if run.differentiate and self.layers[name].backward:
-            again, self.gathered = partial(_gather_again, run, name, self.gathered), name
+            again, self.gathered = partial(gather_once_more, run.gathers, name, self.gathered), name
             made = [self.values.get(name)]
             run.order(made, [0], again)
             self.values[name] = made[0]
@@ -209,7 +189,7 @@ class _Forward:
             with torch.no_grad():
                 link.begin(x)
             return link, None
-        run.token, ticket = sent_ahead(run.token, x, link)
+        run.token, ticket = issued(run.token, x, link)
         return link, ticket
 
     def _await(self, link: Link, ticket: Tensor | None) -> Tensor | None:
@@ -224,11 +204,11 @@ class _Forward:
         run, x = self.run, self.values[edge.source]
         full = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same of it
         if not (edge.travels or full):
-            kept = edge.redistribution.kept(x, self.executor.empty(self.types[edge.source]))
+            kept = edge.redistribution.kept(x, self.executor.kernels.empty(self.types[edge.source]))
             if kept is not None and not kept.numel() and run.differentiate and edge.backward and not kept.requires_grad:
                 kept.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
             return kept
-        there, back = self._ways(edge, alike=full and not self.schedule.whole_classes)
+        there, back = self._ways(edge, alike=full and not self.schedule.all_classes)
         if not (run.differentiate and edge.backward):
             with torch.no_grad():
                 return there(x)
@@ -236,9 +216,9 @@ class _Forward:
         return result
 
     def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[Way, Way]:
-        """There and back. alike: nothing is added up, as all ranks have the same gradient."""
-        like, way, name = self.executor.empty(self.types[edge.source]), edge.redistribution, f"{edge.what} (backward)"
-        comm, number = self.comm, self.run.number
+        """Returns the ways there and back. alike: nothing is added up, as all ranks have the same gradient."""
+        like, way = self.executor.kernels.empty(self.types[edge.source]), edge.redistribution
+        comm, number, name = self.comm, self.run.number, f"{edge.what} (backward)"
 
         def back(gradient: Tensor | None) -> Flight:
             comm.at(number, name)
@@ -253,12 +233,12 @@ class _Forward:
 
     def _defer_weights(self, scheduled: ScheduledLayer) -> None:
         """The gradient of a layer's weights is made when the backward pass comes back to here, if it is deferred."""
-        run, name = self.run, scheduled.late_weight
+        run, name = self.run, scheduled.deferred_weight
         if name is None or not run.differentiate:
             return
         weight = run.parameters[name]
         if name in scheduled.elsewhere:
-            run.token = held_only(run.token, [weight])
+            run.token = zeros_for(run.token, [weight])
         elif scheduled.work is not None and weight.requires_grad and scheduled.layer.name not in self.segments:
             comm, number, spans = self.comm, run.number, self.executor.spans
             what = f"{scheduled.layer.name} (backward)"
@@ -267,16 +247,19 @@ class _Forward:
                 comm.at(number, what)
                 return spans.span(what, "compute")
 
-            late = LateWeights(weight.dtype, span)
-            run.token, weight = weights_late(run.token, weight, late)
-            self.deferred[scheduled.layer.name] = late, weight
+            deferred = DeferredWeights(weight.dtype, span)
+            run.token, weight = defer_weights(run.token, weight, deferred)
+            self.deferred[scheduled.layer.name] = deferred, weight
 
     # ---- layers ----
 
     def keep(self, instruction: Keep) -> None:
         if self.run.differentiate:
-            block = self.blocks.setdefault(instruction.block, Block(self.executor, instruction.block))
-            block.keep(self.layers[instruction.layer], self.values)
+            if instruction.block not in self.blocks:
+                last, executor = instruction.block, self.executor
+                self.blocks[last] = Block(executor.kernels, self.schedule.blocks[last], executor.blocks[last])
+            block = self.blocks[instruction.block]
+            block.save_sources(self.layers[instruction.layer], self.values)
             self.block_of[instruction.layer] = block
 
     def compute(self, instruction: Compute) -> None:
@@ -284,8 +267,8 @@ class _Forward:
         scheduled, segment = self.layers[name], self.segments.get(name)
         received, self.received = [self.received[slot] for slot in range(len(scheduled.edges))], {}
         if run.differentiate and scheduled.backward:
-            run.token = held_only(
-                run.token, [run.parameters[p] for p in scheduled.elsewhere if p != scheduled.late_weight]
+            run.token = zeros_for(
+                run.token, [run.parameters[p] for p in scheduled.elsewhere if p != scheduled.deferred_weight]
             )
         if segment is not None:
             if segment.first is scheduled:  # which computes all of it
@@ -295,7 +278,7 @@ class _Forward:
             self.types[name] = (scheduled.dtype or torch.int64) if out is None else out.dtype
         unread = self.values.get(name) if name in self.schedule.unread else None
         if run.differentiate and unread is not None:
-            run.token = held_only(run.token, [unread])
+            run.token = zeros_for(run.token, [unread])
 
     def free(self, instruction: Free) -> None:
         self.values.pop(instruction.value, None)  # none within a compiled segment
@@ -313,14 +296,14 @@ class _Forward:
         kernels = self.executor.kernels
         convolve = None
         if name in self.deferred:
-            late, tensors[count] = self.deferred.pop(name)
-            convolve = late.convolve
+            deferred, tensors[count] = self.deferred.pop(name)
+            convolve = deferred.convolve
         compute: LayerKernel = partial(kernels.layer, run, scheduled, convolve=convolve)
         if name in run.gathers and backward:
             # So all ranks begin to sum the gradients of these before they come to the next layer.
             run.order(tensors, [count + i for i, p in enumerate(parameters) if p in run.gathers[name].names])
         if name in self.schedule.within and backward:
-            self.saved[name] = KeptOutput()
+            self.saved[name] = SavedOutput()
             compute = partial(self.saved[name].compute, compute)
         if name in self.block_of:
             compute = partial(self.block_of[name].compute, run, scheduled, compute)
@@ -362,16 +345,3 @@ class _Forward:
         for name, out in zip(segment.outputs, made, strict=True):
             assert out is not None
             self.values[name], self.types[name] = out, out.dtype
-
-
-def _gather_again(run: Pass, name: str, before: str | None) -> Sequence[Tensor]:
-    """A layer is about to be differentiated; the parameters of the one before it are on their way meanwhile.
-
-    Returns what the graph of this backward pass holds, if there is one: the layer is differentiated once more by it.
-    """
-    own = run.gathers.get(name)
-    if own is not None:
-        own.finish_again()
-    if before is not None and before in run.gathers:
-        run.gathers[before].begin()
-    return () if own is None else (own.mark(),)

@@ -1,8 +1,9 @@
-"""Gathers: parameters of which each rank keeps a part, whole for the layers that compute with them.
+"""Gathers: parameters of which each rank keeps a shard, full for the layers that compute with them.
 
-What layers compute with is a leaf of autograd's in the parameter's place, of the box that the plan says. It is filled
-in every forward pass: from the beginning, beside what is computed ("sharded"), or just before its layer ("gathered").
-Then its memory goes after the layer, and comes again before the layer's backward pass. All ranks gather in one order.
+Layers compute with a working parameter, a leaf of autograd's, of the box that the plan says. It is filled in every
+forward pass: from the beginning, beside what is computed ("sharded"), or just before its layer ("gathered"). Then its
+memory goes after the layer, and it is gathered once more before the layer's backward pass. All ranks gather in one
+order.
 """
 
 from __future__ import annotations
@@ -14,63 +15,63 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.execute.reducer import GradientReducer, tensors_in
-from layerwise.run.execute.rows import Parts, Rows
-from layerwise.run.guards.changes import check_unwritten
-from layerwise.run.parts import Version, local_part, version
+from layerwise.run.execute.buckets import BucketSlots, ShardLayout, tensors_in
+from layerwise.run.execute.reducer import GradientReducer
+from layerwise.run.guards.refusals import check_unwritten
+from layerwise.run.local_tensor import Version, local_tensor, version
 
 
 class Gather:
-    """Of some parameters of one group. leaves: what is filled, by name."""
+    """A gather of some parameters of one group. working: the parameters that are filled, by name."""
 
     def __init__(
-        self, rows: Rows, parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, Tensor], comm: Comm
+        self, slots: BucketSlots, parameters: Mapping[str, nn.Parameter], working: Mapping[str, Tensor], comm: Comm
     ) -> None:
-        self.names, self._rows, self._comm = tuple(rows.parts), rows, comm
+        self.names, self._slots, self._comm = tuple(slots.layouts), slots, comm
         self._parameters = {name: parameters[name] for name in self.names}
-        self.leaves = {name: leaves[name] for name in self.names}
-        self._member, self._what = rows.group.index(comm.rank), f"gather of {self.names[0]}"
-        self._known: Mapping[str, Version] = {}  # what the leaves were last filled with
+        self.working = {name: working[name] for name in self.names}
+        self._member, self._what = slots.group.index(comm.rank), f"gather of {self.names[0]}"
+        self._versions: Mapping[str, Version] = {}  # what the working parameters were last filled with
         self._flight: tuple[Handle, Tensor] | None = None
 
     def begin(self) -> None:
         """Starts it."""
         with torch.no_grad():
-            parts = {name: local_part(p).detach() for name, p in self._parameters.items()}
+            parts = {name: local_tensor(p).detach() for name, p in self._parameters.items()}
             first = parts[self.names[0]]
-            mine, out = self._rows.new(first, rows=1), self._rows.new(first)
+            mine, out = self._slots.new(first, slots=1), self._slots.new(first)
             for name, part in parts.items():
-                self._rows.part(mine, name, self._member).copy_(part)
-            self._flight = self._comm.all_gather(out, mine, self._rows.group, "gathers", self._what), out
+                self._slots.shard(mine, name, self._member).copy_(part)
+            self._flight = self._comm.all_gather(out, mine, self._slots.group, "gathers", self._what), out
 
     def finish(self) -> None:
-        """Waits for it, and fills the leaves. Autograd hears of that only where the values may be others."""
+        """Waits for it, and fills the working parameters. Autograd hears of that only where values may be others."""
         if self._flight is None:
             return
         (handle, out), self._flight = self._flight, None
         handle.wait()
         with torch.no_grad():
             now = {name: version(p) for name, p in self._parameters.items()}
-            for name, leaf in self.leaves.items():
-                same = self._known.get(name) == now[name]
-                whole = leaf.data if same else leaf.detach()  # the former has a counter of writes of its own
-                for there, part in self._rows.pairs(out, name, whole):
+            for name, working in self.working.items():
+                same = self._versions.get(name) == now[name]
+                full = working.data if same else working.detach()  # the former has a counter of writes of its own
+                for there, part in self._slots.pairs(out, name, full):
                     part.copy_(there)
-            self._known = now
+            self._versions = now
 
     def check(self) -> None:
-        """LayerwiseError where this rank's part of a parameter was written to since the leaves were filled."""
-        check_unwritten(self._parameters, self._known)
+        """LayerwiseError where this rank's shard of a parameter was written to since it was gathered."""
+        check_unwritten(self._parameters, self._versions)
 
 
 class LayerGathers:
-    """Of one layer, whose parameters are whole while it computes only. gathers: by group of ranks."""
+    """The gathers of one layer, whose parameters are full while it computes only, one a group of ranks."""
 
     def __init__(self, gathers: Sequence[Gather]) -> None:
         self._gathers = gathers
-        self._leaves = {name: leaf for gather in gathers for name, leaf in gather.leaves.items()}
-        self.names = tuple(self._leaves)
-        self._sizes = {name: leaf.untyped_storage().nbytes() for name, leaf in self._leaves.items()}
+        self._working = {name: working for gather in gathers for name, working in gather.working.items()}
+        self.names = tuple(self._working)
+        self._sizes = {name: working.untyped_storage().nbytes() for name, working in self._working.items()}
         self._begun = False
         self._mark = torch.empty(0)
         self._marks = tensors_in(self._mark)
@@ -79,8 +80,8 @@ class LayerGathers:
     def begin(self) -> None:
         """Starts it, once."""
         if not self._begun:
-            for name, leaf in self._leaves.items():
-                leaf.untyped_storage().resize_(self._sizes[name])
+            for name, working in self._working.items():
+                working.untyped_storage().resize_(self._sizes[name])
             for gather in self._gathers:
                 gather.begin()
             self._begun = True
@@ -92,7 +93,7 @@ class LayerGathers:
             gather.finish()
         self._begun = False
 
-    def finish_again(self) -> None:
+    def finish_once_more(self) -> None:
         """The layer's backward pass may begin, or its forward pass once more.
 
         LayerwiseError where parameters are others than in the forward pass.
@@ -102,7 +103,7 @@ class LayerGathers:
         self.finish()
 
     def mark(self) -> Tensor:
-        """Where a graph holds this, its backward pass reads the parameters without a gather: their memory stays."""
+        """Returns a tensor; a graph that holds it reads the parameters without a gather: their memory stays."""
         return self._mark.detach()
 
     def give_up(self) -> None:
@@ -112,12 +113,12 @@ class LayerGathers:
 
     def drop(self, out: Tensor | None = None) -> None:
         """The memory goes, unless `out`, the layer's output, lies in it."""
-        for name in self._leaves:
+        for name in self._working:
             self.drop_one(name, out)
 
     def drop_one(self, name: str, out: Tensor | None = None) -> None:
-        """That of one parameter."""
-        storage = self._leaves[name].untyped_storage()
+        """Frees the memory of one parameter."""
+        storage = self._working[name].untyped_storage()
         within = out is not None and out.untyped_storage()._cdata == storage._cdata
         if not (self._begun or within or tensors_in(self._mark) > self._marks):
             storage.resize_(0)
@@ -126,21 +127,21 @@ class LayerGathers:
 class Parameters(Mapping[str, Tensor]):
     """What layers compute with, by name. One that is being gathered is waited for."""
 
-    def __init__(self, known: Mapping[str, Tensor], gathers: Sequence[Gather]) -> None:
-        self._known = known
+    def __init__(self, tensors: Mapping[str, Tensor], gathers: Sequence[Gather]) -> None:
+        self._tensors = tensors
         self._coming = {name: gather for gather in gathers for name in gather.names}
 
     def __getitem__(self, name: str) -> Tensor:
         gather = self._coming.pop(name, None)
         if gather is not None:
             gather.finish()
-        return self._known[name]
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._tensors)
 
     def finish(self) -> None:
         """Waits for what nobody has asked for."""
@@ -149,37 +150,39 @@ class Parameters(Mapping[str, Tensor]):
 
 
 class Gathers:
-    """All of a rank's. of_layers: by name, of what is whole only while a layer computes, in their order."""
+    """All of a rank's. of_layers: by name, of what is full only while a layer computes, in their order."""
 
     def __init__(
         self,
         graph: LayerGraph,
-        parts: Mapping[str, Parts],
+        layouts: Mapping[str, ShardLayout],
         reducer: GradientReducer,
-        leaves: Mapping[str, Tensor],
+        working: Mapping[str, Tensor],
         comm: Comm,
     ) -> None:
         held, buckets = reducer.parameters, [bucket for bucket in reversed(reducer.buckets) if not bucket.gathered]
-        self._lasting = [Gather(one.rows, held, leaves, comm) for one in buckets if one.rows is not None]
+        self._lasting = [Gather(one.slots, held, working, comm) for one in buckets if one.slots is not None]
         self.of_layers: dict[str, LayerGathers] = {}
         self._of: dict[str, LayerGathers] = {}  # by parameter
         for layer in graph.layers:
             groups = dict[Group, list[str]]()
             for name, _ in layer.own_parameters():
-                if name in parts and parts[name].gathered:
-                    groups.setdefault(parts[name].group, []).append(name)
+                if name in layouts and layouts[name].gathered:
+                    groups.setdefault(layouts[name].group, []).append(name)
             if groups:
-                made = LayerGathers([Gather(Rows(names, parts), held, leaves, comm) for names in groups.values()])
+                made = LayerGathers(
+                    [Gather(BucketSlots(names, layouts), held, working, comm) for names in groups.values()]
+                )
                 self.of_layers[layer.name] = made
                 self._of |= dict.fromkeys(made.names, made)
 
-    def begin(self, known: Mapping[str, Tensor]) -> Parameters:
-        """A forward pass begins. known: what layers compute with, by name."""
+    def begin(self, tensors: Mapping[str, Tensor]) -> Parameters:
+        """A forward pass begins. tensors: what layers compute with, by name."""
         for one in self.of_layers.values():
             one.give_up()
         for gather in self._lasting:
             gather.begin()
-        return Parameters(known, self._lasting)
+        return Parameters(tensors, self._lasting)
 
     def made(self, name: str) -> None:
         """The gradient of a parameter: nobody needs its values any more."""
@@ -190,3 +193,16 @@ class Gathers:
         """The backward pass has ended."""
         for one in self.of_layers.values():
             one.drop()
+
+
+def gather_once_more(gathers: Mapping[str, LayerGathers], name: str, before: str | None) -> Sequence[Tensor]:
+    """A layer is about to be differentiated; the parameters of the one before it are on their way meanwhile.
+
+    Returns what the graph of this backward pass holds, if there is one: the layer is differentiated once more by it.
+    """
+    own = gathers.get(name)
+    if own is not None:
+        own.finish_once_more()
+    if before is not None and before in gathers:
+        gathers[before].begin()
+    return () if own is None else (own.mark(),)

@@ -2,29 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.run.execute.passes import Pass
+from layerwise.run.execute.autograd import ordered
+from layerwise.run.execute.gathers import LayerGathers
 from layerwise.run.execute.spans import NOTHING, Spans
-from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.layers import ScheduledLayer
+from layerwise.run.schedule.schedule import Schedule, ScheduledLayer
 
-Compute = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
+
+@dataclass(slots=True)
+class Pass:
+    """A forward pass. Functions of autograd's graph refer to it, so it must not refer to the graph once it is over."""
+
+    parameters: Mapping[str, Any]  # this rank's boxes by name, buffers among them
+    training: bool
+    seed: int  # of this step's random numbers
+    number: int  # the step's, for error messages
+    token: Tensor  # the order token; it requires a gradient where there may be a backward pass
+    # Layers whose parameters are full while they compute only, by name, in their order.
+    gathers: Mapping[str, LayerGathers] = field(default_factory=dict)
+
+    @property
+    def differentiate(self) -> bool:
+        """Whether a backward pass may follow."""
+        return self.token.requires_grad
+
+    def order(
+        self,
+        tensors: list[Tensor | None],
+        places: Iterable[int],
+        at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
+    ) -> None:
+        """Back, the token waits for the gradients of those of `tensors`, which are replaced in the list."""
+        chosen = {i: x for i in places if (x := tensors[i]) is not None and x.requires_grad}
+        self.token, *marked = ordered(self.token, *chosen.values(), at_backward=at_backward)
+        for i, x in zip(chosen, marked, strict=True):
+            tensors[i] = x
+
+
+LayerKernel = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
 
 
 class Kernels:
     """Runs them, for one schedule."""
 
-    def __init__(self, comm: Comm, options: RuntimeOptions, spans: Spans) -> None:
-        self.comm, self.options, self.spans = comm, options, spans
+    def __init__(self, schedule: Schedule, spans: Spans) -> None:
+        self.comm, self.options, self.spans = schedule.comm, schedule.options, spans
+        self.layers = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
+        self._empty: dict[torch.dtype, Tensor] = {}
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """An empty tensor of that type on this rank's device."""
+        if dtype not in self._empty:
+            self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.options.device)
+        return self._empty[dtype]
 
     def layer(
         self,
@@ -86,7 +125,7 @@ class Kernels:
         return made
 
     def autocast(self, scheduled: ScheduledLayer) -> AbstractContextManager[object]:
-        """Where a layer's kernels run: within the run's torch.autocast, or one of the model's own."""
+        """Returns the context of a layer's kernels: the run's torch.autocast, or one of the model's own."""
         kind, wanted = self.options.device.type, scheduled.autocast
         there = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if wanted == there:

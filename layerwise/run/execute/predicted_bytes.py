@@ -19,8 +19,8 @@ from layerwise.config import Config
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.run.execute.reducer import GradientReducer
-from layerwise.run.parts import local_part
-from layerwise.run.schedule.layers import Schedule, ScheduledLayer
+from layerwise.run.local_tensor import local_tensor
+from layerwise.run.schedule.schedule import Schedule, ScheduledLayer
 from layerwise.run.schedule.work import Work
 
 PREDICTED: Mapping[Kind, str] = {
@@ -41,7 +41,7 @@ def predicted_bytes(
     reducer: GradientReducer,
     batches: int,
 ) -> dict[Kind, float | None]:
-    """Bytes a step, of all ranks together, by kind; None where the plan predicts nothing. Every rank calls this.
+    """Returns bytes a step of all ranks, by kind; None where the plan predicts nothing. Every rank calls this.
 
     planned: the plan's predictions, of its strategy; graph: the network with the element types that these are of.
     batches: of a step, all but the last within no_sync.
@@ -61,7 +61,7 @@ def predicted_bytes(
 
 
 def _messages(scheduled: ScheduledLayer, planned: LayerGraph, schedule: Schedule, recompute: bool) -> Iterator[Message]:
-    """Of one layer, forward and back. recompute: whether the plan has it twice forward."""
+    """Yields one layer's messages, forward and back. recompute: whether the plan has it twice forward."""
     times = 1 + recompute, 1 + scheduled.recompute  # how often forward, by the plan and really
     graph, layer, work = schedule.graph, scheduled.layer, scheduled.work
     if not (layer.role is Role.SINK and schedule.free):  # which the plan does not predict
@@ -113,9 +113,9 @@ def _of_parameters(
         again |= {name: (config.recompute, scheduled.recompute) for name, *_ in held}
     rank = schedule.comm.rank
     for name, bucket in reducer.of.items():
-        p, member = local_part(reducer.parameters[name]), (len(bucket.group), bucket.group.index(rank))
-        if bucket.rows is not None:
-            elements = bucket.rows.parts[name].row * (len(bucket.group) - 1)
+        p, member = local_tensor(reducer.parameters[name]), (len(bucket.group), bucket.group.index(rank))
+        if bucket.slots is not None:
+            elements = bucket.slots.layouts[name].row * (len(bucket.group) - 1)
             by_plan, real = elements * planned[name], elements * p.element_size()
             yield ("sync", by_plan, real), True
             times = [1 + bucket.gathered + (bucket.gathered and once_more) for once_more in again[name]]
@@ -126,6 +126,6 @@ def _of_parameters(
 
 
 def _sent(schedule: Schedule, layer: Layer) -> int:
-    """Bytes an element of what a layer makes."""
+    """Returns bytes an element of what a layer makes."""
     dtype: torch.dtype | None = schedule.type_of(layer)
     return layer.out.item_bytes if dtype is None else dtype.itemsize

@@ -18,13 +18,21 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import ALONE, fill
-from layerwise.run.execute.buckets import Bucket, full, scaled
-from layerwise.run.execute.rows import Parts, Rows
+from layerwise.run.execute.buckets import (
+    Bucket,
+    BucketSlots,
+    ShardLayout,
+    full,
+    is_nothing,
+    same_memory,
+    scaled,
+    tensors_in,
+)
 from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
-from layerwise.run.parts import is_dtensor, like, local_part
+from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.run.trace import Trace
 
-NONE: Mapping[str, Parts] = MappingProxyType({})
+NONE: Mapping[str, ShardLayout] = MappingProxyType({})
 WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides
 
 
@@ -41,7 +49,7 @@ class GradientReducer:
         groups: Mapping[str, Group],
         *,
         scale: float = 1.0,
-        parts: Mapping[str, Parts] = NONE,
+        layouts: Mapping[str, ShardLayout] = NONE,
     ) -> None:
         self.parameters, self.scale = parameters, scale
         self.buckets: list[Bucket] = []
@@ -57,14 +65,14 @@ class GradientReducer:
         shared = [name for name in order if len(groups[name]) > 1]
         gradients = list[tuple[Hashable, float]]()
         for name in shared:
-            p, part = local_part(parameters[name]), parts.get(name)
+            p, part = local_tensor(parameters[name]), layouts.get(name)
             size = p.nbytes if part is None else part.row * len(part.group) * p.element_size()
             layer = "" if part is None else part.gathered
             gradients.append(((groups[name], p.dtype, layer, part is None), ALONE if layer else size))
         for places in fill(gradients):
             names = [shared[i] for i in places]
-            rows = Rows(names, parts) if names[0] in parts else None
-            self.buckets.append(Bucket(groups[names[0]], names, rows))
+            slots = BucketSlots(names, layouts) if names[0] in layouts else None
+            self.buckets.append(Bucket(groups[names[0]], names, slots))
             self.of |= dict.fromkeys(names, self.buckets[-1])
 
     def zero(self, like: Tensor) -> Tensor:
@@ -78,14 +86,14 @@ class GradientReducer:
         """Gives up a bucket's memory where a loop has kept a gradient of an earlier pass, off its parameter."""
         if bucket.flat is None:
             return
-        if bucket.rows is not None:  # it lives for a pass only, and this one was ended by an error
+        if bucket.slots is not None:  # it lives for a pass only, and this one was ended by an error
             bucket.flat = None
             return
         kept = False
         for name in bucket.names:
             gradient = self.parameters[name].grad
-            part = None if gradient is None else local_part(gradient)
-            if part is None or not _same(part, self.views[name]):
+            part = None if gradient is None else local_tensor(gradient)
+            if part is None or not same_memory(part, self.views[name]):
                 kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
         if kept or tensors_in(bucket.flat) > bucket.tensors:
             bucket.flat = None
@@ -98,11 +106,11 @@ class GradientReducer:
             bucket.flat = None
         self.views.clear()
 
-    def check_kept(self) -> None:
+    def check_sums(self) -> None:
         """LayerwiseError where a loop has written to a gradient of which one part is summed over the ranks already."""
         for name, version in self.versions.items():
             gradient = self.parameters[name].grad
-            if gradient is not None and local_part(gradient)._version != version:
+            if gradient is not None and local_tensor(gradient)._version != version:
                 raise LayerwiseError(
                     f"the gradient of parameter {name!r} was written to between passes of which some are within "
                     "no_sync(): what is of all ranks and what of this one cannot be told apart any more. Write to it "
@@ -111,8 +119,8 @@ class GradientReducer:
         self.versions = {}
 
     def hand_out(self, p: nn.Parameter, gradient: Tensor) -> None:
-        """Where the training loop looks for it, in the memory format of the parameter."""
-        part = local_part(p)
+        """Puts a gradient into the parameter's `.grad`, in the parameter's memory format."""
+        part = local_tensor(p)
         if gradient.stride() != part.stride():
             gradient = torch.empty_like(part).copy_(gradient)
         p.grad = like(p, gradient) if is_dtensor(p) else gradient
@@ -130,20 +138,25 @@ class Gradients:
         self.alone: dict[str, Tensor] = {}
         self.made: set[str] = set()  # of which parameters there is one
         # Whose gradient is zeros because no rank's loss depends on them: they are to have none.
-        self.leave_alone: frozenset[str] = frozenset()
+        self.no_gradient: frozenset[str] = frozenset()
         self.unused: set[str] = set()  # of which this rank has none, but others may
         self.elsewhere: set[str] = set()  # whose gradient other ranks have, and this one none of it
-        reducer.check_kept()
+        reducer.check_sums()
         for bucket in reducer.buckets:
             reducer.renew(bucket)
             bucket.end()  # of a pass that was ended by an error
             bucket.missing = {name for name in bucket.names if self._to_sum(name)}
-            bucket.left = not bucket.missing  # all of it is frozen
+            bucket.sent = not bucket.missing  # all of it is frozen
             for name in bucket.names:
                 p, view = reducer.parameters[name], reducer.views.get(name)
-                if not p.requires_grad and p.grad is not None and view is not None and _same(local_part(p.grad), view):
+                if (
+                    not p.requires_grad
+                    and p.grad is not None
+                    and view is not None
+                    and same_memory(local_tensor(p.grad), view)
+                ):
                     # Of before it was frozen: to stay as it is while its bucket is summed.
-                    reducer.hand_out(p, local_part(p.grad).clone())
+                    reducer.hand_out(p, local_tensor(p.grad).clone())
 
     def _to_sum(self, name: str) -> bool:
         """Whether a gradient in a bucket is yet to come, or is there and not yet that of all ranks."""
@@ -159,21 +172,21 @@ class Gradients:
         if bucket is None:
             self.alone[name] = scaled(gradient, reducer.scale)
             return
-        if bucket.rows is not None:
+        if bucket.slots is not None:
             bucket.put(name, gradient, reducer.scale, reducer.zero(gradient))
         else:
             if bucket.flat is None:
                 self._allocate(bucket)
             self._place(name, p, gradient, reducer.views[name])
         bucket.missing.discard(name)
-        self._leave()
+        self._send_full()
 
-    def _leave(self) -> None:
+    def _send_full(self) -> None:
         """Begins the sums of the buckets that are full.
 
         Also within no_sync() of those of which this rank keeps a part: it has no room for a gradient of all of it.
         """
-        going = [bucket for bucket in self.reducer.buckets if self.synchronise or bucket.rows is not None]
+        going = [bucket for bucket in self.reducer.buckets if self.synchronise or bucket.slots is not None]
         for bucket in full(bucket for bucket in going if not bucket.gathered):
             self._send(bucket)
         # Those of one layer each leave in the order of the layers. So every rank begins each of them before it goes on
@@ -192,8 +205,8 @@ class Gradients:
             handle.when_done(partial(trace.end, begun))
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
-        """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
-        local, held = self.reducer.local, None if p.grad is None else local_part(p.grad)
+        """Adds this gradient, and those of earlier passes that are yet to be summed over the ranks, to the bucket."""
+        local, held = self.reducer.local, None if p.grad is None else local_tensor(p.grad)
         zero, scale = self.reducer.zero(view), self.reducer.scale
         if held is None:
             local.pop(name, None)
@@ -205,7 +218,7 @@ class Gradients:
                 self.earlier[name] = summed
             torch.add(zero, total, out=view)
         elif self.synchronise:
-            self.earlier[name] = held.clone() if _same(held, view) else held
+            self.earlier[name] = held.clone() if same_memory(held, view) else held
             torch.add(zero, gradient, alpha=scale, out=view)
         else:
             local[name] = held.clone()
@@ -224,8 +237,8 @@ class Gradients:
                 for bucket in running:
                     bucket.end()
         for bucket in reducer.buckets:
-            if bucket.rows is not None:
-                self._hand_out_parts(bucket)
+            if bucket.slots is not None:
+                self._hand_out_shards(bucket)
                 continue
             for name in bucket.names:
                 p = reducer.parameters[name]
@@ -234,52 +247,52 @@ class Gradients:
                 if not self.synchronise:
                     reducer.owed.add(name)
                 view = reducer.views[name]
-                if name in self.unused and (not self.synchronise or _none(view)):
+                if name in self.unused and (not self.synchronise or is_nothing(view)):
                     self.made.discard(name)
                     continue  # on no rank
                 before = p.grad is not None or name in self.earlier or name in reducer.local
-                if name in self.leave_alone and not before:
+                if name in self.no_gradient and not before:
                     continue
                 for more in (self.earlier.get(name), p.grad):
                     if more is not None:
-                        view += local_part(more)
+                        view += local_tensor(more)
                 reducer.hand_out(p, view)
                 if self.synchronise:
                     reducer.local.pop(name, None)
                 else:
                     reducer.local.setdefault(name, None)
-        for name in self.elsewhere - self.leave_alone:
+        for name in self.elsewhere - self.no_gradient:
             p = reducer.parameters[name]
             if p.grad is None:
-                reducer.hand_out(p, torch.empty_like(local_part(p)))
+                reducer.hand_out(p, torch.empty_like(local_tensor(p)))
         for name, gradient in self.alone.items():
             p = reducer.parameters[name]
-            if p.grad is not None or name not in self.leave_alone:
-                reducer.hand_out(p, gradient if p.grad is None else local_part(p.grad) + gradient)
+            if p.grad is not None or name not in self.no_gradient:
+                reducer.hand_out(p, gradient if p.grad is None else local_tensor(p.grad) + gradient)
         if self.synchronise:
             reducer.owed.clear()
         else:
             mixed = (name for name, summed in reducer.local.items() if summed is not None)
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
-            reducer.versions = {name: local_part(g)._version for name, g in gradients if g is not None}
+            reducer.versions = {name: local_tensor(g)._version for name, g in gradients if g is not None}
 
-    def _hand_out_parts(self, bucket: Bucket) -> None:
+    def _hand_out_shards(self, bucket: Bucket) -> None:
         """Each parameter gets this rank's part of the sum, added to what it has."""
-        for name in bucket.names if bucket.mine is not None else ():
+        for name in bucket.names if bucket.local is not None else ():
             p = self.reducer.parameters[name]
             if not p.requires_grad:
                 continue
             part = bucket.summed(name, self.comm.rank)
-            if name in self.unused and _none(part):
+            if name in self.unused and is_nothing(part):
                 self.made.discard(name)
             elif p.grad is not None:
-                local_part(p.grad).add_(part)
-            elif name not in self.leave_alone:
+                local_tensor(p.grad).add_(part)
+            elif name not in self.no_gradient:
                 self.reducer.hand_out(p, part)
-        bucket.flat = bucket.mine = None
+        bucket.flat = bucket.local = None
 
     def refuse_derivatives(self) -> None:
-        """Of a pass that was to make a graph: what parameters were given has none, and says so when it is asked for."""
+        """Makes gradients of a pass that was to make a graph say that they have none, when they are differentiated."""
         for name in self.made:
             p = self.reducer.parameters[name]
             if p.grad is not None:
@@ -291,7 +304,7 @@ class Gradients:
         if not self.synchronise or (not self.made and any(p.requires_grad for p in reducer.parameters.values())):
             return
         for name, p in reducer.parameters.items():
-            if name in self.made and name not in self.leave_alone:
+            if name in self.made and name not in self.no_gradient:
                 call_hooks(p)
 
     def absent(self, name: str) -> None:
@@ -303,39 +316,39 @@ class Gradients:
                 self.elsewhere.add(name)
                 return
             self._fill(bucket, name)
-            self._leave()
+            self._send_full()
 
     def _without_gradient(self) -> None:
         """Fills the buckets, for parameters that the loss does not depend on."""
         for bucket in self.reducer.buckets:
             for name in [name for name in bucket.names if name in bucket.missing]:
                 self._fill(bucket, name)
-        self._leave()
+        self._send_full()
 
     def _fill(self, bucket: Bucket, name: str) -> None:
-        """Where no rank has a gradient the parameter is to be left as it is, as on one device.
+        """Fills in what stands for no gradient: where no rank has one the parameter is left as it is, as on one device.
 
         So it stands for zeros with a sign: a sum of -0.0 alone is -0.0, and any other gradient makes it 0.0.
         """
         reducer, p = self.reducer, self.reducer.parameters[name]
-        if bucket.rows is not None:
-            bucket.put_none(name, reducer.zero(local_part(p)))
+        if bucket.slots is not None:
+            bucket.put_none(name, reducer.zero(local_tensor(p)))
             bucket.missing.discard(name)
             self.unused.add(name)
             return
         if name in reducer.local and p.grad is not None:  # of an earlier pass, to be summed now
-            self.add(name, torch.zeros_like(local_part(p)))
+            self.add(name, torch.zeros_like(local_tensor(p)))
             return
         if bucket.flat is None:
             self._allocate(bucket)
-        if p.grad is not None and _same(local_part(p.grad), reducer.views[name]):
-            reducer.hand_out(p, local_part(p.grad).clone())
+        if p.grad is not None and same_memory(local_tensor(p.grad), reducer.views[name]):
+            reducer.hand_out(p, local_tensor(p.grad).clone())
         reducer.views[name].fill_(-0.0)
         bucket.missing.discard(name)
         self.unused.add(name)
 
     def _allocate(self, bucket: Bucket) -> None:
-        parameters = [local_part(self.reducer.parameters[name]) for name in bucket.names]
+        parameters = [local_tensor(self.reducer.parameters[name]) for name in bucket.names]
         bucket.flat = torch.empty(
             sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )
@@ -344,19 +357,3 @@ class Gradients:
             self.reducer.views[name] = bucket.flat[start : start + p.numel()].view_as(p)
             start += p.numel()
         bucket.tensors = tensors_in(bucket.flat)
-
-
-def tensors_in(flat: Tensor) -> int:
-    """How many tensors share its memory, and a constant."""
-    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
-    return count
-
-
-def _none(view: Tensor) -> bool:
-    """Whether this is the sum of what `_without_gradient` filled in alone."""
-    first = view.reshape(-1)[:1]
-    return bool(((first == 0) & first.signbit()).all())
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr()

@@ -19,7 +19,7 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Spans:
-    """Where they go: to `trace`, where set, else to the profiler, where it is on."""
+    """The destination of spans: `trace`, where set, else the profiler, where it is on."""
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
@@ -40,12 +40,12 @@ class Move:
     spans: Spans
 
     def __call__(self, x: Tensor | None) -> Tensor | None:
-        """All of it."""
+        """Moves a tensor, and waits for it."""
         with self.spans.span(self.name, "transfers"):
             return self.start(x).finish()
 
     def begin(self, x: Tensor | None) -> Flight:
-        """To be given to `finish`. In a trace its span ends when the network is done."""
+        """Starts to move a tensor, for `finish`. In a trace the span ends when the network is done."""
         trace = self.spans.trace
         if trace is None:
             with self.spans.span(self.name, "transfers"):

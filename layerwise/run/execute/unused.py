@@ -24,10 +24,10 @@ class Unused:
         """A backward pass begins."""
         self._used = set()
 
-    def came(self, graph: LayerGraph, has_gradient: Sequence[bool]) -> None:
-        """It comes to the outputs of a call, and has a gradient of some. graph: the network as it was called."""
-        known = graph.layers[-1].inputs == self._outputs
-        used = {i for i in range(len(self._outputs)) if not known or has_gradient[i]}
+    def reach(self, graph: LayerGraph, has_gradient: Sequence[bool]) -> None:
+        """Notes that the pass comes to a call's outputs with gradients of some. graph: the network as it was called."""
+        same = graph.layers[-1].inputs == self._outputs
+        used = {i for i in range(len(self._outputs)) if not same or has_gradient[i]}
         self._used |= used
         if torch.is_grad_enabled():
             self._twice |= used
@@ -43,7 +43,7 @@ class Unused:
 
 
 def parameters_behind(graph: LayerGraph) -> list[frozenset[str]]:
-    """For each output, the parameters that a gradient of it reaches; all there are where it can have none."""
+    """Returns for each output the parameters that its gradient reaches; all there are where it can have none."""
     outputs = graph.layers[-1].inputs
     behind = [_behind(graph, name) for name in outputs]
     every = frozenset[str]().union(*behind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,9 +15,8 @@ from torch.nn.modules import module as every
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.guards.given import Given, given_of
-from layerwise.run.guards.refusing import AS_WRITTEN, unsupported
-from layerwise.run.parts import is_dtensor, lie_as
+from layerwise.run.guards.refusals import AS_WRITTEN, unsupported
+from layerwise.run.local_tensor import is_dtensor, place_gradient
 
 OUTSIDE = (
     "is used outside the model's call: by a penalty on weights, or by a part of the model that is called alone, for a "
@@ -35,14 +35,59 @@ class Guarded(Protocol):
     def summed(self) -> bool: ...
 
 
-class FromOutside:
-    """A hook of parameters: for gradients that autograd makes, which are not those of the module's backward pass."""
+Hook = Callable[[nn.Parameter], None]
+
+
+class Hooks(OrderedDict[int, Hook]):
+    """What `register_post_accumulate_grad_hook` writes into. Autograd finds the one hook that is the parallel module's.
+
+    The user's are beside it: they are called when the gradient is that of all ranks.
+    """
+
+    def __init__(self, own: Hook, users: dict[int, Hook] | None) -> None:
+        super().__init__()
+        super().__setitem__(-1, own)
+        self.users: dict[int, Hook] = OrderedDict() if users is None else users
+
+    def __setitem__(self, number: int, hook: Hook) -> None:
+        self.users[number] = hook
+
+    def __delitem__(self, number: int) -> None:
+        del self.users[number]
+
+    def __contains__(self, number: object) -> bool:
+        return number in self.users
+
+    def values(self) -> Any:
+        """The user's. (Autograd, in C++, does not ask here.)"""
+        return self.users.values()
+
+
+def take_hooks(p: nn.Parameter, own: Hook) -> None:
+    """Has autograd call `own` when it has added to the parameter's gradient, and not the user's hooks."""
+    users = p._post_accumulate_grad_hooks
+    p._post_accumulate_grad_hooks = Hooks(own, users.users if isinstance(users, Hooks) else users)
+
+
+class OutsideGradients:
+    """A hook of parameters: for gradients that autograd makes, which are not those of the module's backward pass.
+
+    A backward pass through the module comes to each parameter with no gradient, too: `seen` tells these apart.
+    """
 
     def __init__(self, module: Guarded, name: str) -> None:
         self._module, self._name = weakref.ref(module), name
+        self._seen: tuple[int, int] | None = None
+
+    def see(self, p: nn.Parameter) -> None:
+        """Notes the gradient that it has before autograd comes to it."""
+        self._seen = _written(p)
 
     def __call__(self, p: nn.Parameter) -> None:
         """Brings it to where the parameter lies. LayerwiseError where a hook, or a sum, would have it twice."""
+        seen, self._seen = self._seen, None
+        if p.grad is None or _written(p) == seen:
+            return
         module = self._module()
         if module is not None and hooks_of(p):
             raise LayerwiseError(
@@ -50,13 +95,17 @@ class FromOutside:
                 "them out"
             )
         if is_dtensor(p):
-            lie_as(p)
+            place_gradient(p)
         if module is not None and not module.summed:
             raise outside_while_waiting(self._name)
 
 
+def _written(p: nn.Parameter) -> tuple[int, int] | None:
+    return None if p.grad is None else (id(p.grad), p.grad._version)
+
+
 def outside_while_waiting(name: str) -> LayerwiseError:
-    """For a gradient from outside that would be added to what is yet to be summed over the ranks."""
+    """Returns the error for a gradient from outside, added to what is yet to be summed over the ranks."""
     return LayerwiseError(
         f"parameter {name!r} {OUTSIDE}, while gradients wait for their sum over the ranks, to which that would not "
         "belong: leave no_sync() and sync_every out, call the whole model, or give the optimizer a weight_decay in "
@@ -65,7 +114,7 @@ def outside_while_waiting(name: str) -> LayerwiseError:
 
 
 def refuse_derivatives(name: str, gradient: Tensor) -> Tensor:
-    """The same, in the same memory; LayerwiseError where it is differentiated: no graph of a sum over ranks is kept."""
+    """Returns it in the same memory; LayerwiseError where it is differentiated: a sum over ranks has no graph."""
 
     def refuse(_: Tensor) -> None:
         raise LayerwiseError(
@@ -80,10 +129,9 @@ def refuse_derivatives(name: str, gradient: Tensor) -> Tensor:
     return alone
 
 
-def hooks_of(p: nn.Parameter) -> list[Callable[[nn.Parameter], None]]:
+def hooks_of(p: nn.Parameter) -> list[Hook]:
     """What the loop has registered to be called when the parameter has its gradient."""
-    after = p._post_accumulate_grad_hooks
-    return [] if not after else [hook for hook in after.values() if not isinstance(hook, FromOutside)]
+    return list((p._post_accumulate_grad_hooks or {}).values())
 
 
 def call_hooks(p: nn.Parameter) -> None:
@@ -93,10 +141,10 @@ def call_hooks(p: nn.Parameter) -> None:
             hook(p)
 
 
-def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]], *, partial_sums: bool) -> None:
-    """LayerwiseError where a parameter has a hook of the loop's. partial_sums: a gradient's hook would be given one."""
+def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """LayerwiseError where a parameter has a hook, which would be called with a part of its gradient."""
     for name, p in parameters:
-        if partial_sums and p._backward_hooks:
+        if p._backward_hooks:
             raise LayerwiseError(
                 f"parameter {name!r} has a hook, which would not be called with its gradient: remove it, and do what "
                 "it is for in register_post_accumulate_grad_hook, or between loss.backward() and optimizer.step()"
@@ -117,7 +165,7 @@ def check_hooks_of_all() -> None:
 
 def check_modules(model: nn.Module) -> None:
     """LayerwiseError where a model that is to be run layer by layer has hooks, which would never be called."""
-    check_parameters(model.named_parameters(), partial_sums=True)
+    check_parameters(model.named_parameters())
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             where = f"module {name!r}" if name else "the model"
@@ -126,7 +174,7 @@ def check_modules(model: nn.Module) -> None:
                 "compile=True"
             )
         forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        lost = next((hook for hook in forward if not isinstance(hook, Given) and not _of(hook, model)), None)
+        lost = next((hook for hook in forward if not _of(hook, model)), None)
         if lost is not None or module._backward_hooks or module._backward_pre_hooks:
             kind = "backward" if lost is None else "forward"
             where = f"module {name!r}" if name else "the model"
@@ -136,7 +184,7 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
-def check_seen(graph: LayerGraph) -> None:
+def check_traced(graph: LayerGraph) -> None:
     """LayerwiseError where a model that is to be run layer by layer does what its layers do not."""
     if graph.unseen:
         raise NotByLayersError(
@@ -146,12 +194,7 @@ def check_seen(graph: LayerGraph) -> None:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Within it forward hooks are not called, but for those that are a part of how the model computes.
-
-    LayerwiseError where the model has not the values that it was trained to (`Given`).
-    """
-    for given in given_of(model):
-        given()
+    """Returns a context without forward hooks, but for those that are a part of how the model computes."""
     kept = [
         (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks
     ]

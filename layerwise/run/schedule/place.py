@@ -38,7 +38,7 @@ def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
 
 
 def shardings(graph: LayerGraph, plan: Plan) -> dict[str, tuple[Sharding, States]]:
-    """By the model's name, of which parameters ranks that compute with the same box of one share that out, and how."""
+    """Returns, by the model's name, the parameters that ranks with the same box share out, and how."""
     ranks, found = np.argsort(plan.device_order), dict[str, tuple[Sharding, States]]()
     for layer in graph.inner:
         config = plan.strategy[layer.name]
@@ -49,7 +49,7 @@ def shardings(graph: LayerGraph, plan: Plan) -> dict[str, tuple[Sharding, States
 
 
 def parameter_boxes(graph: LayerGraph, by_layer: Mapping[str, Place]) -> dict[str, Each]:
-    """By the model's name, the box of each parameter and buffer that every rank computes with."""
+    """Returns, by the model's name, the box of each parameter and buffer that every rank computes with."""
     boxes: dict[str, Each] = {}
     for layer in graph.layers:
         for name, p in layer.own_parameters():

@@ -77,7 +77,7 @@ class Redistribution:
         return like.new_empty(t.need.shape) if t.kept is None else _part(x, t.own, t.kept)
 
     def forward(self, x: Tensor | None, like: Tensor) -> Tensor | None:
-        """From the box `own` to the box `need`; `like` has the element type and device of what is received.
+        """Moves x from the box `own` to the box `need`; `like` has the element type and device of what is received.
 
         None is a box of zeros.
         """
@@ -141,7 +141,7 @@ class Redistribution:
         return Flight(self._move(g, sent, received, f"{self.what}, backward"), land)
 
     def _move(self, x: Tensor | None, sent: Messages, received: Messages, what: str) -> Handle:
-        """As the collective that the pattern names, or as messages."""
+        """Starts the collective that the pattern names, or messages."""
         comm, group = self.comm, self.transfer.group
         if comm.collectives and self.transfer.pattern == "all-to-all" and group:
             return self._all_to_all(sent, received, what)
@@ -186,7 +186,7 @@ class Redistribution:
         return total
 
     def _read(self, total: Tensor) -> Tensor:
-        """Of this rank's tensor, what the box `own` is of."""
+        """Returns the elements of this rank's tensor that the box `own` is of."""
         return total if self.positions is None else total[self.positions.slices]
 
 

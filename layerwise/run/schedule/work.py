@@ -39,7 +39,7 @@ class Work:
         return main.stage.op.margins(main.training) if main.views and not main.views[0] else {}
 
     def padded(self) -> Work:
-        """The same where the first input comes with these."""
+        """Returns the same work, for a first input that comes with these."""
         return replace(self, stages=(self.stages[0].padded(), *self.stages[1:]))
 
     def run(
@@ -127,11 +127,11 @@ class _AllGather(torch.autograd.Function):
         others = [(rank, box) for rank, box in reduction.owned if rank != comm.rank]
         received = [(rank, mine.new_empty(box.shape)) for rank, box in others]
         comm.exchange([(rank, mine) for rank, _ in others], received, "transfers", what).wait()
-        whole = mine.new_empty(reduction.cell.shape)
-        whole[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = mine
+        full = mine.new_empty(reduction.cell.shape)
+        full[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = mine
         for (_, part), (_, box) in zip(received, others, strict=True):
-            whole[box.slices(reduction.cell)] = part
-        return whole
+            full[box.slices(reduction.cell)] = part
+        return full
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -47,6 +47,6 @@ def _send(tensor: Tensor, to: list[int], comm: Comm, what: str) -> None:
 
 
 def digest(tensor: Tensor) -> int:
-    """Of its elements' bits."""
+    """Returns a checksum of its elements' bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data)

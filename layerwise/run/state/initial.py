@@ -1,7 +1,7 @@
 """Initial values: a rank's box of each parameter, from what the model comes with or drawn by position.
 
 No rank ever makes more of a parameter than it owns: stored values are sliced where they lie, drawn ones depend on the
-place of an element in the whole tensor only, so that any cut of it, one device's too, has the same values.
+place of an element in the full tensor only, so that any cut of it, one device's too, has the same values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from layerwise.ops.random import combine, normal, uniform
 
 
 def drawn_as(graph: LayerGraph) -> dict[str, Parameter]:
-    """Of each tied parameter, how it is drawn: as the first layer that uses it would, where one had it as its own."""
+    """Returns how each tied parameter is drawn: as the first layer that uses it would draw its own."""
     return {
         layer.inputs[len(layer.specs) + i]: layer.space.parameters[p]
         for layer in reversed(graph.layers)

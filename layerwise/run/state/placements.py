@@ -30,7 +30,7 @@ class Placements:
 def placements(
     boxes: Mapping[str, Each], shapes: Mapping[str, tuple[int, ...]], order: Sequence[int]
 ) -> dict[str, Placements] | None:
-    """Of all parameters, by name; None where the boxes of one of them are not those of any DTensor.
+    """Returns those of all parameters, by name; None where the boxes of one are not those of any DTensor.
 
     boxes: by rank. order: the rank that each device of the plan is.
     """
@@ -40,7 +40,7 @@ def placements(
 
 
 def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Placements | None:
-    """Of one parameter.
+    """Returns those of one parameter, None where its boxes are not those of any DTensor.
 
     The axes are the prime factors of the number of ranks that have some of it, in the order of the devices: ascending,
     so that all parameters of the same ranks share a mesh, unless only another order of the factors says the boxes.

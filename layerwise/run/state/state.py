@@ -1,9 +1,10 @@
-"""State: this rank's boxes of a network's parameters and buffers, and what the whole network's state dict has."""
+"""State: this rank's boxes of a network's parameters and buffers, and what the full network's state dict has."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,17 +18,43 @@ from layerwise.importers.load import Network
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
+from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.state.initial import drawn_as, initial
 from layerwise.run.state.placements import placement, placements
-from layerwise.run.state.shard import Shard
 from layerwise.run.state.tree import Tree
 from layerwise.tensorfile import dtype_name
 
 if TYPE_CHECKING:
     from layerwise.run.state.dtensors import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of one of the model's parameters or buffers. Boxes of one name are equal or disjoint over the ranks."""
+
+    name: str  # the model's
+    aliases: tuple[str, ...]  # its other names in the model
+    shape: tuple[int, ...]  # of all of it
+    box: Box  # what of it this rank holds
+    tensor: Tensor  # the values of the box
+    trainable: bool  # whether it is a parameter
+    first: bool  # whether this rank is the lowest that holds this box
+
+    @property
+    def full(self) -> bool:
+        """Whether the box is all of it."""
+        return self.box.shape == self.shape
+
+    @property
+    def key(self) -> str:
+        """Its name in this rank's state dict: with the box where it is not all, as in `fc.weight[0:8 of 16, :]`."""
+        if self.full:
+            return self.name
+        ends = zip(self.box.lo, self.box.hi, self.shape, strict=True)
+        return f"{self.name}[{', '.join(':' if b - a == n else f'{a}:{b} of {n}' for a, b, n in ends)}]"
+
 
 COUNT = "num_batches_tracked"
 
@@ -38,7 +65,7 @@ class State:
     Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; without a DTensor
     that says all of the boxes, each rank has its own boxes as tensors.
     shardings: how they lie on the ranks, by name; empty where they are no DTensors.
-    extra: what the network does not compute with (counters), whole, on every rank, on the CPU.
+    extra: what the network does not compute with (counters), full, on every rank, on the CPU.
     types: the element types of the values that the network came with, by name.
     """
 
@@ -62,8 +89,8 @@ class State:
 
     def _shardings(self, order: Sequence[int]) -> Mapping[str, Sharding]:
         shapes = self._shapes()
-        whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
-        if self.comm.size == 1 or all(box == whole[name] for name, each in self.boxes.items() for box in each):
+        full = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+        if self.comm.size == 1 or all(box == full[name] for name, each in self.boxes.items() for box in each):
             return {}
         placed, everyone = placements(self.boxes, shapes, order), placement((Box((), ()),) * self.comm.size, (), order)
         if placed is None or everyone is None:
@@ -111,7 +138,7 @@ class State:
         return any(box is None or box.shape != shape for shape, box in rows)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """As nn.Module's `to` and the like do it; DTensors stay the same objects."""
+        """Calls `fn` on all tensors, as nn.Module's `to` and the like do; DTensors stay the same objects."""
         if not self.shardings:
             self.tree.apply(fn)
             return
@@ -120,11 +147,11 @@ class State:
         with torch.no_grad():
             for tensor in self.tree.tensors().values():
                 for one in (tensor, tensor.grad):
-                    if one is not None and (local := fn(local_part(one))) is not local_part(one):
+                    if one is not None and (local := fn(local_tensor(one))) is not local_tensor(one):
                         move(one, local)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the network."""
+        """Returns them by their names in the network."""
         return self.tree.parameters()
 
     def sharing(self, name: str) -> Group:
@@ -139,7 +166,7 @@ class State:
             if box is None:
                 continue
             first, trainable = self.sharing(name)[0] == self.comm.rank, isinstance(tensor, nn.Parameter)
-            result.append(Shard(name, also, shapes[name], box, local_part(tensor).detach(), trainable, first))
+            result.append(Shard(name, also, shapes[name], box, local_tensor(tensor).detach(), trainable, first))
         for key, value in self.extra.items():
             shape = tuple(value.shape)
             result.append(Shard(key, (), shape, Box((0,) * len(shape), shape), value, False, self.comm.rank == 0))
@@ -157,36 +184,32 @@ class State:
         return {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
-        whole = {**{key: value.clone() for key, value in self.extra.items()}, **self.whole()}
-        return {key: whole[name if name in self.boxes else key] for key, name in self._keys.items()}
+        """The full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        full = {**{key: value.clone() for key, value in self.extra.items()}, **self.full_tensors()}
+        return {key: full[name if name in self.boxes else key] for key, name in self._keys.items()}
 
-    def whole(self) -> dict[str, Tensor]:
-        """All of what the network computes with, by its names there, on every rank, on the CPU."""
-        held, shapes, whole = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
+    def full_tensors(self) -> dict[str, Tensor]:
+        """The full tensors that the network computes with, by its names there, on every rank, on the CPU."""
+        held, shapes, tensors = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
         for name, boxes in self.boxes.items():
             lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
             every = Box((0,) * len(shapes[name]), shapes[name])
             part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
-            mine = local_part(held[name]).detach() if lowest[self.comm.rank] is not None else None
+            mine = local_tensor(held[name]).detach() if lowest[self.comm.rank] is not None else None
             like = torch.empty(0, dtype=self._type(name), device=self.options.device)
             full = Redistribution(part, self.comm, f"state of {name}", "io").forward(mine, like)
             assert full is not None
-            whole[name] = full.detach().cpu().clone()
-        return whole
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of all of a tensor."""
-        return self._shapes()[name]
+            tensors[name] = full.detach().cpu().clone()
+        return tensors
 
     def _type(self, name: str) -> torch.dtype:
-        """The same on every rank, whether it has a box or not."""
+        """Returns a tensor's element type, the same on every rank, whether it has a box or not."""
         if name not in self.types:
             return self.options.dtype
         return self.options.element_type(self.types[name], self.graph)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By the model's names, as the model's own has them; what ranks hold parts of are DTensors.
+        """Returns tensors by the model's names, as the model's own does; what ranks have shards of are DTensors.
 
         Where no DTensor says all boxes: this rank's, by names with the box where it is not all (`Shard.key`).
         """
@@ -195,13 +218,15 @@ class State:
         if not self.shardings and any(partly):
             return {shard.key: shard.tensor for shard in self.shards()}
         held = self.tree.tensors()
-        every = {name: like(t, local_part(t)) if is_dtensor(t) else local_part(t).detach() for name, t in held.items()}
+        every = {
+            name: like(t, local_tensor(t)) if is_dtensor(t) else local_tensor(t).detach() for name, t in held.items()
+        }
         names = self._keys | {name: name for name in every if name not in self._keys.values()}
         found = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        """Takes whole tensors, DTensors or boxes of this rank; returns names that are missing, and those of nothing.
+        """Takes full tensors, DTensors or boxes of this rank; returns names that are missing, and those of nothing.
 
         LayerwiseError before anything is changed, also where it has other boxes of what this rank holds.
         """
@@ -244,18 +269,18 @@ class State:
         shape = self._shapes()[name] if shard is None else shard.shape
         if not hasattr(value, "shape") or isinstance(value, np.ndarray):  # values may be read when they are needed
             raise LayerwiseError(f"{key!r} is of type {type(value).__name__} in the state dict: give tensors")
-        boxed = shard is not None and key == shard.key and not shard.whole
+        boxed = shard is not None and key == shard.key and not shard.full
         if tuple(value.shape) != (shard.box.shape if boxed and shard is not None else shape):
             raise LayerwiseError(f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {shape}")
         if is_dtensor(value):
             if name in self.shardings and self.shardings[name].says(value):
-                return local_part(value)
+                return local_tensor(value)
             value = value.full_tensor()  # type: ignore[attr-defined]  # a collective
             if tuple(value.shape) != shape:
                 raise LayerwiseError(
                     f"{key!r} is on some ranks only, and not those of the plan: give full_state_dict()"
                 )
-        return value if boxed or shard is None or shard.whole else value[shard.box.slices()]
+        return value if boxed or shard is None or shard.full else value[shard.box.slices()]
 
 
 def _without_box(key: str) -> str:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.nn.norm import BatchNorm
-from layerwise.run.guards.refusing import REFUSED
+from layerwise.run.guards.refusals import REFUSED
 
 Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters`, `_buffers` or attributes, and a key
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by dimensions of the input
@@ -60,7 +60,7 @@ class Tree:
         return made
 
     def _add_norms(self, graph: LayerGraph) -> None:
-        """Where a loop looks for the batch norms of a file, it finds such."""
+        """Adds the batch norms of a file, for a loop that looks for them."""
         for layer in graph.layers:
             for stage in layer.stages:
                 paths = {name.rpartition(".")[0] for name in layer.parameters[stage.parameters]}
@@ -107,12 +107,12 @@ class Tree:
             slots[key] = held[last]
 
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in the graph: parameters, then buffers."""
+        """Returns them by their names in the graph: parameters, then buffers."""
         held: dict[str, Any] = {name: slots.get(key) for name, (slots, key) in self._slots.items()}
         return dict(sorted(held.items(), key=lambda row: not isinstance(row[1], nn.Parameter)))
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of the tensors that are."""
+        """Returns those of the tensors that are parameters."""
         return {name: tensor for name, tensor in self.tensors().items() if isinstance(tensor, nn.Parameter)}
 
     def fill(self, values: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Tree:
         self._alias()
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """To all tensors, as nn.Module's `to` and the like do it."""
+        """Calls `fn` on all tensors, as nn.Module's `to` and the like do."""
         for module in self.root.modules():
             nn.Module._apply(module, fn, recurse=False)  # type: ignore[no-untyped-call]
         self._alias()

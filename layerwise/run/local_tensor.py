@@ -17,7 +17,7 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, in the same memory and outside autograd; any other tensor is itself."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
@@ -25,7 +25,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def version(tensor: Tensor) -> Version:
     """How often it was written to. Functions of a DTensor count in it alone, those of this rank's part in that."""
-    return tensor._version, local_part(tensor)._version
+    return tensor._version, local_tensor(tensor)._version
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
@@ -35,11 +35,10 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
     return made
 
 
-def lie_as(p: nn.Parameter) -> None:
+def place_gradient(p: nn.Parameter) -> None:
     """Brings the gradient of a DTensor, as autograd has made it, to where the parameter is."""
     gradient: Any = p.grad
     where: Any = p
-    if gradient is None or (gradient.placements == where.placements and gradient.device_mesh == where.device_mesh):
-        return
-    bring = getattr(where, "bring", None)  # one of some ranks
-    p.grad = gradient.redistribute(where.device_mesh, where.placements) if bring is None else bring(gradient)
+    alike = type(gradient) is type(where) and gradient._spec.placements == where._spec.placements
+    if gradient is not None and not (alike and gradient.device_mesh == where.device_mesh):
+        p.grad = where.bring(gradient)

@@ -1,4 +1,4 @@
-"""Late weights: a convolution's gradient of its weights is made after that of its input has left for other ranks.
+"""Deferred weights: a convolution's gradient of its weights is made after that of its input is sent.
 
 Autograd makes both in one call, and what other ranks wait for would leave after it. Here the call is made twice, each
 time for a part of the result: the numbers are the same, and no kernel is added. In between is the exchange.
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-How = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]  # as aten::convolution has them
+Settings = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]  # as aten::convolution has them
 
 
-class LateWeights:
-    """Of one convolution in one forward pass; in each backward pass the gradient of the weights that is yet to be made.
+class DeferredWeights:
+    """One convolution of a forward pass, the gradient of whose weights is made later in each backward pass.
 
     span: what it is made in.
     """
 
     def __init__(self, dtype: torch.dtype, span: Callable[[], AbstractContextManager[object]]) -> None:
         self._dtype, self._span = dtype, span
-        self._left: tuple[Tensor, Tensor, Tensor, How] | None = None
+        self._deferred: tuple[Tensor, Tensor, Tensor, Settings] | None = None
 
     def convolve(
         self,
@@ -36,42 +36,42 @@ class LateWeights:
         dilation: Sequence[int],
         groups: int,
     ) -> Tensor:
-        """As PyTorch's conv1d to conv3d. Back: gradients of x and the bias; that of the weight is left to `make`."""
+        """Returns what conv1d to conv3d do. Back: gradients of x and the bias; `make` makes that of the weight."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        how = stride, padding, dilation, False, [0] * len(stride), groups
-        out: Tensor = _Convolution.apply(x, weight, bias, how, self)  # type: ignore[no-untyped-call]
+        settings = stride, padding, dilation, False, [0] * len(stride), groups
+        out: Tensor = _Convolution.apply(x, weight, bias, settings, self)  # type: ignore[no-untyped-call]
         return out
 
-    def leave(self, gradient: Tensor, x: Tensor, weight: Tensor, how: How) -> None:
+    def defer(self, gradient: Tensor, x: Tensor, weight: Tensor, settings: Settings) -> None:
         """What `make` needs; it comes later in the same backward pass."""
         if not torch.is_grad_enabled():  # else it is differentiated once more, and needs to know what x was made of
             x, weight = x.detach(), weight.detach()
-        self._left = gradient, x, weight, how
+        self._deferred = gradient, x, weight, settings
 
     def make(self) -> Tensor | None:
         """The gradient of the weights; None where the backward pass has not come by the convolution."""
-        left, self._left = self._left, None
-        if left is None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
             return None
-        gradient, x, weight, how = left
+        gradient, x, weight, settings = deferred
         with self._span():
-            made: Tensor = _backward(gradient, x, weight, None, how, [False, True, False])[1]
+            made: Tensor = _backward(gradient, x, weight, None, settings, [False, True, False])[1]
             return made.to(self._dtype)
 
 
-def weights_late(token: Tensor, weight: Tensor, late: LateWeights) -> tuple[Tensor, Tensor]:
+def defer_weights(token: Tensor, weight: Tensor, deferred: DeferredWeights) -> tuple[Tensor, Tensor]:
     """The order token and the weight as they are. Back: the gradient is made when the token comes by."""
-    result: tuple[Tensor, Tensor] = _Late.apply(token, weight, late)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _Deferred.apply(token, weight, deferred)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Late(torch.autograd.Function):
+class _Deferred(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, weight: Tensor, late: LateWeights) -> tuple[Tensor, Tensor]:
-        ctx.late = late
+    def forward(ctx: Any, token: Tensor, weight: Tensor, deferred: DeferredWeights) -> tuple[Tensor, Tensor]:
+        ctx.deferred = deferred
         ctx.set_materialize_grads(False)
         return token.view_as(token), weight.view_as(weight)
 
@@ -79,7 +79,7 @@ class _Late(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if token is None:
             token = torch.zeros(())
-        made = ctx.late.make()
+        made = ctx.deferred.make()
         if gradient is not None:  # in the backward pass of a backward pass the weight is used there, too
             made = gradient if made is None else made + gradient
         return token, made, None
@@ -87,26 +87,28 @@ class _Late(torch.autograd.Function):
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, late: LateWeights) -> Tensor:
-        ctx.how, ctx.late, ctx.bias = how, late, None if bias is None else list(bias.shape)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, deferred: DeferredWeights
+    ) -> Tensor:
+        ctx.settings, ctx.deferred, ctx.bias = settings, deferred, None if bias is None else list(bias.shape)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return torch.convolution(x, weight, bias, *how)
+        return torch.convolution(x, weight, bias, *settings)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return (None,) * 5
         x, weight = ctx.saved_tensors
-        ctx.late.leave(gradient, x, weight, ctx.how)
+        ctx.deferred.defer(gradient, x, weight, ctx.settings)
         mask = [ctx.needs_input_grad[0], False, ctx.needs_input_grad[2]]
-        of_x, _, of_bias = _backward(gradient, x, weight, ctx.bias, ctx.how, mask)
+        of_x, _, of_bias = _backward(gradient, x, weight, ctx.bias, ctx.settings, mask)
         return of_x, None, of_bias, None, None
 
 
 def _backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, bias: Sequence[int] | None, how: How, mask: Sequence[bool]
+    gradient: Tensor, x: Tensor, weight: Tensor, bias: Sequence[int] | None, settings: Settings, mask: Sequence[bool]
 ) -> Sequence[Any]:
     """Gradients of x, weight and bias as far as `mask` wants them."""
-    made: Sequence[Any] = torch.ops.aten.convolution_backward(gradient, x, weight, bias, *how, mask)
+    made: Sequence[Any] = torch.ops.aten.convolution_backward(gradient, x, weight, bias, *settings, mask)
     return made

@@ -1,6 +1,7 @@
-"""Alike: whether ranks that hold the same parameters still have the same values, though each has a loop of its own.
+"""RankComparison: whether ranks that have the same parameters still have the same values.
 
-A learning rate, a clipping or a step that one rank alone has would train another model there, unsaid.
+Each rank has a loop of its own: a learning rate, a clipping or a step that one has alone would train another
+model there, unsaid.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from layerwise.comm.base import ranks
 from layerwise.errors import LayerwiseError
 from layerwise.partition.groups import Group
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_tensor
 
 EVERY = 100  # steps; and those that are powers of two: mistakes are there from the beginning
 ELEMENTS = 64  # that are looked at, of each parameter
@@ -24,7 +25,7 @@ FLIPS = 10.0  # times the rounding of as many steps by chance
 SINGLE = torch.finfo(torch.float32).eps
 
 
-class Alike:
+class RankComparison:
     """What each rank tells the others of a sample of its parameters, by the sets of ranks that hold the same boxes.
 
     Of each such set: the sum of the changes since the last look, with random signs; their norm; and what rounding may
@@ -42,7 +43,7 @@ class Alike:
         self._looked = 0  # in which step
 
     def numbers(self, step: int) -> tuple[int, ...]:
-        """For all ranks: the step (0: none), then three numbers of each set of ranks; zeros where it is not time."""
+        """Returns the step (0: none), then three numbers of each set of ranks, or zeros, for all ranks to know."""
         if not step or (step % EVERY and step & (step - 1)):
             return (step, *[0] * (3 * len(self._sets)))
         told = [x for groups, names in self._sets.items() for x in self._look(groups, names, step)]
@@ -51,7 +52,7 @@ class Alike:
 
     @torch.no_grad()
     def _look(self, groups: tuple[Group, ...], names: Sequence[str], step: int) -> tuple[float, float, float]:
-        parts = [local_part(self._parameters[name]).detach() for name in names]
+        parts = [local_tensor(self._parameters[name]).detach() for name in names]
         held = [part.reshape(-1) for part in parts if part.numel()]
         if not held:
             return 0.0, 0.0, 0.0
@@ -82,7 +83,7 @@ class Alike:
                 self._refuse(np.abs(np.subtract.outer(total, total)) <= allowed, group, "has other parameters", steps)
 
     def _refuse(self, agree: np.ndarray, group: Group, what: str, steps: np.ndarray) -> None:
-        """Where some do not agree with the one that most agree with."""
+        """Raises LayerwiseError where some do not agree with the one that most agree with."""
         most = int(agree.sum(1).argmax())
         others = [rank for rank, same in zip(group, agree[most], strict=True) if not same]
         if others:

@@ -1,4 +1,4 @@
-"""OwnModule: a plan that splits samples only, run by the model as the user wrote it."""
+"""DataParallelModule: a plan that splits samples only, run by the model as the user wrote it."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
 from layerwise.run.compiling import compiled, limits
+from layerwise.run.data_parallel.calls import Call, Calls, Samples
+from layerwise.run.data_parallel.gradients import AveragedParameters
+from layerwise.run.data_parallel.model_state import Buffers, ModelState, map_kept_losses
+from layerwise.run.data_parallel.module_spans import ModuleSpans
+from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, replaced_modules
+from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.facade import ModuleFacade
 from layerwise.run.guards.hooks import in_backward
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.own.buffers import Buffers
-from layerwise.run.own.calls import Call, Calls, Samples
-from layerwise.run.own.followed import Followed
-from layerwise.run.own.kept import treat_kept
-from layerwise.run.own.layers import GlobalBatchNorm, standing_in
-from layerwise.run.own.replacements import Replacements
-from layerwise.run.own.spans import Spans
-from layerwise.run.own.state import OwnState
-from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.trace import Trace
-from layerwise.run.with_module import WithModule
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace
 # Which module runs the user's: the last one that it was given to.
-_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OwnModule]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DataParallelModule]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Facts:
     dtype: str  # of the network, before the options
 
 
-class OwnModule(WithModule):
+class DataParallelModule(ModuleFacade):
     """The user's module, called as it is: on one device plain PyTorch, on several as with DistributedDataParallel.
 
     On several ranks gradients are averaged over them, beside the backward pass; those of outputs are scaled so that the
@@ -66,23 +64,23 @@ class OwnModule(WithModule):
     those of this rank's own loss.
     """
 
-    _state: OwnState
+    _state: ModelState
 
     def __init__(self, module: nn.Module, facts: Facts) -> None:
         super().__init__(facts.graph, facts.plan, facts.comm, facts.options)
         self._share(module)
         self._facts, self._calls, self._arguments = facts, Calls(), facts.arguments
-        self._state = OwnState(facts.keys, facts.graph, module, facts.comm)
+        self._state = ModelState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
         self._scales: dict[tuple[int, int], float] = {}
         self._trace: Trace | None = None
-        self._spans: Spans | None = None
+        self._spans: ModuleSpans | None = None
         self._released = False
         before = _owners.get(module)
         if before is not None and (other := before()) is not None:
             other.release()
         _owners[module] = weakref.ref(self)
-        self._replaced = list(standing_in(module, facts.replacements, self._calls, facts.comm))
+        self._replaced = list(replaced_modules(module, facts.replacements, self._calls, facts.comm))
         for replaced in self._replaced:
             replaced.place()
         self._norms = [replaced for replaced in self._replaced if type(replaced) is GlobalBatchNorm]
@@ -94,7 +92,7 @@ class OwnModule(WithModule):
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
         # Not registered: it is not another part of this module.
         self.__dict__["_called"] = module if facts.options.compile is None else compiled(module, facts.options.compile)
-        self._follow()
+        self._average()
         self._made = True
 
     @property
@@ -103,7 +101,7 @@ class OwnModule(WithModule):
         return self._model
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """To the user's module and all in it."""
+        """Calls `fn` on the user's module and all in it."""
         self.module.apply(fn)
         return self
 
@@ -111,15 +109,15 @@ class OwnModule(WithModule):
         """The user's module's."""
         return self.module.state_dict(*args, **kwargs)
 
-    def _follow(self) -> None:
+    def _average(self) -> None:
         """Gradients are averaged from now on."""
-        self._followed: Followed | None = None
+        self._averaged: AveragedParameters | None = None
         if self.comm.size > 1:
-            compare = self.options.compare_ranks
-            self._followed = Followed(self.module, self.graph, self.comm, compare=compare, summed=lambda: self.summed)
+            compare, summed = self.options.compare_ranks, lambda: self.summed
+            self._averaged = AveragedParameters(self.module, self.graph, self.comm, compare=compare, summed=summed)
             for kind in ("sync", "io", "statistics"):
                 self._prepare(kind, {tuple(range(self.comm.size))})
-        self._reducer = GradientReducer({}, [], {}) if self._followed is None else self._followed.reducer
+        self._reducer = GradientReducer({}, [], {}) if self._averaged is None else self._averaged.reducer
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the model makes of this rank's samples; `batch`: those of all ranks, where they are uneven."""
@@ -150,7 +148,7 @@ class OwnModule(WithModule):
         scale = self._scale(call)
         leaving = partial(self._leaving, call=call, scale=scale)
         if scale != 1:
-            treat_kept(self.module, leaving)
+            map_kept_losses(self.module, leaving)
         return pytree.tree_map_only(Tensor, leaving, outputs)
 
     def _compiled(self, call: Call, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -163,19 +161,19 @@ class OwnModule(WithModule):
     def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> Call:
         """This call of the model."""
         if self.training and in_backward():
-            return self._calls.again()
+            return self._calls.recomputed()
         seed = combine(self.options.seed, self.steps)
         # Also in evaluation with a dropout in training, whose draws are others in every call.
         drawn = self.training or any(replaced.active for replaced in self._replaced)
         self.__dict__["steps"] += drawn
-        if self._followed is None:
+        if self._averaged is None:
             if batch is not None:
-                _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).whole
+                _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).total
             return Call(seed)
         if self._released:
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
         self._check_around()
-        self._followed.check()
+        self._averaged.check()
         self.comm.at(self.steps, "the model")
         if not (drawn or torch.is_grad_enabled()):
             return Call(seed)
@@ -183,11 +181,11 @@ class OwnModule(WithModule):
         if any(norm.active for norm in self._norms):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
-        whole = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
-        return Call(seed, whole(alike=self._followed.alike, step=self.steps * training))
+        told = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
+        return Call(seed, told(alike=self._averaged.comparison, step=self.steps * training))
 
     def _move(self, x: Tensor) -> Tensor:
-        """To the run's device, and to its element type from the network's."""
+        """Returns it on the run's device, in the run's element type."""
         return x.to(self.options.device, self.options.element_type(dtype_name(x.dtype), self.graph))
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -196,12 +194,12 @@ class OwnModule(WithModule):
         return torch.autocast(self.options.device.type, self.options.autocast)
 
     def _scale(self, call: Call) -> float:
-        """Of the outputs' gradients: their mean over the ranks is then that of the loss of all samples."""
+        """Returns the factor of the outputs' gradients: their mean over the ranks is then that of the loss of all."""
         if self.comm.size == 1:
             return 1.0
-        key = call.samples, call.whole
+        key = call.samples, call.total
         if key not in self._scales:
-            self._scales[key] = factors(self.graph, call.samples / call.whole)[0] * self.comm.size
+            self._scales[key] = factors(self.graph, call.samples / call.total)[0] * self.comm.size
         return self._scales[key]
 
     def _entering(self, x: Tensor, call: Call) -> Tensor:
@@ -239,29 +237,29 @@ class OwnModule(WithModule):
         return x
 
     def _begun(self) -> None:
-        if self._followed is not None:
+        if self._averaged is not None:
             assert self._pass is not None
-            self._followed.check_hooks()
+            self._averaged.check_hooks()
             self.comm.at(self.steps, "the model (backward)")
-            self._followed.leaves.begin(self._pass[1])
+            self._averaged.gradients.begin(self._pass[1])
 
     def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
-        if self._followed is not None:
-            self._followed.leaves.finish()
+        if self._averaged is not None:
+            self._averaged.gradients.finish()
         super()._finish(gradients, differentiable=differentiable)
         if self._sent is not None and self._synchronise:
             self._sent.send()
 
     def _failed(self, gradients: Gradients) -> None:
         super()._failed(gradients)
-        if self._followed is not None:
-            self._followed.leaves.fail()
+        if self._averaged is not None:
+            self._averaged.gradients.fail()
 
     @property
     def schedule(self) -> Schedule:
         """What this rank does of the plan, at the plan's batch: for reports."""
         if self._schedule is None:
-            self._schedule = Schedule(self.graph, self.plan, self.comm, self.options, whole_classes=False)
+            self._schedule = Schedule(self.graph, self.plan, self.comm, self.options, all_classes=False)
         return self._schedule
 
     @property
@@ -275,21 +273,21 @@ class OwnModule(WithModule):
             self._spans.remove()
         self._trace, self._spans = trace, None
         if trace is not None and self.options.compile is None:  # a compiled model has no layers to look at
-            self._spans = Spans(self.module, self.graph, trace)
+            self._spans = ModuleSpans(self.module, self.graph, trace)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnModule:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallelModule:
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._follow()
+        self._average()
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As the user's module does, which raises LayerwiseError here. assign: on one device."""
+        """Loads into the user's module; its RuntimeError is a LayerwiseError here. assign: on one device."""
         if assign and self.comm.size > 1:
             raise LayerwiseError("load_state_dict(assign=True) would replace parameters: give assign=False")
         return self._state.load(state_dict, strict=strict, assign=assign)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnModule:
-        made = OwnModule(copy.deepcopy(self.module, memo), self._facts)
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModule:
+        made = DataParallelModule(copy.deepcopy(self.module, memo), self._facts)
         memo[id(self)] = made
         made.__dict__["steps"] = self.steps
         return made
@@ -313,11 +311,11 @@ class OwnModule(WithModule):
         self.__dict__["_released"] = True
         for replaced in self._replaced:
             replaced.remove()
-        if self._followed is not None:
-            self._followed.leaves.release()
+        if self._averaged is not None:
+            self._averaged.gradients.release()
 
 
-def _unpickled(module: nn.Module, facts: Facts, steps: int) -> OwnModule:
-    made = OwnModule(module, facts)
+def _unpickled(module: nn.Module, facts: Facts, steps: int) -> DataParallelModule:
+    made = DataParallelModule(module, facts)
     made.__dict__["steps"] = steps
     return made

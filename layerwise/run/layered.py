@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
@@ -18,43 +18,41 @@ from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
-from layerwise.run.execute.autograd import ends, factors, ordered
+from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
-from layerwise.run.execute.passes import Pass
+from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.reducer import Gradients
-from layerwise.run.guards.alike import Alike
-from layerwise.run.guards.changes import (
+from layerwise.run.execute.spans import Spans
+from layerwise.run.execute.working_parameters import WorkingParameters
+from layerwise.run.facade import SplitFacade
+from layerwise.run.guards.compare_ranks import RankComparison
+from layerwise.run.guards.hooks import OutsideGradients, check_call, check_hooks_of_all, take_hooks
+from layerwise.run.guards.original import OriginalModel
+from layerwise.run.guards.refusals import (
     Places,
     check_frozen,
     check_unwritten,
     check_values,
     versions,
 )
-from layerwise.run.guards.given import GivenParameters
-from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all
-from layerwise.run.guards.wanted import refuse_alone
-from layerwise.run.lean import lean
-from layerwise.run.means import OfParts, of_parts
+from layerwise.run.local_tensor import Version
 from layerwise.run.options import RuntimeOptions, check_types
-from layerwise.run.outputs import check_classes, global_loss, returned
+from layerwise.run.outputs import MeanLoss, check_classes, global_loss, mean_loss, returned
 from layerwise.run.parallel import LossFunction
-from layerwise.run.parts import Version
-from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places, shardings
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Shaped, Shapes
-from layerwise.run.state.shard import Shard
-from layerwise.run.state.state import State
+from layerwise.run.skeleton import without_memory
+from layerwise.run.state.state import Shard, State
 from layerwise.run.trace import Trace
-from layerwise.run.with_tree import WithTree
-from layerwise.run.working import WorkingParameters
 
 
-class LayeredModule(WithTree):
+class LayeredModule(SplitFacade):
     """One rank's part of a planned network, of which it goes through all layers.
 
-    With io "free" (a batch smaller than the number of ranks) each rank gives the whole batch. Then with a `loss`, a
+    With io "free" (a batch smaller than the number of ranks) each rank gives the global batch. Then with a `loss`, a
     mean over samples and positions, `module(*inputs, target)` is the global mean on every rank, and no output is
-    gathered; without one every rank gets the whole outputs, and all must compute the same loss of them. With io "boxes"
+    gathered; without one every rank gets the full outputs, and all must compute the same loss of them. With io "boxes"
     and a `loss` the target is this rank's, too: what belongs to its box of the output.
 
     Parameters are DTensors under the model's names where the plan splits some. Ranks that are no processes (of tests)
@@ -66,20 +64,21 @@ class LayeredModule(WithTree):
     ) -> None:
         super().__init__(network.graph, plan, comm, options)
         self.loss = loss
-        self._tried: OfParts | None = None
-        self._whole_classes = loss is not None
+        self._tried: MeanLoss | None = None
+        self._all_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
-        self._trace: Trace | None = None
+        self._spans = Spans()
         boxes, shared_out = parameter_boxes(self.graph, places(self.graph, plan)), shardings(self.graph, plan)
         held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._hold(State(network, held, plan.device_order, comm, options))
         self._shapes = Shapes(network, plan, comm, options)
         self._arguments = self._shapes.arguments
-        self._network = lean(network, self._state.types, self._state.extra)  # for copies, and other element types
+        # For copies, and other element types.
+        self._network = without_memory(network, self._state.types, self._state.extra)
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._model)
-        self.given = GivenParameters()
+        self._original = OriginalModel()
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.schedule
         if loss is not None and self.io == "boxes":
@@ -89,17 +88,19 @@ class LayeredModule(WithTree):
         self._working = WorkingParameters(self._state, first, boxes, shared_out, 1 / self._mean_over, self.gradients)
         self._reducer = self._working.reducer
         held_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
-        self._alike = Alike(every, held_by, comm.size) if options.compare_ranks and comm.size > 1 else None
+        compare = options.compare_ranks and comm.size > 1
+        self._comparison = RankComparison(every, held_by, comm.size) if compare else None
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
-        # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
+        # Until the first step: values that nn.init gives a part of a parameter are not those that it gives all of it.
         self._initial = versions(every) if self.cut else {}
+        self._outside: dict[str, OutsideGradients] = {}
         if comm.size > 1:
             for name, p in every.items():
                 if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(FromOutside(self, name))  # type: ignore[no-untyped-call]
-                    refuse_alone(p, name)
+                    self._outside[name] = OutsideGradients(self, name)
+                    take_hooks(p, self._outside[name])
         self._made = True
 
     def _executor(self, batch: int, shaped: Shaped, differentiated: frozenset[str] = frozenset()) -> Executor:
@@ -110,11 +111,10 @@ class LayeredModule(WithTree):
         if key not in self._executors:
             fitted, plan = self._shapes.fitted(batch, shaped, few=few)
             graph = replace(fitted, differentiated=differentiated)
-            schedule = Schedule(graph, plan, self.comm, options, whole_classes=self._whole_classes)
+            schedule = Schedule(graph, plan, self.comm, options, all_classes=self._all_classes)
             self._prepare("statistics", schedule.statistics)
             self._prepare("transfers", schedule.groups)
-            self._executors[key] = Executor(schedule, shaped.constants(schedule))
-            self._executors[key].trace = self._trace
+            self._executors[key] = Executor(schedule, shaped.constants(schedule), self._spans)
         return self._executors[key]
 
     @property
@@ -125,13 +125,11 @@ class LayeredModule(WithTree):
     @property
     def trace(self) -> Trace | None:
         """Collects spans of what this rank does, where set."""
-        return self._trace
+        return self._spans.trace
 
     @trace.setter
     def trace(self, trace: Trace | None) -> None:
-        self._trace = trace
-        for executor in self._executors.values():
-            executor.trace = trace
+        self._spans.trace = trace
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Outputs of this rank's samples (io sample), or see the class. `batch`: those of all ranks, to be checked.
@@ -149,16 +147,16 @@ class LayeredModule(WithTree):
             inputs = tuple(before)
         batch = None if self._arguments.takes("batch") else named.pop("batch", None)
         inputs = self._shapes.tensors_of(inputs, named)
-        whole, shaped = self._agreed(inputs, batch, target=target is not None)
-        share = self.share(whole)
-        part = 1.0 if self.io != "sample" else (share.stop - share.start) / whole
+        total, shaped = self._agreed(inputs, batch, target=target is not None)
+        share = self.share(total)
+        part = 1.0 if self.io != "sample" else (share.stop - share.start) / total
         scales = [factor * self._mean_over for factor in factors(shaped.graph, part)]
         differentiated = shaped.inputs.differentiated(inputs, scales)
-        executor = self._executor(whole, shaped, differentiated)
+        executor = self._executor(total, shaped, differentiated)
         fed = shaped.inputs.fed(executor.schedule, inputs)
         outputs = self._run(executor, fed, sorted(differentiated), scales)
         if self.loss is not None and target is not None:
-            return global_loss(self._of_parts(self.loss, target), executor.schedule, outputs, target)
+            return global_loss(self._mean_loss(self.loss, target), executor.schedule, outputs, target)
         local = share.stop - share.start if self.io == "sample" else None  # else a rank has its boxes of an output
         return returned(executor.schedule, outputs, shaped.structure, local)
 
@@ -168,8 +166,8 @@ class LayeredModule(WithTree):
         if self.io != "boxes":
             sizes = self._shapes.sizes_of(inputs)
         told = partial(Batch, self.plan, self.comm, samples, batch, sizes, training=self.training)
-        whole = told(alike=self._alike, step=(self.steps + 1) * self.training).whole
-        return whole, self._shapes.at(sizes, training=self.training)
+        total = told(alike=self._comparison, step=(self.steps + 1) * self.training).total
+        return total, self._shapes.at(sizes, training=self.training)
 
     def _run(
         self, executor: Executor, fed: dict[str, Tensor], differentiated: Sequence[str], scales: Sequence[float]
@@ -181,45 +179,60 @@ class LayeredModule(WithTree):
         if self.training:
             self.steps += 1
             self._state.count()
-        token = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
+            if next(self.buffers(), None) is not None:  # running statistics
+                self._original.make_stale()
+        first = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         known, gathers = self._working.begin(executor.constants)
-        run = Pass(known, self.training, seed, self.steps, token, gathers)
+        run = Pass(known, self.training, seed, self.steps, self._begins(first), gathers)
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
-            run.token, *tensors = ordered(token, *(fed[name] for name in differentiated))
+            run.token, *tensors = ordered(run.token, *(fed[name] for name in differentiated))
             fed |= dict(zip(differentiated, tensors, strict=True))
-        held_then = versions(self._reducer.parameters) if self.comm.size > 1 and token.requires_grad else {}
-        came = partial(self._came, executor.schedule.graph, held_then)
+        versions_then = versions(self._reducer.parameters) if self.comm.size > 1 and first.requires_grad else {}
+        at_backward = partial(self._backward_begins, executor.schedule.graph, versions_then)
         try:
             outputs = executor.forward(run, fed)
             known.finish()
-            return ends(run.token, outputs, scales, self.dtype, came)
+            return ends(run.token, outputs, scales, self.dtype, at_backward)
         finally:
-            run.token = token  # functions of the graph remember the pass, so it must not hold the graph
+            run.token = first  # functions of the graph remember the pass, so it must not hold the graph
 
-    def _of_parts(self, loss: LossFunction, target: Tensor) -> OfParts:
+    def _begins(self, token: Tensor) -> Tensor:
+        """The token, which a backward pass that asks for parameters' gradients comes to."""
+        if not (self._outside and token.requires_grad):
+            return token
+        named = [(name, p) for name, p in self._reducer.parameters.items() if p.requires_grad]
+
+        def see() -> None:
+            for name, p in named:
+                self._outside[name].see(p)
+
+        return begins(token, [p for _, p in named], see)
+
+    def _mean_loss(self, loss: LossFunction, target: Tensor) -> MeanLoss:
         """The loss, tried when it is called first."""
         if self._tried is None or self._tried.loss is not loss:
-            self._tried = of_parts(loss, self.graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
+            self._tried = mean_loss(loss, self.graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
         return self._tried
 
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         self._places.check()
-        self.given.check()
+        self._original.check()
         self._unchanged.check(training=self.training)
         check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)
 
-    def _came(
+    def _backward_begins(
         self,
         graph: LayerGraph,
-        held_then: Mapping[str, Version],
+        versions_then: Mapping[str, Version],
         has_gradient: Sequence[bool],
     ) -> None:
-        """A backward pass comes to the outputs of a call. held_then: versions of its parameters."""
-        check_unwritten(self._reducer.parameters, held_then)
+        """A backward pass comes to the outputs of a call. versions_then: versions of its parameters."""
+        self._original.make_stale()
+        check_unwritten(self._reducer.parameters, versions_then)
         self.begin()
-        self._working.unused.came(graph, has_gradient)
+        self._working.unused.reach(graph, has_gradient)
 
     def _begun(self) -> None:
         self._working.begin_backward()
@@ -227,7 +240,6 @@ class LayeredModule(WithTree):
     def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
         self._working.finish(gradients)
         super()._finish(gradients, differentiable=differentiable)
-        self.given.trained()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
         self._initial = {}
@@ -254,15 +266,26 @@ class LayeredModule(WithTree):
         for executor in self._executors.values():
             executor.compile(settings)
 
+    def replaces(self, original: nn.Module) -> None:
+        """This module is trained in the place of the model that it was made of."""
+        if self._network.module is not original:  # else it is traced again, as it cannot be copied
+            self._original = OriginalModel(original)
+
+    def _may_change(self) -> None:
+        """The loop may write to parameters."""
+        self._initial = {}
+        self._original.make_stale()
+
     def _initialised(self) -> None:
+        self._original.make_stale()
         self._initial = versions(self._reducer.parameters) if self._initial else {}
 
     def shards(self) -> list[Shard]:
-        self._initial = {}
+        self._may_change()
         return super().shards()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
-        """With the same values, and the same ranks to run it on; every rank copies alike."""
+        """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
         made = LayeredModule(self._network, self.plan, self.comm, self.options, self.loss)
         memo[id(self)] = made
@@ -275,7 +298,7 @@ class LayeredModule(WithTree):
         return made.train(self.training)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """By the model's names; DTensors where the plan splits them, which torch.distributed.checkpoint saves.
+        """Returns tensors by the model's names; DTensors where the plan splits them, which dcp saves.
 
         Where no DTensor says which box a rank holds: this rank's boxes, as `fc.weight[0:8 of 16, :]`.
         """
@@ -286,7 +309,7 @@ class LayeredModule(WithTree):
         return {prefix + name: tensor for name, tensor in self._state.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes a whole state dict, also one of DTensors, or this rank's; another rank's boxes are refused."""
-        self._initial = {}
+        """Takes a full state dict, also one of DTensors, or this rank's; another rank's boxes are refused."""
+        self._may_change()
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)

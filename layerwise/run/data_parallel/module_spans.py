@@ -1,4 +1,4 @@
-"""Spans: the times of a plan's layers in a trace, where the model itself is run, by hooks of its modules.
+"""ModuleSpans: the times of a plan's layers in a trace, where the model itself is run, by hooks of its modules.
 
 A layer's span is that of the modules that it begins with, forward and back; what a model's code does beside its modules
 is in none. There are hooks only while there is a trace.
@@ -20,7 +20,7 @@ from layerwise.ops.base import Role
 from layerwise.run.trace import Trace
 
 
-class Spans:
+class ModuleSpans:
     """Hooks of `module`, by the layers of `graph`. `remove` ends it."""
 
     def __init__(self, module: nn.Module, graph: LayerGraph, trace: Trace) -> None:
@@ -35,7 +35,7 @@ class Spans:
             handle.remove()
 
     def _follow(self, name: str, first: nn.Module, last: nn.Module) -> None:
-        """Of one layer."""
+        """Registers the hooks of one layer."""
         running: dict[str, int] = {}
 
         def end(key: str) -> None:

@@ -69,11 +69,11 @@ class ScheduledLayer:
     backward: bool  # whether a gradient flows through it
     autocast: torch.dtype | None  # what autocast casts to around it; None: it is off
     recompute: bool  # whether what its backward pass reads is made again
-    gathered: bool  # whether its parameters are whole while it computes only
+    gathered: bool  # whether its parameters are full while it computes only
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 
     @property
-    def late_weight(self) -> str | None:
+    def deferred_weight(self) -> str | None:
         """The weights whose gradient is made after that of the layer's input has left."""
         return self.parameters[0] if self.edges and self.edges[0].weights_late else None
 
@@ -87,11 +87,11 @@ class Schedule:
     """
 
     def __init__(
-        self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, whole_classes: bool
+        self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, all_classes: bool
     ) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
         self.places, self._io = places(graph, plan), plan.io
-        self.free, self.boxes, self.whole_classes = plan.io != "sample", plan.io == "boxes", whole_classes
+        self.free, self.boxes, self.all_classes = plan.io != "sample", plan.io == "boxes", all_classes
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
@@ -118,7 +118,7 @@ class Schedule:
         return program(self.graph, self._io, facts, kind)
 
     def _to_recompute(self, plan: Plan) -> frozenset[str]:
-        """As the plan says, or all that gain by it, where activations are checkpointed."""
+        """Returns the layers that the plan recomputes, or all that gain by it, where activations are checkpointed."""
         names = {name for name, config in plan.strategy.items() if config.recompute and self.graph.has_gradient[name]}
         return frozenset(names) | (recomputable(self.graph) if self.options.recompute else frozenset())
 
@@ -190,7 +190,7 @@ class Schedule:
         spec, source = sink.specs[slot], self.graph[sink.inputs[slot]]
         if self.boxes and self._keeps_its_box(sink, slot):
             need = self.places[source.name].owned.each
-        elif self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
+        elif self.free and self.all_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
             need = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each
         else:
             need = self.places[sink.name].computed.needs(sink.space.needs[slot]).each
@@ -198,7 +198,7 @@ class Schedule:
         return need
 
     def _keeps_its_box(self, sink: Layer, slot: int) -> bool:
-        """Of io boxes: whether a rank gets its own box of an output, not all of it, as of a loss or a class's Dice."""
+        """Returns whether (io boxes) a rank gets its box of an output, not all of it, as of a loss or Dice."""
         return sink.specs[slot].index("n") is not None and sink.inputs[slot] not in self.graph.losses
 
     def _unread(self) -> frozenset[str]:
@@ -220,7 +220,7 @@ class Schedule:
 
 
 def _positions(lattices: Lattices, box: Box | None, own: Box | None) -> Positions | None:
-    """Of a rank's box those whose numbers are `own`."""
+    """Returns the positions in a rank's box whose numbers are `own`."""
     return None if box is None or own is None else Positions(box.shape, slices(lattices, box, own))
 
 

@@ -18,8 +18,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.nn.statistics import normalised, update
 from layerwise.ops.random import Seed, drop
-from layerwise.run.own.calls import Call, Calls
-from layerwise.run.own.replacements import Draws, Replacements
+from layerwise.run.data_parallel.calls import Call, Calls
+from layerwise.run.data_parallel.replacements import Draws, Replacements
 from layerwise.run.schedule.work import summing
 
 M = TypeVar("M", bound=nn.Module)
@@ -72,7 +72,7 @@ class Replacement(Generic[M]):
         return getattr, (self.module, "forward")
 
 
-class DropoutByPosition(Replacement[nn.modules.dropout._DropoutNd]):
+class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
     """Draws as the layers of a plan do: the numbers follow from the seed and an element's place in the global batch."""
 
     def __init__(self, module: nn.modules.dropout._DropoutNd, calls: Calls, draws: Draws) -> None:
@@ -87,7 +87,7 @@ class DropoutByPosition(Replacement[nn.modules.dropout._DropoutNd]):
         return self._dropped(x, call, seeds[self.place_of_seed])
 
     def compute(self, x: Tensor, call: Call) -> Tensor:
-        """Of each element, or of each channel of a sample."""
+        """Drops elements, or channels of samples."""
         return self._dropped(x, call, self.draws.seed(call.seed))
 
     def _dropped(self, x: Tensor, call: Call, seed: Seed) -> Tensor:
@@ -95,7 +95,7 @@ class DropoutByPosition(Replacement[nn.modules.dropout._DropoutNd]):
         first = [0] * len(shape)
         if self.draws.samples is not None:
             rows = _rows_a_sample(x, self.draws.samples, call)
-            first[self.draws.samples], shape[self.draws.samples] = call.first * rows, call.whole * rows
+            first[self.draws.samples], shape[self.draws.samples] = call.first * rows, call.total * rows
         rank = min(2, x.dim()) if self.channels else x.dim()
         last = [a + n for a, n in zip(first, x.shape, strict=True)]
         made = drop(x, self.module.p, seed, Box(tuple(first[:rank]), tuple(last[:rank])), shape[:rank])
@@ -120,7 +120,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         return self.module.training or self.module.running_mean is None
 
     def compute(self, x: Tensor, call: Call) -> Tensor:
-        """As `layerwise.ops.nn.norm.BatchNorm` does, and torch.nn.BatchNorm2d counts."""
+        """Normalises as `layerwise.ops.nn.norm.BatchNorm` does, and counts as torch.nn.BatchNorm2d."""
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         count = self._count(x, call)
@@ -138,7 +138,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
 
     def _count(self, x: Tensor, call: Call) -> int:
         """Numbers of each channel, of all ranks."""
-        return _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))
+        return _rows_a_sample(x, 0, call) * call.total * (x.numel() // (x.shape[0] * x.shape[1]))
 
     def _remember(self, count: int, *moments: Tensor) -> None:
         """Moves the running statistics."""
@@ -155,19 +155,19 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
 
 
 class CountedBatchNorm(GlobalBatchNorm):
-    """The same where it is not known how many rows a sample has: the ranks count them together."""
+    """A GlobalBatchNorm of inputs with an unknown number of rows a sample: the ranks count them together."""
 
     def _count(self, x: Tensor, call: Call) -> int:
         own = torch.tensor([x.numel() // x.shape[1]], dtype=torch.float64, device=x.device)
         return int(self.all_reduce(own))
 
 
-def standing_in(module: nn.Module, replaced: Replacements, calls: Calls, comm: Comm) -> Iterator[Replacement[Any]]:
+def replaced_modules(module: nn.Module, replaced: Replacements, calls: Calls, comm: Comm) -> Iterator[Replacement[Any]]:
     """What stands in for some modules of the user's."""
     for path, draws in replaced.dropouts.items():
         dropout = module.get_submodule(path)
         assert isinstance(dropout, nn.modules.dropout._DropoutNd)
-        yield DropoutByPosition(dropout, calls, draws)
+        yield PositionalDropout(dropout, calls, draws)
     for path, layer in replaced.batch_norms.items():
         norm = module.get_submodule(path)
         assert isinstance(norm, nn.modules.batchnorm._BatchNorm)

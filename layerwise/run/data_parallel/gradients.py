@@ -1,4 +1,4 @@
-"""Leaves: the model's own parameters as the leaves of autograd, whose gradients are averaged over the ranks.
+"""The model's own parameters as the leaves of autograd, whose gradients are averaged over the ranks.
 
 Autograd adds to `.grad`, also what is not of the model (a weight penalty). So at the beginning of a backward pass what
 the parameters have is put aside; each gradient that the pass makes is handed to the reducer; and at the end of the pass
@@ -8,7 +8,6 @@ every parameter is given what one device's would have.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,39 +18,16 @@ from torch.autograd.graph import get_gradient_edge
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.run.execute.reducer import Gradients
-from layerwise.run.guards.hooks import call_hooks, outside_while_waiting
+from layerwise.graph.layer import LayerGraph
+from layerwise.ops.base import Role
+from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.guards.compare_ranks import RankComparison
+from layerwise.run.guards.hooks import Hooks, call_hooks, check_parameters, outside_while_waiting, take_hooks
+from layerwise.run.guards.refusals import Structure, check_frozen
 from layerwise.run.state.broadcast import digest
 
-Hook = Callable[[nn.Parameter], None]
 
-
-class Hooks(OrderedDict[int, Hook]):
-    """What `register_post_accumulate_grad_hook` writes into. Autograd finds the one hook that is this module's.
-
-    The user's are kept beside: they are called when the gradient is that of all ranks.
-    """
-
-    def __init__(self, own: Hook, users: dict[int, Hook] | None) -> None:
-        super().__init__()
-        super().__setitem__(-1, own)
-        self.users: dict[int, Hook] = OrderedDict() if users is None else users
-
-    def __setitem__(self, number: int, hook: Hook) -> None:
-        self.users[number] = hook
-
-    def __delitem__(self, number: int) -> None:
-        del self.users[number]
-
-    def __contains__(self, number: object) -> bool:
-        return number in self.users
-
-    def values(self) -> Any:
-        """The user's. (Autograd, in C++, does not ask here.)"""
-        return self.users.values()
-
-
-class Leaves:
+class ParameterGradients:
     """The parameters whose gradients are averaged, by name.
 
     unknown: those that the trace has not met, whose gradients must be the same on all ranks, as a weight penalty's are.
@@ -72,9 +48,7 @@ class Leaves:
         self._nodes = {name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad}
         me = weakref.ref(self)
         for name, p in {**parameters, **unknown}.items():
-            users = p._post_accumulate_grad_hooks
-            users = users.users if isinstance(users, Hooks) else users
-            p._post_accumulate_grad_hooks = Hooks(partial(_made, me, name), users)
+            take_hooks(p, partial(_made, me, name))
 
     def begin(self, gradients: Gradients) -> None:
         """A backward pass comes through the model."""
@@ -162,7 +136,7 @@ class Leaves:
             call_hooks(held[name])
 
 
-def _made(leaves: weakref.ref[Leaves], name: str, _: nn.Parameter) -> None:
+def _made(leaves: weakref.ref[ParameterGradients], name: str, _: nn.Parameter) -> None:
     held = leaves()
     if held is not None:
         held.made(name)
@@ -175,3 +149,44 @@ def _only_returned(node: Any) -> bool:
     except RuntimeError:  # it says that it cannot answer for a leaf of autograd.grad
         return True
     return False
+
+
+class AveragedParameters:
+    """The parameters of the user's module as they are now, on one of several ranks.
+
+    leaves: what autograd makes of them. reducer: sums that up. comparison: of the ranks' values, where wanted.
+    """
+
+    def __init__(
+        self, module: nn.Module, graph: LayerGraph, comm: Comm, *, compare: bool, summed: Callable[[], bool]
+    ) -> None:
+        """compare: whether the ranks' values are. summed: whether gradients are averaged at present."""
+        everyone, held = tuple(range(comm.size)), module.state_dict(keep_vars=True)
+        order = [name for layer in reversed(graph.layers) for name in reversed(layer.parameters)]
+        order += [layer.name for layer in reversed(graph.layers) if layer.role is Role.TIED]
+        last = dict.fromkeys(reversed([name for name in order if isinstance(held.get(name), nn.Parameter)]))
+        untrained = {name for layer in graph.layers for name in layer.frozen}
+        names = [name for name in reversed(last) if held[name].requires_grad and name not in untrained]
+        parameters = {name: held[name] for name in names}
+        self.reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / comm.size)
+        followed = {id(p) for p in parameters.values()}
+        unknown = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in followed}
+        self.gradients = ParameterGradients(parameters, unknown, comm, summed)
+        groups = dict.fromkeys(names, [everyone] * comm.size)
+        self.comparison = RankComparison(parameters, groups, comm.size) if compare else None
+        self._structure = Structure(module, buffers=False)
+        self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
+
+    def check(self) -> None:
+        """LayerwiseError where gradients would be lost: of other parameters, of frozen ones, by hooks."""
+        self.check_hooks()
+        if self._structure.changed():
+            raise LayerwiseError(
+                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
+                "averages: change the model before, or make it parallel again; leave fully_shard out"
+            )
+        check_frozen(self._frozen)
+
+    def check_hooks(self) -> None:
+        """LayerwiseError where a parameter has a hook that would be called before the sum."""
+        check_parameters(self.reducer.parameters.items())

@@ -15,8 +15,8 @@ from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.ops.base import Role
 from layerwise.ops.random import signed
 from layerwise.run.batches import Batch
+from layerwise.run.data_parallel.replacements import Draws
 from layerwise.run.guards.hooks import in_backward
-from layerwise.run.own.replacements import Draws
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +37,9 @@ class Call:
         return 1 if self.batch is None else self.batch.share.stop - self.batch.share.start
 
     @property
-    def whole(self) -> int:
+    def total(self) -> int:
         """How many all ranks have. On one device 1 of 1, whatever the batch."""
-        return 1 if self.batch is None else self.batch.whole
+        return 1 if self.batch is None else self.batch.total
 
 
 class Samples:
@@ -51,7 +51,7 @@ class Samples:
         self._paths = [path for path, leaf in arguments.leaves.items() if leaf.name in rows]
 
     def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-        """Of this rank. LayerwiseError where no tensor is given."""
+        """Returns this rank's number. LayerwiseError where no tensor is given."""
         flat = self._arguments.named(inputs, named)
         known = (*(flat.get(path) for path in self._paths), *flat.values())
         x = next((x for x in known if isinstance(x, Tensor) and x.dim()), None)
@@ -88,9 +88,9 @@ class Calls:
         """The call under way, None where a module is called by itself."""
         if self.forward is not None or not in_backward():
             return self.forward
-        return self.again()
+        return self.recomputed()
 
-    def again(self) -> Call:
+    def recomputed(self) -> Call:
         """The call that a backward pass computes once more. LayerwiseError where it cannot be known."""
         call = self._backward[1]
         if call is None:

@@ -15,15 +15,14 @@ from layerwise.ops.base import Role
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.sharding import Sharding
+from layerwise.run.execute.buckets import shard_layout
 from layerwise.run.execute.gathers import Gathers
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.execute.rows import parts
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.hooks import check_parameters
-from layerwise.run.guards.wanted import stands_in
-from layerwise.run.parts import local_part
-from layerwise.run.schedule.layers import Schedule
+from layerwise.run.local_tensor import local_tensor
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.state.state import State
 
 
@@ -50,8 +49,8 @@ class WorkingParameters:
         self._state, self._comm, self._graph = state, state.comm, schedule.graph
         self._gradients = WeakMethod(gradients)  # its owner owns this
         owners = {name: layer.name for layer in self._graph.layers for name, _ in layer.own_parameters()}
-        self.parts = {
-            name: parts(boxes[name], one, self._comm.rank, gathered=owners[name] if states == "gathered" else "")
+        self.layouts = {
+            name: shard_layout(boxes[name], one, self._comm.rank, gathered=owners[name] if states == "gathered" else "")
             for name, (one, states) in shared_out.items()
             if boxes[name][self._comm.rank] is not None
         }
@@ -64,7 +63,7 @@ class WorkingParameters:
         order += [layer.name for layer in reversed(self._graph.layers) if layer.name in self._tied]
         mine: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
         ordered = [name for name in order if name in mine]
-        self.reducer = GradientReducer(every, ordered, mine, scale=scale, parts=self.parts)
+        self.reducer = GradientReducer(every, ordered, mine, scale=scale, layouts=self.layouts)
         self.unused = Unused(self._graph, self._comm)
         self._tensors: Mapping[str, Tensor] = {}
 
@@ -73,17 +72,17 @@ class WorkingParameters:
         self._tensors = {}
 
     def now(self) -> Mapping[str, Tensor]:
-        """By name: with new leaves of parameters that the loop gave other memory, p.data = x."""
+        """Returns them by name, new ones of parameters that the loop gave other memory, p.data = x."""
         summed = self.reducer.parameters if self._comm.size > 1 else {}
         if not self._tensors:
-            tensors = {name: local_part(tensor) for name, tensor in self._state.tree.tensors().items()}
+            tensors = {name: local_tensor(tensor) for name, tensor in self._state.tree.tensors().items()}
             self._tensors = {name: self._leaf(name, t) if name in summed else t for name, t in tensors.items()}
-            self._gathers = Gathers(self._graph, self.parts, self.reducer, self._tensors, self._comm)
+            self._gathers = Gathers(self._graph, self.layouts, self.reducer, self._tensors, self._comm)
         if summed:
             tensors = dict(self._tensors)
             for name, p in summed.items():
-                if name not in self.parts and tensors[name].data_ptr() != local_part(p).data_ptr():
-                    tensors[name] = self._leaf(name, local_part(p))
+                if name not in self.layouts and tensors[name].data_ptr() != local_tensor(p).data_ptr():
+                    tensors[name] = self._leaf(name, local_tensor(p))
                 tensors[name].requires_grad_(p.requires_grad)
             self._tensors = tensors
         return self._tensors
@@ -95,10 +94,9 @@ class WorkingParameters:
 
     def check_hooks(self) -> None:
         """LayerwiseError where a parameter has a hook that would not be called with its gradient."""
-        held, several = self.reducer.parameters, self._comm.size > 1
-        check_parameters(held.items(), partial_sums=several)
-        if self._tied and not several:
-            check_parameters(((name, held[name]) for name in self._tied if name in held), partial_sums=True)
+        held = self.reducer.parameters
+        names = held if self._comm.size > 1 else self._tied & held.keys()
+        check_parameters((name, held[name]) for name in names)
 
     def begin_backward(self) -> None:
         """A backward pass begins."""
@@ -108,14 +106,13 @@ class WorkingParameters:
     def finish(self, gradients: Gradients) -> None:
         """The backward pass has come by all."""
         self._gathers.end()
-        gradients.leave_alone = self.unused.parameters()
+        gradients.no_gradient = self.unused.parameters()
 
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
         leaf = tensor.detach()
-        if name in self.parts:
-            leaf = leaf.new_empty(self.parts[name].shape)
+        if name in self.layouts:
+            leaf = leaf.new_empty(self.layouts[name].shape)
         leaf.requires_grad_()
-        stands_in(leaf)
         # It must not hold what holds the leaf, which garbage collection would not see.
         leaf.register_post_accumulate_grad_hook(partial(_made, ref(self), name))  # type: ignore[no-untyped-call]
         return leaf
@@ -128,7 +125,7 @@ class WorkingParameters:
         gradient, leaf.grad = leaf.grad, None
         self._gathers.made(name)
         if gradient is None:  # autograd has come by, with nothing: of an output that this rank's loss does not use
-            if name in self.parts and self.parts[name].gathered:  # others may wait for its sum
+            if name in self.layouts and self.layouts[name].gathered:  # others may wait for its sum
                 gradients.absent(name)
             return
         # A context takes longer than what is in it.

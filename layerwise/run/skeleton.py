@@ -1,4 +1,4 @@
-"""Lean: a network without the memory of its parameters, once each rank has its own part of them."""
+"""A network without the memory of its parameters, once each rank has its own part of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from layerwise.ops.base import Role
 MUCH = 2**24  # bytes of parameters: for less, a collection (some tenth of a second) does not pay
 
 
-def lean(network: Network, types: Mapping[str, str], extra: Mapping[str, Tensor]) -> Network:
-    """The same, to be made parallel again: parameters read as tensors of the meta device, constants as before.
+def without_memory(network: Network, types: Mapping[str, str], extra: Mapping[str, Tensor]) -> Network:
+    """Returns the network, to be made parallel once more: parameters are read as meta tensors, constants as before.
 
     types: of what has values, by names in the graph. extra: what the network does not compute with. A module that
     cannot be copied stays as it is, with its memory.

@@ -42,7 +42,7 @@ class Draws:
     samples: int | None  # the dimension of its input that samples are along
 
     def seed(self, of_call: int) -> int:
-        """In one call of the model."""
+        """Returns the seed of one call of the model."""
         return combine(of_call, self.number, self.stage)
 
 
@@ -60,7 +60,7 @@ def replacements(
 ) -> Replacements | None:
     """What to replace in the network's own module so that it runs the plan; None where it cannot.
 
-    graph: the network's, as planned. size: ranks. The module runs the plan where every rank computes the whole network
+    graph: the network's, as planned. size: ranks. The module runs the plan where every rank computes the full network
     of its own samples, and all that depends on other samples, or on positions, is a module of PyTorch's; a dropout is
     to be called once.
     """
@@ -102,7 +102,7 @@ def replacements(
 
 
 def as_written(module: nn.Module, size: int, options: RuntimeOptions) -> Replacements:
-    """Of a module of which nothing is known but its modules."""
+    """Returns what to replace in a module of which nothing is known but its modules."""
     every = dict(module.named_modules()) if size > 1 and not options.local_batch_norm else {}
     return Replacements(batch_norms={path: path for path, m in every.items() if _is(m, BATCH_NORMS)}, as_written=True)
 
@@ -164,7 +164,7 @@ def _constants_alike(network: Network, graph: LayerGraph) -> bool:
 
 
 def _shared(layer: Layer, where: Mapping[str, Place], size: int, options: RuntimeOptions) -> tuple[bool, ...]:
-    """For each stage, whether its statistics are those of several ranks."""
+    """Returns for each stage whether its statistics are those of several ranks."""
     if size == 1 or layer.role is not Role.COMPUTE:
         return (False,) * len(layer.stages)
     groups = statistics(layer, where[layer.name], 0, local_batch_norm=options.local_batch_norm)

@@ -1,0 +1,155 @@
+"""The user's module as the state of a run: its tensors, what its forward pass writes, and what attributes hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from layerwise.comm.base import Comm, Group
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.importers.load import Network
+from layerwise.ops.facts import Parameter
+from layerwise.run.options import RuntimeOptions
+from layerwise.run.state.broadcast import broadcast_values
+from layerwise.run.state.initial import drawn_as, initial
+from layerwise.run.state.state import Shard
+from layerwise.tensorfile import dtype_name
+
+
+def settle_values(module: nn.Module, network: Network, graph: LayerGraph, options: RuntimeOptions) -> None:
+    """Moves the module's tensors, in place; those of the meta device are replaced by drawn ones."""
+    described = {
+        name: (layer, drawn_as(graph).get(name, p)) for layer in graph.layers for name, p in layer.own_parameters()
+    }
+    names = {id(tensor): network.keys[key] for key, tensor in module.state_dict(keep_vars=True).items()}
+    made: dict[int, Tensor] = {}  # a tensor may have several places in the module
+    for child in module.modules():
+        for held in (child._parameters, child._buffers):
+            for key, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _made(tensor, names[id(tensor)], described, network, options)
+                    held[key] = made[id(tensor)]  # type: ignore[assignment]
+
+    def run_as(tensor: Tensor) -> Tensor:
+        return tensor.to(options.device, options.element_type(dtype_name(tensor.dtype), graph))
+
+    if any(run_as(t) is not t for t in (*module.parameters(), *module.buffers())):
+        module._apply(run_as)  # type: ignore[no-untyped-call]
+
+
+def _made(
+    tensor: Tensor,
+    name: str,
+    described: Mapping[str, tuple[Layer, Parameter]],
+    network: Network,
+    options: RuntimeOptions,
+) -> Tensor:
+    """Returns a value as `State` makes it: drawn by position; zeros for what the network does not compute with."""
+    if name in described:
+        layer, p = described[name]
+        dtype = options.element_type(dtype_name(tensor.dtype), network.graph)
+        box = Box((0,) * len(p.shape), p.shape)
+        value = initial(network, layer, name, p, box, options.seed, dtype).view(tensor.shape)
+    else:
+        value = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    value = value.to(options.device)
+    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+class Buffers:
+    """All buffers of `module` but those of the modules `alike`, which are the same on all ranks by themselves."""
+
+    def __init__(self, module: nn.Module, alike: Collection[str], comm: Comm) -> None:
+        self._comm, self._written = comm, False
+        every = (name for name, _ in module.named_buffers())
+        self._module, self._names = module, [name for name in every if name.rpartition(".")[0] not in alike]
+
+    def written(self) -> None:
+        """A forward pass in training may write them."""
+        self._written = bool(self._names)
+
+    def send(self) -> None:
+        """Gives all ranks rank 0's, where a forward pass has been since. Every rank calls it."""
+        if not self._written:
+            return
+        self._written, comm = False, self._comm
+        buffers = [self._module.get_buffer(name) for name in self._names]
+        flat = torch.cat([_bytes(buffer) for buffer in buffers])
+        others = range(1, comm.size) if comm.rank == 0 else ()
+        receives = [] if comm.rank == 0 else [(0, flat)]
+        comm.exchange([(rank, flat) for rank in others], receives, "io", "the model's buffers").wait()
+        if comm.rank:
+            for buffer, part in zip(buffers, torch.split(flat, [b.nbytes for b in buffers]), strict=True):
+                buffer.detach().copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    return buffer.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def map_kept_losses(module: nn.Module, treat: Callable[[Tensor], Tensor]) -> None:
+    """Puts `treat` of the differentiable tensors that are in attributes in their places."""
+    for owner in module.modules():
+        for name, value in list(vars(owner).items()):
+            holds = isinstance(value, Tensor | list | tuple | dict) and not name.startswith("_")
+            if holds and any(isinstance(x, Tensor) and x.grad_fn is not None for x in pytree.tree_leaves(value)):
+                owner.__dict__[name] = pytree.tree_map_only(Tensor, treat, value)
+
+
+class ModelState:
+    """Shards and the full state dict, by the names that the network has."""
+
+    def __init__(self, keys: Mapping[str, str], graph: LayerGraph, module: nn.Module, comm: Comm) -> None:
+        self.module, self.comm, self._keys = module, comm, keys
+        self._aliases: dict[str, list[str]] = {}
+        for key, name in self._keys.items():
+            if key != name:
+                self._aliases.setdefault(name, []).append(key)
+        known = {name for layer in graph.layers for name, _ in layer.own_parameters()}
+        # What the network computes with, then the rest: counters.
+        names = dict.fromkeys(self._keys.values())
+        self._names = [*(name for name in names if name in known), *(name for name in names if name not in known)]
+
+    def shards(self) -> list[Shard]:
+        """Every parameter and buffer."""
+        held = self.module.state_dict(keep_vars=True)
+        shards = []
+        for name in self._names:
+            if name in held:
+                tensor, first = held[name], self.comm.rank == 0
+                box = Box((0,) * tensor.dim(), tuple(tensor.shape))
+                aliases = tuple(self._aliases.get(name, ()))
+                trainable = isinstance(tensor, nn.Parameter)
+                shards.append(Shard(name, aliases, box.shape, box, tensor.detach(), trainable, first))
+        return shards
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's."""
+        return dict(self.module.named_parameters())
+
+    def sharing(self, name: str) -> Group:
+        """All ranks hold it."""
+        return tuple(range(self.comm.size))
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Copies on the CPU; rank 0's, where ranks have running statistics of their own."""
+        full = {key: tensor.detach().clone().contiguous() for key, tensor in self.module.state_dict().items()}
+        broadcast_values(full, self.comm)
+        return {key: value.cpu() for key, value in full.items()}
+
+    def load(self, state_dict: Mapping[str, Any], *, strict: bool, assign: bool) -> Any:
+        """`load_state_dict` of the module, also of lazy tensors. LayerwiseError where it does not fit."""
+        given = {key: value if isinstance(value, Tensor) else value[...] for key, value in state_dict.items()}
+        if hasattr(state_dict, "_metadata"):  # versions of modules, which old state dicts are converted by
+            given = type("Versioned", (dict,), {"_metadata": state_dict._metadata})(given)
+        try:
+            return self.module.load_state_dict(given, strict=strict, assign=assign)
+        except RuntimeError as error:
+            raise LayerwiseError(" ".join(str(error).split())) from None

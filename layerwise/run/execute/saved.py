@@ -1,0 +1,276 @@
+"""What a layer's backward pass reads, where its kernels do not just save it: recomputed, or a part of another tensor.
+
+Recomputed: a layer's kernels save places instead of tensors. What the layers of a block are made of is saved: the boxes
+that this rank owns of what comes from outside. When the backward pass comes to the block's end, all its recomputed
+layers are computed once more, in the plan's order, and what their kernels save is put into those places.
+
+Within: a layer's output is saved as a part of what one of its readers receives (`partition.within`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from layerwise.errors import LayerwiseError
+from layerwise.partition.blocks import AGAIN
+from layerwise.program.instructions import Arrive, Compute, Free, Instruction, Move, Release
+from layerwise.run.execute.autograd import ordered
+from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass
+from layerwise.run.execute.spans import Move as Way
+from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
+
+
+class Place:
+    """Stands in for a tensor that a kernel's backward pass reads."""
+
+    __slots__ = ("__weakref__", "layer", "tensor")
+
+    def __init__(self, layer: str, tensor: Tensor | None = None) -> None:
+        self.layer, self.tensor = layer, tensor
+
+    def take(self) -> Tensor:
+        """Returns the tensor, which is there from when its block is recomputed, once."""
+        tensor, self.tensor = self.tensor, None
+        if tensor is None:
+            raise LayerwiseError(
+                f"layer {self.layer!r} is recomputed, and what its backward pass reads was not made again: "
+                "differentiate the module's outputs"
+            )
+        return tensor
+
+
+class Block:
+    """The recomputed layers of a block, in one forward pass and the backward passes of it.
+
+    layers: of the block. instructions: how they are recomputed.
+    """
+
+    def __init__(self, kernels: Kernels, layers: Sequence[str], instructions: Sequence[Instruction]) -> None:
+        self._run_by, self._layers, self._instructions = kernels, layers, instructions
+        self._kernels: dict[str, _Kernel] = {}  # of its recomputed layers that this rank has a part of
+        self._boxes: dict[str, Tensor | None] = {}  # of what comes from outside; until the forward pass is at the end
+
+    def save_sources(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
+        """What one of the layers is made of."""
+        for edge in scheduled.edges:
+            if not (edge.source in self._layers and self._run_by.layers[edge.source].recompute):
+                x = values[edge.source]
+                self._boxes[edge.source] = None if x is None else x.detach()
+
+    def compute(
+        self,
+        run: Pass,
+        scheduled: ScheduledLayer,
+        compute: LayerKernel,
+        inputs: list[Tensor | None],
+        parameters: list[Any],
+    ) -> Tensor:
+        """A layer's output on this rank, of its inputs and parameters."""
+        kernel = self._kernels[scheduled.layer.name] = _Kernel(run, scheduled, compute, inputs, parameters)
+        return kernel.first(inputs, parameters)
+
+    def end(self, run: Pass, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
+        """The forward pass is through with the block. Back, it is recomputed before any of it is differentiated."""
+        leaving = {name: x for name in self._layers if (x := values.get(name)) is not None and x.requires_grad}
+        kernels = list(self._kernels.values())
+        counts = [len(kernel.parameters) for kernel in kernels]
+        sources = list(self._boxes)
+        saved = [*self._boxes.values(), *(p for kernel in kernels for p in kernel.parameters)]
+        self._boxes = {}
+        for kernel in kernels:
+            kernel.parameters = []
+
+        def make(*saved: Tensor | None) -> None:
+            rest = iter(saved)
+            boxes = {source: next(rest) for source in sources}
+            parameters = {
+                kernel.name: [next(rest) for _ in range(count)] for kernel, count in zip(kernels, counts, strict=True)
+            }
+            with torch.no_grad():
+                self._make(run, boxes, parameters, types)
+
+        run.token, *marked = ordered(run.token, *leaving.values(), at_backward=make, saved=saved)
+        values |= dict(zip(leaving, marked, strict=True))
+
+    def _make(
+        self,
+        run: Pass,
+        values: dict[str, Tensor | None],
+        parameters: Mapping[str, Sequence[Tensor | None]],
+        types: Mapping[str, torch.dtype],
+    ) -> None:
+        """All layers once more, what they are given as ever: the program's instructions."""
+        run_by, received = self._run_by, list[Tensor | None]()
+        for one in self._instructions:
+            if isinstance(one, Move):
+                run_by.comm.at(run.number, one.layer + AGAIN)
+                edge = run_by.layers[one.layer].edges[one.slot]
+                received.append(self._received(edge, values[edge.source], types[edge.source]))
+            elif isinstance(one, Compute):
+                kernel = self._kernels.get(one.layer)
+                with run_by.spans.span(one.layer + AGAIN, "compute"):
+                    values[one.layer] = (
+                        None if kernel is None else kernel.recompute(run, received, parameters[one.layer])
+                    )
+                received = []
+            elif isinstance(one, Free):
+                values.pop(one.value)
+            elif isinstance(one, Arrive | Release) and one.layer in run.gathers:
+                if isinstance(one, Arrive):
+                    run.gathers[one.layer].finish_once_more()
+                else:
+                    run.gathers[one.layer].drop(values[one.layer])
+
+    def _received(self, edge: ScheduledEdge, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        way, like = edge.redistribution, self._run_by.empty(dtype)
+        if edge.stays:
+            return x
+        if not edge.travels:
+            return way.kept(x, like)
+        return Way(edge.what + AGAIN, partial(way.begin, like=like), self._run_by.spans)(x)
+
+
+class _Kernel:
+    """What this rank computes of a layer in one forward pass, and in its backward passes once more.
+
+    parameters: its parameters and buffers; those that training writes to as they were before. None: a tied one, which
+    is an edge, or one that is full only while the layer computes.
+    """
+
+    def __init__(
+        self,
+        run: Pass,
+        scheduled: ScheduledLayer,
+        compute: LayerKernel,
+        inputs: Sequence[Tensor | None],
+        parameters: Sequence[Any],
+    ) -> None:
+        self.name, self._compute, self._inputs = scheduled.layer.name, compute, len(scheduled.layer.specs)
+        self._wanted = [x is not None and x.requires_grad for x in (*inputs, *parameters)]
+        self._places: list[ref[Place]] = []
+        self._moving = {name for name, *_ in scheduled.layer.remembered} if run.training else set()
+        gathered = run.gathers[self.name].names if self.name in run.gathers else ()
+        self._names = scheduled.parameters
+        self.parameters: list[Tensor | None] = [
+            None if name is None or name in gathered else p.detach().clone() if name in self._moving else p.detach()
+            for name, p in zip(self._names, parameters, strict=True)
+        ]
+
+    def first(self, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> Tensor:
+        """Computes it in the forward pass."""
+        lasting = self._lasting(parameters)
+
+        def pack(x: Tensor) -> Tensor | Place:
+            if _storage(x) in lasting:
+                return x.detach()
+            place = Place(self.name)
+            self._places.append(ref(place))
+            return place
+
+        def unpack(packed: Tensor | Place) -> Tensor:
+            return packed.take() if isinstance(packed, Place) else packed
+
+        with saved_tensors_hooks(pack, unpack):
+            return self._compute(inputs, parameters)
+
+    def recompute(self, run: Pass, received: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> Tensor:
+        """Computes it once more, in a backward pass. received: its inputs and tied parameters."""
+        tied = iter(received[self._inputs :])
+        parameters = [
+            next(tied)
+            if name is None
+            else run.parameters[name]
+            if p is None
+            else p.clone()
+            if name in self._moving
+            else p
+            for p, name in zip(saved, self._names, strict=True)
+        ]
+        fresh = [
+            x.detach().requires_grad_() if x is not None and wanted else x
+            for x, wanted in zip((*received[: self._inputs], *parameters), self._wanted, strict=True)
+        ]
+        inputs, parameters = fresh[: self._inputs], fresh[self._inputs :]
+        lasting, places = self._lasting(parameters), iter(self._places)
+
+        def pack(x: Tensor) -> None:
+            if _storage(x) not in lasting:
+                self._fill(places, x)
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, _never):
+            out = self._compute(inputs, parameters).detach()
+        if next(places, None) is not None:
+            raise self._otherwise()
+        return out
+
+    def _fill(self, places: Iterator[ref[Place]], x: Tensor) -> None:
+        found = next(places, None)
+        if found is None:
+            raise self._otherwise()
+        place = found()
+        if place is not None:  # else nobody is to read it
+            place.tensor = x.detach()
+
+    def _otherwise(self) -> LayerwiseError:
+        return LayerwiseError(
+            f"layer {self.name!r} is recomputed, and does not compute the same the second time: leave recompute out"
+        )
+
+    def _lasting(self, parameters: Sequence[Tensor | None]) -> set[int]:
+        """Memory that lives anyway: that of parameters and buffers."""
+        return {
+            _storage(p) for p, name in zip(parameters, self._names, strict=True) if name is not None and p is not None
+        }
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _never(_: object) -> Tensor:
+    raise AssertionError("what is recomputed is not differentiated")
+
+
+class SavedOutput:
+    """What the kernels of one layer keep of its output, in one forward pass."""
+
+    def __init__(self) -> None:
+        self._places: list[ref[Place]] = []
+
+    def compute(
+        self, compute: LayerKernel, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
+    ) -> Tensor:
+        """The layer's output."""
+        places = list[ref[Place]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
+
+        def pack(x: Tensor) -> Place:
+            place = Place("", x.detach())
+            places.append(ref(place))
+            return place
+
+        with saved_tensors_hooks(pack, attrgetter("tensor")):
+            out = compute(inputs, parameters)
+        self._places = [one for one in places if (place := one()) is not None and _same(place.tensor, out)]
+        return out
+
+    def move(self, edge: ScheduledEdge, received: Tensor | None) -> None:
+        """Saves it as a part of what a reader received; the memory of the output may go."""
+        way, places, self._places = edge.redistribution, self._places, []
+        own = way.transfer.own
+        assert own is not None
+        assert received is not None
+        for place in filter(None, (one() for one in places)):
+            place.tensor = received.detach()[own.slices(way.room)]
+
+
+def _same(x: Tensor | None, y: Tensor) -> bool:
+    assert x is not None
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype

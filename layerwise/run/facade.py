@@ -1,0 +1,227 @@
+"""What a parallel module has of the user's model: parameters, buffers, modules, attributes and methods."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from layerwise.comm.together import agree
+from layerwise.errors import LayerwiseError
+from layerwise.importers.load import Network
+from layerwise.run.guards.original import RefusedParameter
+from layerwise.run.guards.refusals import Structure, Unchanged, unsupported
+from layerwise.run.parallel import ParallelModule
+from layerwise.run.skeleton import skeleton
+from layerwise.run.state.broadcast import broadcast_values
+from layerwise.run.state.state import State
+
+
+class ModuleFacade(ParallelModule):
+    """Its tensors and modules are those of `_model`, from which it reads what it has not itself, too."""
+
+    _model: nn.Module
+
+    def _share(self, model: nn.Module) -> None:
+        """Makes this its model."""
+        self.__dict__["_model"] = model  # not registered: its modules are this one's
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+
+    @property
+    def training(self) -> bool:
+        """The model's."""
+        return self._model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:  # nn.Module sets it when it is made, too
+            self._model.training = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode as the model's own class does."""
+        self._model.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_model":
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "_made" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            self._set(name, value)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Sets what is not this class's own."""
+        setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._model[index]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self._model)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The model and all in it."""
+        yield from self._model.named_modules(*args, **kwargs)
+
+
+class LentParameter(RefusedParameter):
+    """A full parameter after `apply`, where its function has kept it."""
+
+    sentence = (
+        "the function of apply() has kept a parameter, which is not the one that is trained: take it from "
+        "model.parameters() or model.modules()"
+    )
+
+
+def apply_to_full(state: State, run: Callable[[], object]) -> None:
+    """Calls `run` while the modules have full tensors; then every rank has its boxes of rank 0's. All ranks call it.
+
+    LayerwiseError where gradients would not be seen, or where `run` replaces a tensor in place of writing into it.
+    """
+    tree, parts = state.tree, state.tree.tensors()
+    with_gradient = next((name for name, p in tree.parameters().items() if p.grad is not None), None)
+    if with_gradient is not None:
+        raise LayerwiseError(
+            f"apply() gives its function full parameters without gradients, but {with_gradient!r} has one: call "
+            "zero_grad() before"
+        )
+    values = state.full_tensors()
+    tree.fill({name: _like(part, values.pop(name).to(state.options.device)) for name, part in parts.items()})
+    lent, places = tree.tensors(), Structure(tree.root, buffers=True)
+    try:
+        run()
+        if places.changed():
+            raise LayerwiseError(
+                "apply() put another tensor or module in the place of one of the model's: write into it, as nn.init "
+                "does, or change the model before it is made parallel"
+            )
+        tree.fill(parts)
+        _take(state, parts, lent)
+    finally:
+        tree.fill(parts)
+        for tensor in lent.values():
+            if isinstance(tensor, nn.Parameter):
+                tensor.__class__ = LentParameter
+
+
+def _take(state: State, parts: Mapping[str, Tensor], lent: Mapping[str, Tensor]) -> None:
+    """Every rank has its boxes of what rank 0 has."""
+    full = {name: tensor.detach() for name, tensor in lent.items()}
+    broadcast_values({**state.extra, **full}, state.comm)
+    state.load(full, strict=False)
+    for name, part in parts.items():
+        if isinstance(part, nn.Parameter):
+            part.requires_grad_(lent[name].requires_grad)
+
+
+def _like(part: Tensor, full: Tensor) -> Tensor:
+    return nn.Parameter(full, requires_grad=part.requires_grad) if isinstance(part, nn.Parameter) else full
+
+
+Function = Callable[[nn.Module], object]
+
+
+class SplitFacade(ModuleFacade):
+    """Its modules hold this rank's tensors, and compute nothing: see `layerwise.run.state.tree`.
+
+    Methods of the user's model see these modules: one that calls a layer raises there, and then.
+    """
+
+    _state: State
+    _network: Network  # without the memory of its parameters
+    _applying = False  # whether a function sees full parameters now
+
+    def _hold(self, state: State) -> None:
+        """The state's modules are this module's."""
+        me: Any = weakref.proxy(self)  # no cycles: memory goes when this goes
+        self._state = state
+        self._share(state.tree.root)
+        for module in self._model.modules():
+            module.__dict__["apply"] = partial(SplitFacade._apply_to, me, weakref.ref(module))
+        self._model.__dict__["forward"] = me  # its methods may call it
+        self._unchanged = Unchanged(self._model)
+
+    @property
+    def module(self) -> Self:
+        """This one, which is what DistributedDataParallel's users look for there."""
+        return self
+
+    def apply(self, fn: Function) -> Self:
+        """Calls `fn` on the model's modules, in PyTorch's order, with full parameters in them; every rank calls it.
+
+        So random initial values are one device's: those of rank 0 count. It takes the memory of the full model for the
+        moment. LayerwiseError where parameters have gradients, or `fn` replaces some.
+        """
+        self._model.apply(fn)  # type: ignore[arg-type]
+        return self
+
+    def _apply_to(self, module: weakref.ref[nn.Module], fn: Function) -> nn.Module:
+        """`apply` of one of the modules."""
+        part = module()
+        assert part is not None
+        if self._applying or self.comm.size == 1:
+            type(part).apply(part, fn)  # type: ignore[arg-type]
+            return part
+        self._applying = True
+        try:
+            apply_to_full(self._state, lambda: type(part).apply(part, fn))  # type: ignore[arg-type]
+        finally:
+            self._applying = False
+        self._initialised()
+        return part
+
+    def _initialised(self) -> None:
+        """Parameters have values of one device."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            found = super().__getattr__(name)
+        except AttributeError as error:
+            if "_made" not in self.__dict__:
+                raise
+            what, instead = f"{name!r} of the parallel module", "let the model return what its forward pass keeps"
+            raise AttributeError(str(unsupported(what, instead))) from error
+        return self._save_pretrained if name == "save_pretrained" else found
+
+    def _set(self, name: str, value: Any) -> None:
+        """LayerwiseError for what the layers would not follow: another module or parameter, another flag."""
+        if isinstance(value, nn.Module | nn.Parameter) or hasattr(self._model, name):
+            raise unsupported(f"setting {name!r} of the parallel module", "set it before the model is made parallel")
+        self.__dict__[name] = value
+
+    def _save_pretrained(self, *args: Any, **named: Any) -> Any:
+        """What the model's own makes of the full model on rank 0, which writes; every rank calls it."""
+        state = self.full_state_dict()
+
+        def write() -> tuple[Any, None]:
+            if self.comm.rank != 0:
+                return None, None
+            assert self._network.module is not None
+            full: Any = skeleton(self._network.module)
+            if full is None:
+                raise LayerwiseError(
+                    "the model cannot be copied, to save it with its trained weights: load full_state_dict() into the "
+                    "model that was made parallel, on every rank, and save that"
+                )
+            full.load_state_dict(state, assign=True)
+            vars(full).update(self._state.tree.attributes)
+            return full.save_pretrained(*args, **named), None
+
+        return agree(self.comm, write)[0]

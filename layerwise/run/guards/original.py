@@ -1,0 +1,108 @@
+"""OriginalModel: the model that a split plan was made of, which keeps its own values while the parallel one trains."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.errors import LayerwiseError
+
+
+class RefusedParameter(nn.Parameter):
+    """A parameter that is not the trained one: any use raises the sentence of its class."""
+
+    sentence: ClassVar[str] = ""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """LayerwiseError."""
+        raise LayerwiseError(cls.sentence)
+
+
+# What may be asked of it as ever; the first ones by load_state_dict.
+METADATA = frozenset[Any](
+    (
+        *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "is_meta", "dtype", "device", "ndim")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size),
+    )
+)
+
+
+class StaleParameter(RefusedParameter):
+    """A parameter of the original model once the parallel one has other values, until values are loaded into it."""
+
+    sentence = (
+        "this model was made parallel, with a plan that splits its parameters over the ranks, and has kept its "
+        "values of before training: call what parallelize returned, build the optimizer over the returned model's "
+        "parameters, save that by layerwise.save(model, file), or bring this one up to date by "
+        "load_state_dict(model.full_state_dict()), on every rank"
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """LayerwiseError for all that reads values or trains."""
+        if func == Tensor.copy_ and isinstance(args[0], cls):
+            refresh(args[0])
+        elif func not in METADATA:
+            raise LayerwiseError(cls.sentence)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class OriginalModel:
+    """The parameters of the original model, of which the parallel module trains others. It keeps nothing alive.
+
+    They are as ever, but not to be written to, until the parallel module has other values. None: there is no original.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        modules = () if model is None else model.modules()
+        self._before = [(weakref.ref(m), _facts(m)) for m in modules]
+
+    def check(self) -> None:
+        """LayerwiseError where the loop has written to some, frozen some, or replaced layers."""
+        if any((m := module()) is not None and _facts(m) not in (facts, []) for module, facts in self._before):
+            raise LayerwiseError(
+                "parameters of the model that parallelize was given were written to or frozen since, or layers "
+                "replaced; the plan splits them over the ranks, and the parallel model goes on with its own: do it to "
+                "what parallelize returned (model.apply(fn) initialises), or before the model is made parallel"
+            )
+
+    def make_stale(self) -> None:
+        """The parallel module may have other values from now on."""
+        for p in (p for m, _ in self._before if (module := m()) is not None for p in module._parameters.values()):
+            if type(p) is nn.Parameter:
+                p.__class__ = StaleParameter
+        self._before = []
+
+
+def _facts(module: nn.Module) -> list[tuple[object, ...]]:
+    """What a module has itself: its modules and parameters, how often these were written to, and which are trained.
+
+    Empty where its parameters are stale, as another parallel module has trained.
+    """
+    held = [p for p in module._parameters.values() if p is not None]
+    if any(isinstance(p, StaleParameter) for p in held):
+        return []
+    modules = tuple(map(id, module._modules.values()))
+    return [modules, *((id(p), p._version, p.requires_grad) for p in held)]
+
+
+def release_original(model: nn.Module) -> None:
+    """The model is as it was: it has the values of the parallel one now."""
+    for p in model.parameters():
+        if isinstance(p, StaleParameter):
+            refresh(p)
+
+
+def refresh(p: nn.Parameter) -> None:
+    """The parameter may be used."""
+    p.__class__ = nn.Parameter
