@@ -123,7 +123,7 @@ def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
         if not (graph.has_gradient[layer.name] and gradients.result):
             continue
         whole = np.array([[dim.extent for dim in stage.space.dims]], np.int64)
-        kept = stage.op.kept(stage.specs, np.zeros_like(whole), whole)
+        kept = stage.op.saved(stage.specs, np.zeros_like(whole), whole)
         inside += float(np.sum(kept.extra)) / stage.space.out.item_bytes
         if np.any(kept.inputs):
             sources.update(layer.inputs[: len(layer.specs)][stage.inputs])

@@ -6,7 +6,7 @@ import numpy as np
 
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Stage
-from layerwise.ops.facts import Kept
+from layerwise.ops.facts import Saved
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.pool import Pool
 from layerwise.ops.tensor.pointwise import Unary
@@ -55,6 +55,6 @@ def _as_it_comes(reader: Layer) -> bool:
     return isinstance(first.op, (Conv, Pool))  # whose halos are thin; gathered channels would live longer
 
 
-def _kept(stage: Stage) -> Kept:
+def _kept(stage: Stage) -> Saved:
     whole = np.array([[dim.extent for dim in stage.space.dims]], np.int64)
-    return stage.op.kept(stage.specs, np.zeros_like(whole), whole)
+    return stage.op.saved(stage.specs, np.zeros_like(whole), whole)

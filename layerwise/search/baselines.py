@@ -9,7 +9,7 @@ from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostTables
 from layerwise.graph.layer import Layer
 from layerwise.ops.nn.linear import Linear
-from layerwise.ops.tensor.softmax import Softmax
+from layerwise.ops.tensor.along import Softmax
 from layerwise.partition.holding import why_not_held
 from layerwise.partition.place import data_parallel
 from layerwise.search.classes import of_all_classes

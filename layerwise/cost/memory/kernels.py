@@ -12,7 +12,7 @@ from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Stage
-from layerwise.ops.facts import Kept
+from layerwise.ops.facts import Saved
 from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.place import Place
 from layerwise.tensor import ITEM_BYTES
@@ -24,9 +24,9 @@ BEFORE = -1  # instead of a slot: the result of the stage before
 class StageMemory:
     """One operator of a layer on all N devices; arrays are (N,), in bytes."""
 
-    kept: Kept
+    kept: Saved
     made: Floats  # its result
-    extra: Floats  # this, `forward` and `between`: as in Kept, where a device has a part of the layer
+    extra: Floats  # this, `forward` and `between`: as in Saved, where a device has a part of the layer
     forward: Floats
     between: Floats
     slots: tuple[int, ...]  # the layer's inputs that it reads
@@ -50,7 +50,7 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
     for stage, gradients in zip(layer.stages, layer.gradients(flows), strict=True):
         space, boxes = stage.space, place.at(stage.epilogue)
         dims, rank = len(space.dims), len(space.out.shape)
-        kept = stage.op.kept(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
+        kept = stage.op.saved(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
         made = place.owned.volume * space.out.item_bytes
         around = 0.0 if stage.epilogue or (stage.views and stage.views[0]) else kept.padded
         extra, forward, between, padded = (

@@ -1,8 +1,8 @@
 """The memory of a step: the instructions of its program, one after the other, on the storages of all devices.
 
-The order is the program's. What is here is PyTorch's: what a kernel makes, and saves for the backward pass (`Op.kept`),
-what autograd adds up and where, and who holds a storage. So the peak is that of an instant, and no sum of maxima. What
-a library takes for itself (a convolution's workspace) is not counted, nor what an allocator loses.
+The order is the program's. What is here is PyTorch's: what a kernel makes and saves for backward (`Op.saved`), what
+autograd adds up and where, and who holds a storage. So the peak is that of an instant, and no sum of maxima. What a
+library takes for itself (a convolution's workspace) is not counted, nor what an allocator loses.
 """
 
 from __future__ import annotations

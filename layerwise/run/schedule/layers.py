@@ -9,9 +9,9 @@ import torch
 
 from layerwise.comm.base import Comm, Group, Kind
 from layerwise.geometry import Box, Lattices, numbering, slices
+from layerwise.graph.cells import Cells
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
-from layerwise.ops.tensor.cells import Cells
 from layerwise.partition.ahead import weights_late
 from layerwise.partition.blocks import blocks, recomputable
 from layerwise.partition.boxes import Each
