@@ -11,8 +11,7 @@ from layerwise.cost.setting import Setting
 from layerwise.cost.transfer import kept_bytes, port_seconds, seconds, traffic
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.machine import DeviceGraph
-from layerwise.partition.edge import Edge
-from layerwise.partition.gathers import are_gathers, coincide, driven, needers
+from layerwise.partition.edge import Edge, are_gathers, coincide, driven, needers
 
 
 def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int, ...] | None) -> Floats:

@@ -14,9 +14,9 @@ from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
 from layerwise.ops.facts import Parameter
+from layerwise.partition.largest import all_boxes, largest_box, largest_extents
 from layerwise.partition.layout import Cells, Layout
 from layerwise.partition.sharding import sharded_each, states_of
-from layerwise.partition.volumes import all_boxes, largest_box, largest_extents
 
 
 @dataclass(frozen=True, slots=True)

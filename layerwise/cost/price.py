@@ -17,9 +17,9 @@ from layerwise.cost.transfer import traffic
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
+from layerwise.partition.largest import largest_box, largest_extents
 from layerwise.partition.layout import Layout
 from layerwise.partition.sharding import sharded
-from layerwise.partition.volumes import largest_box, largest_extents
 
 
 @dataclass(frozen=True, slots=True)

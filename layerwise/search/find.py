@@ -17,7 +17,7 @@ from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
-from layerwise.partition.holding import held_configurations
+from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.classes import cuts_classes, of_all_classes
 from layerwise.search.limit.limited import Least

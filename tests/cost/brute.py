@@ -16,7 +16,7 @@ from layerwise.geometry import Box, Grid, Lattice, Lattices, Piece, numbering, p
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph, Level, load
 from layerwise.ops.facts import Dim, Maps, Space
-from layerwise.partition.holding import why_not_held
+from layerwise.partition.sharding import why_not_held
 from layerwise.tensor import TensorSpec
 
 Table = NDArray[np.int64]  # (receiver, sender) elements

@@ -16,7 +16,7 @@ from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
 from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
 from layerwise.ops.base import Role
-from layerwise.partition.fullest import fullest
+from layerwise.partition.largest import largest_cell
 from layerwise.partition.layout import Layout
 from layerwise.program import Kind
 
@@ -58,7 +58,7 @@ class Measurements:
 
     def compute_time(self, layer: Layer, layout: Layout, wanted: Sequence[bool], uses: int) -> ComputeTime:
         """t_C of every configuration of a layer. uses: how many gradients of its output are added up."""
-        cell, count = fullest(layer, layout), len(layout.computed.degrees)
+        cell, count = largest_cell(layer, layout), len(layout.computed.degrees)
         roofline = update_roofline(layer, layout, self.processor, self.optimizer)
         (update,) = self._looked_up(update_name(self.optimizer), sizes(layer, cell), (roofline,))
         if layer.role is Role.TIED:
@@ -72,7 +72,7 @@ class Measurements:
 
     def sink_time(self, layer: Layer, layout: Layout) -> ComputeTime:
         """What a step takes beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
-        rows = extents(layer, layout, fullest(layer, layout), local_batch_norm=False)
+        rows = extents(layer, layout, largest_cell(layer, layout), local_batch_norm=False)
         training = self.kind == "training"
         cells_known = self.times.cells.get(loss_name(layer), {}) if training else {}
         losses = [cells_known.get(row, NONE) for row in rows]

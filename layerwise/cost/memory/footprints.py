@@ -15,9 +15,9 @@ from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, begun_before
+from layerwise.partition.blocks import saved_within
 from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, lattices_of, place
-from layerwise.partition.within import kept_within
 
 Layered = tuple[int | str, Config]
 
@@ -41,7 +41,7 @@ class Footprints:
     @cached_property
     def within(self) -> dict[str, EdgeEnd]:
         """By layer, the reader that may keep its output for it."""
-        return kept_within(self.model.graph)
+        return saved_within(self.model.graph)
 
     def place(self, layer: Layer, config: Config) -> Place:
         """A layer's boxes."""

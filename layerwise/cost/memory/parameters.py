@@ -20,8 +20,7 @@ from layerwise.cost.step_facts import GradientSum, ParameterKind, kind_of
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Parameter
-from layerwise.partition.boxes import Boxes
-from layerwise.partition.place import Place
+from layerwise.partition.place import Boxes, Place
 from layerwise.partition.sharding import sharded, states_of
 from layerwise.program import Bucket, Program
 from layerwise.program.instructions import Arrive, Fill, Gather, Release

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from layerwise.comm.base import Group
 from layerwise.geometry import Box
-from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
+from layerwise.partition.place import Each
 from layerwise.partition.sharding import Sharding
 
 

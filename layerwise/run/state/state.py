@@ -14,8 +14,8 @@ from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
-from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
+from layerwise.partition.place import Each
 from layerwise.partition.transfer import transfer
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parts import is_dtensor, like, local_part

@@ -17,9 +17,8 @@ from layerwise.geometry import numbering, through
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd, begun_before
-from layerwise.partition.blocks import blocks
+from layerwise.partition.blocks import blocks, saved_within
 from layerwise.partition.place import input_maps, lattices_of
-from layerwise.partition.within import kept_within
 
 WEIGHTS = -2  # instead of a slot: the copies of weights
 ALWAYS = np.ones((1, 1))  # of an edge whose bytes follow from one of its ends only
@@ -91,7 +90,7 @@ class Followed:
         self.recomputed, self.blocks = self._recomputed()
         self.kept: dict[int, list[Claim]] = {}  # by block, what it is made again of
         self.again: dict[str, Made | Given | None] = {}  # values that are made again
-        self.within = kept_within(graph)
+        self.within = saved_within(graph)
         self.moved: dict[str, tuple[Floats, Floats]] = {}  # bytes of outputs kept in what readers are given, and where
         self._begin()
 

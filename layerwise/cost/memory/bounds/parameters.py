@@ -13,7 +13,7 @@ from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Parameter
-from layerwise.partition.boxes import Boxes
+from layerwise.partition.place import Boxes
 from layerwise.partition.sharding import shardings, states_of
 
 

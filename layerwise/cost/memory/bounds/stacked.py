@@ -19,9 +19,8 @@ from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Dim
-from layerwise.partition.boxes import Boxes
 from layerwise.partition.layout import Cells
-from layerwise.partition.place import Place
+from layerwise.partition.place import Boxes, Place
 
 T = TypeVar("T", np.bool_, np.float64, np.int64)
 ROWS = 2**18  # of boxes that are compared at once: bounds the memory

@@ -12,7 +12,7 @@ from layerwise.cost.memory.bounds.stacked import Stacked, intervals
 from layerwise.geometry import Lattices, boundaries, interval_overlap, numbering, through
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Dim, Maps
-from layerwise.partition.boxes import Boxes
+from layerwise.partition.place import Boxes
 
 # What is sent comes back as gradients; of what goes back some must be made contiguous; these are added up.
 T = TypeVar("T", np.bool_, np.float64, np.int64)
