@@ -37,7 +37,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import Profile, load
 from layerwise.machine.curves import Links, parse_links
-from layerwise.machine.schema import Field
+from layerwise.machine.fields import Field
 from layerwise.quantities import units
 from layerwise.search.grids import grids
 

@@ -22,8 +22,9 @@ from layerwise.config import Config
 from layerwise.cost.compute.measured import COPY, LAYER, step_name
 from layerwise.cost.model import CostModel
 from layerwise.cost.timeline.simulate import UPDATE, Span, timeline
-from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes, read, written
-from layerwise.machine.schema import Field
+from layerwise.machine.fields import Field
+from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
+from layerwise.machine.layer_times_json import read, written
 from layerwise.measure.bench import Mode, UpdateSpec
 from layerwise.measure.layers.cells import Key, Wanted, layer_cells
 from layerwise.measure.layers.measure import Measuring, timed

@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
-from layerwise.cost.layer_collectives import kept_share
+from layerwise.cost.layer_collectives import owned_share
 from layerwise.cost.setting import MANY, Configs, CostOptions, EdgeName, Progress, Setting, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS
 from layerwise.cost.transfer import busiest_device
@@ -146,7 +146,7 @@ class CostModel(Setting):
         plain = self.node_cost(layer, cells)
         compute, seconds = plain.compute, dict(plain.seconds)
         if any(config.states != "replicated" for config in configs):
-            compute = compute.updating(kept_share(self, layer, layout))
+            compute = compute.updating(owned_share(self, layer, layout))
             seconds |= {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS if term.by_states}
         seconds[COMPUTE.name] = compute.total
         again = np.array([config.recompute for config in configs])
@@ -159,7 +159,7 @@ class CostModel(Setting):
         """(C,) seconds by term of a layer's forward pass done once more, whether or not these recompute it."""
         cells, rows = distinct_cells(configs)
         layout, compute = self.layout(layer, cells), self.node_cost(layer, cells).compute
-        collectives = {term.name: term.again_s(self, layer, layout) for term in LAYER_TERMS if term.again_s}
+        collectives = {term.name: term.recomputed_s(self, layer, layout) for term in LAYER_TERMS if term.recomputed_s}
         return {name: once[rows] for name, once in {COMPUTE.name: compute.forward, **collectives}.items()}
 
     def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> ComputeTime:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from layerwise.geometry.arrays import Floats
-from layerwise.machine.schema import Field, kind
+from layerwise.machine.fields import Field, kind
 
 Operation = Literal["message", "exchange", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)

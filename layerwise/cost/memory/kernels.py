@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layerwise.cost.memory.allocations import AllocationTracker
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
@@ -100,8 +99,8 @@ def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> t
     return copies, sum(weights, none) * out.item_bytes
 
 
-def update(tracker: AllocationTracker, sizes: Sequence[Floats], model: CostModel) -> None:
-    """An optimizer's step, of parameters of these bytes. Activations are gone; Adam has its denominators besides.
+def update(sizes: Sequence[Floats], model: CostModel) -> Iterator[Floats]:
+    """What an optimizer's step takes meanwhile, of parameters of these bytes: Adam has its denominators.
 
     For all parameters at once (PyTorch's foreach, https://pytorch.org/docs/stable/generated/torch.optim.Adam.html),
     but on a CPU for one after the other: its root and that divided, beside the last one's.
@@ -110,8 +109,8 @@ def update(tracker: AllocationTracker, sizes: Sequence[Floats], model: CostModel
         return
     before = np.zeros(model.devices.count)
     if model.devices.device_type != "cpu":
-        tracker.spike(sum(sizes, before))
+        yield sum(sizes, before)
         return
     for size in sizes:
-        tracker.spike(before + 2 * size)
+        yield before + 2 * size
         before = size

@@ -26,7 +26,7 @@ from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import AGAIN
-from layerwise.program import Bucket, Instruction, Program, program
+from layerwise.program import Bucket, Program, fold, program
 from layerwise.program.instructions import Arrive, Begin, Compute, End, Fill, Gather, Move, Output, Part, Pass, Update
 
 UPDATE = " (update)"  # how a span of the optimizer ends
@@ -91,45 +91,28 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
 
 def _simulated(model: CostModel, strategy: Strategy, record: Record | None) -> Timeline:
     facts, sums = step_facts(model, strategy)
-    return _Clocks(model, strategy, sums, record).run(program(model.graph, model.options.io, facts, model.options.kind))
+    step = program(model.graph, model.options.io, facts, model.options.kind)
+    clocks = _Clocks(model, strategy, step, sums, record)
+    fold(step, clocks)  # what only frees memory takes no time
+    return Timeline(float(clocks.clock.max()), clocks.forward_s, clocks.backward_s, clocks.exposed_s)
 
 
 class _Clocks:
     """The state of the simulation: what each instruction does to the devices' clocks."""
 
-    def __init__(self, model: CostModel, strategy: Strategy, sums: list[GradientSum], record: Record | None) -> None:
+    def __init__(
+        self, model: CostModel, strategy: Strategy, step: Program, sums: list[GradientSum], record: Record | None
+    ) -> None:
         self.model, self.sums, self.record = model, sums, record
         # What a recomputed layer does once more has instructions of its own.
         self.strategy = {name: replace(c, recompute=False) if c.recompute else c for name, c in strategy.items()}
         self.clock = np.zeros(model.devices.count)  # (N,) until when each device is busy
         self.stream = Stream(model.devices.count)
         self.forward_s = self.backward_s = self.exposed_s = 0.0
-        self.buckets: list[Bucket] = []
-        self.late: set[str] = set()  # layers that make the gradient of their weights on its own
+        self.buckets, self.late = step.buckets, step.late
         self.in_flight: dict[EdgeEnd, Traffic] = {}
         self.gathering: dict[str | int, list[Traffic]] = {}
         self.last_gathered: Traffic | None = None  # the sum of a gathered layer's gradients
-        self.does: dict[type[Instruction], Callable[..., None]] = {
-            Gather: self.gather,
-            Arrive: self.arrive,
-            Begin: self.begin,
-            End: self.end,
-            Move: self.move,
-            Compute: self.compute,
-            Output: self.output,
-            Fill: self.fill,
-            Update: self.update,
-        }
-
-    def run(self, step: Program) -> Timeline:
-        """The whole step."""
-        self.buckets = list(step.buckets)
-        self.late = {one.layer for one in step.instructions if type(one) is Compute and one.part == "weights"}
-        for instruction in step.instructions:
-            do = self.does.get(type(instruction))
-            if do is not None:  # what only frees memory takes no time
-                do(instruction)
-        return Timeline(float(self.clock.max()), self.forward_s, self.backward_s, self.exposed_s)
 
     # ---- parameters and their gradients ----
 
