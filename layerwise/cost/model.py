@@ -73,7 +73,7 @@ class CostTables:
         return total + sum(float(cost[choice[u], choice[v]]) for (u, v, _), cost in self.transfer.items())
 
 
-class _Rows:
+class _NodeCosts:
     """What is known of one layer: node costs by configuration."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class CostModel(Setting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._rows: dict[object, _Rows] = {}
+        self._rows: dict[object, _NodeCosts] = {}
         self._nodes: dict[object, NodeCost] = {}
         self._made: dict[object, Any] = {}
         self._edges: dict[object, dict[str, Floats]] = {}
@@ -130,7 +130,7 @@ class CostModel(Setting):
         """Costs of a layer by itself under each configuration."""
         key = self.kind(layer), configs
         if key not in self._nodes:
-            known = self._rows.setdefault(key[0], _Rows())
+            known = self._rows.setdefault(key[0], _NodeCosts())
             if new := tuple(config for config in dict.fromkeys(configs) if config not in known.row):
                 known.add(new, self._node_cost(layer, new, self.graph.flows_back(layer)))
             self._nodes[key] = known.of(configs)

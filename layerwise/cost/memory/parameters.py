@@ -46,7 +46,12 @@ class ParameterMemory:
     trained: bool
     size: Floats  # of the box that a device computes with
     shared: Floats  # that where another device has the same one
-    share: Share | None  # where devices keep a part each
+    share: Share | None  # where devices own a part each
+
+    @property
+    def alone(self) -> Floats:
+        """(N,) bytes of its gradient on devices that nobody shares it with."""
+        return self.size - self.shared if self.share is None else 0 * self.size
 
 
 def parameters_of(model: CostModel, layer: Layer, config: Config, place: Place) -> list[ParameterMemory]:
@@ -71,15 +76,6 @@ def _share(model: CostModel, layer: Layer, p: Parameter, config: Config, boxes: 
     return Share(kind_of(p), gathered, *sizes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Trained:
-    """The gradient of one parameter; arrays are (N,), in bytes."""
-
-    size: Floats
-    alone: Floats  # of those that nobody shares
-    share: Share | None
-
-
 @dataclass(eq=False)
 class Parameters:
     """The storages of a strategy's parameters and of their gradients; what instructions do to them."""
@@ -88,7 +84,7 @@ class Parameters:
     tracker: AllocationTracker
     training: bool
     _shares: dict[str, list[Share]] = field(default_factory=dict)  # by layer
-    _trained: dict[str, list[_Trained]] = field(default_factory=dict)  # by layer
+    _trained: dict[str, list[ParameterMemory]] = field(default_factory=dict)  # by layer
     _updated: list[Floats] = field(default_factory=list)  # of what a device updates of each
     _members: list[list[Share]] = field(default_factory=list)  # of each bucket, what is shared out
     _bucket: dict[int, int] = field(default_factory=dict)  # by the share's id
@@ -113,7 +109,7 @@ class Parameters:
                 new(local * states, "states")
                 if share is None:
                     new(p.shared, "gradients")
-                rows.append(_Trained(p.size, p.size - p.shared if share is None else 0 * p.size, share))
+                rows.append(p)
                 self._updated.append(local)
 
     def bucket(self, step: Program, facts: StrategyFacts, sums: Sequence[GradientSum]) -> None:

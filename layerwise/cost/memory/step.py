@@ -156,10 +156,14 @@ class _Storages:
         """Outputs leave; in training the gradients of their losses are made."""
         sink = self.model.graph[instruction.layer]
         sizes = [self.sizes.edge(sink, slot).need * spec.item_bytes for slot, spec in enumerate(sink.specs)]
+
+        def new(_: int, size: Floats) -> Ref:
+            return self.tracker.new(size)
+
         if self.training:
-            self.inward[sink.name] = differentiated(self.tracker, self.model, sink, sizes, self._inputs(sink))
+            self.inward[sink.name] = differentiated(new, self._drop, self.model, sink, sizes, self._inputs(sink))
         else:
-            returned(self.tracker, sizes, self._inputs(sink))
+            returned(new, self._drop, sizes, self._inputs(sink))
 
     def free(self, instruction: Free) -> None:
         """The layer's output is held by what saved it only."""

@@ -21,7 +21,7 @@ from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.step_facts import GradientSum, gathers, step_facts, transfer_s
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
-from layerwise.cost.timeline.stream import Stream, Traffic
+from layerwise.cost.timeline.stream import Flow, Stream
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd
@@ -110,9 +110,9 @@ class _Clocks:
         self.stream = Stream(model.devices.count)
         self.forward_s = self.backward_s = self.exposed_s = 0.0
         self.buckets, self.late = step.buckets, step.late
-        self.in_flight: dict[EdgeEnd, Traffic] = {}
-        self.gathering: dict[str | int, list[Traffic]] = {}
-        self.last_gathered: Traffic | None = None  # the sum of a gathered layer's gradients
+        self.in_flight: dict[EdgeEnd, Flow] = {}
+        self.gathering: dict[str | int, list[Flow]] = {}
+        self.last_gathered: Flow | None = None  # the sum of a gathered layer's gradients
 
     # ---- parameters and their gradients ----
 
@@ -134,19 +134,19 @@ class _Clocks:
             by_group[one.row.tobytes()] = one.row, one.size_bytes + before
         return list(by_group.values())
 
-    def _gathering(self, name: str, row: Ints, size_bytes: float) -> Traffic:
+    def _gathering(self, name: str, row: Ints, size_bytes: float) -> Flow:
         devices = self.model.devices
         group = group_shape(row, devices)
         rates = overlap(group, devices, "all_gather")
         seconds = all_gather_s(size_bytes, group, devices)
-        one = Traffic(f"gather of {name}", row, seconds, rates.compute, rates.sync)
-        self.stream.add(one, self.clock)
+        one = Flow(f"gather of {name}", row, seconds, rates.compute, rates.sync)
+        self.stream.add(one, self.clock, is_sum=True)
         return one
 
     def arrive(self, instruction: Arrive) -> None:
         """Its devices wait."""
         for one in self.gathering.pop(instruction.what):
-            self.clock = self.stream.awaited_sum(one, self.clock)
+            self.clock = self.stream.awaited(one, self.clock, is_sum=True)
 
     def fill(self, instruction: Fill) -> None:
         """Sums begin when all members have come; a gathered layer's after the one before has ended."""
@@ -159,12 +159,12 @@ class _Clocks:
                 seconds = bucket_s(size_bytes, group, model.devices, model.options.sync)
             else:
                 seconds = reduce_scatter_s(size_bytes, group, model.devices)
-            sum_ = Traffic(f"gradients of {bucket.layer}", self._row(bucket), seconds, rates.compute, rates.sync)
+            sum_ = Flow(f"gradients of {bucket.layer}", self._row(bucket), seconds, rates.compute, rates.sync)
             if bucket.states == "gathered":
                 if self.last_gathered is not None:
-                    self.clock = self.stream.awaited_sum(self.last_gathered, self.clock)
+                    self.clock = self.stream.awaited(self.last_gathered, self.clock, is_sum=True)
                 self.last_gathered = sum_
-            self.stream.add(sum_, self.clock)
+            self.stream.add(sum_, self.clock, is_sum=True)
 
     def _row(self, bucket: Bucket) -> Ints:
         return self.sums[bucket.gradients[0]].row
@@ -203,9 +203,9 @@ class _Clocks:
         layer = self.model.graph[instruction.layer]
         row = np.where(self._ends(layer, instruction.slot), 0, -1)
         rates = overlap(group_shape(row, self.model.devices), self.model.devices, "exchange")
-        one = Traffic(self._name(instruction), row, self._transfer_s(instruction), rates.compute, rates.sync)
+        one = Flow(self._name(instruction), row, self._transfer_s(instruction), rates.compute, rates.sync)
         self.in_flight[layer.name, instruction.slot] = one
-        self.stream.send_ahead(one, self.clock)
+        self.stream.add(one, self.clock)
 
     def end(self, instruction: End) -> None:
         """Its devices wait."""
