@@ -18,7 +18,7 @@ from layerwise.graph.cells import with_cells
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.facts import Dim
-from layerwise.partition import holding
+from layerwise.partition.sharding import check_held
 from layerwise.report.content import Column, Lines, Picture, Table, filled
 from layerwise.report.html import fragment
 from layerwise.report.picture import runs, svg
@@ -122,7 +122,7 @@ class Plan:
             )
         for name, config in self.strategy.items():
             parse(as_json(config), graph[name].space.dims, self.gpus, name)
-            holding.check(graph[name], config)
+            check_held(graph[name], config)
             check_choices(config, name, differentiated=graph.differentiates(graph[name]))
 
 
@@ -231,7 +231,7 @@ def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, 
         if name in placements and isinstance(degrees, dict):
             degrees = degrees | {"placement": placements[name]}
         result[name] = parse(degrees, layer.space.dims, devices, name)
-        holding.check(layer, result[name])
+        check_held(layer, result[name])
     return result
 
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu.rows import Found, Results, Row, Setting, printed
 from layerwise.config import SearchSpace
-from layerwise.cost.compute.fit import fitted, groups
+from layerwise.cost.compute.measured import fitted, groups
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model

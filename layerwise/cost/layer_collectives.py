@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,9 +14,11 @@ from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
 from layerwise.ops.facts import Parameter
+from layerwise.partition.largest import all_boxes, largest_box, largest_extents
 from layerwise.partition.layout import Cells, Layout
-from layerwise.partition.sharding import sharded_each, states_of
-from layerwise.partition.volumes import all_boxes, largest_box, largest_extents
+from layerwise.partition.sharding import Sharding, sharded_each, states_of
+
+ParameterKind = tuple[tuple[int, ...], bool]  # what boxes of parameters follow from: dimensions; whether of an epilogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,74 +33,79 @@ class Collective:
     epilogue: bool = False  # whether what travels belongs to a fused follower, whose boxes may differ
 
 
+def kind_of(p: Parameter) -> ParameterKind:
+    """Which of its layer's collectives the gradient of a parameter belongs to."""
+    return tuple(sorted({m.source for m in p.maps if m.source is not None})), p.epilogue
+
+
 def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
     """What is all-reduced after the backward pass, one entry for each kind of box."""
-    by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
-    zero = np.zeros(len(layout.computed.degrees))
-    for _, p, item_bytes in layer.held():
-        if p.trainable:
-            degrees = layout.at(p.epilogue).degrees
-            whole = _replicated(setting, layer, p, layout)
-            keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
-            size, total = by_keys.get((keys, p.epilogue), (zero, zero))
-            size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes * whole
-            total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes * whole
-            by_keys[keys, p.epilogue] = size, total
-    collectives: list[Collective] = []
-    for (keys, epilogue), (size, total) in by_keys.items():
+
+    def sizes(p: Parameter) -> tuple[Floats, Floats]:
+        degrees = layout.at(p.epilogue).degrees
+        replicated = np.array([float(one is None) for one in _sharded(setting, layer, p, layout)])
+        boxes = (measure(p.maps, layer.space.dims, degrees) for measure in (largest_box, all_boxes))
+        largest, total = (size * replicated for size in boxes)
+        return largest, total
+
+    found = list[Collective]()
+    for (keys, epilogue), (size, total) in _of_parameters(layer, layout, sizes).items():
         cells = layout.at(epilogue)
         held = total * cells.count / cells.degrees.prod(1)  # in this order, whole numbers stay whole
-        collectives.append(_collective(size, held, cells, keys, setting.devices, epilogue=epilogue))
-    return collectives
-
-
-def _replicated(setting: Setting, layer: Layer, p: Parameter, layout: Layout) -> Floats:
-    """(C,) 1.0 where all devices of a group keep all of a parameter that they hold alike, else 0.0."""
-    found = sharded_each(layer, p, layout.configs, setting.devices.count, unfed=layer.name in setting.graph.unfed)
-    return np.array([float(one is None) for one in found])
+        found.append(_collective(size, held, cells, keys, setting.devices, epilogue=epilogue))
+    return found
 
 
 def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
     """What is reduce-scattered after the backward pass, and gathered: sizes are of whole boxes as they travel."""
     if all(config.states == "replicated" for config in layout.configs):
         return []
-    by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
-    zero = np.zeros(len(layout.configs))
-    for _, p, item_bytes in layer.held():
-        found = sharded_each(layer, p, layout.configs, setting.devices.count, unfed=layer.name in setting.graph.unfed)
-        keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
-        size, total = by_keys.get((keys, p.epilogue), (zero, zero))
-        size = size + np.array([0.0 if one is None else one.largest * item_bytes for one in found])
-        total = total + np.array([0.0 if one is None else one.total * item_bytes for one in found])
-        by_keys[keys, p.epilogue] = size, total
+
+    def sizes(p: Parameter) -> tuple[Floats, Floats]:
+        found = _sharded(setting, layer, p, layout)
+        each = [(0.0, 0.0) if one is None else (one.largest, one.total) for one in found]
+        largest, total = np.array(each).T
+        return largest, total
+
     return [
         _collective(size, total, layout.at(epilogue), keys, setting.devices, epilogue=epilogue)
-        for (keys, epilogue), (size, total) in by_keys.items()
+        for (keys, epilogue), (size, total) in _of_parameters(layer, layout, sizes).items()
         if size.any()
     ]
 
 
+def _of_parameters(
+    layer: Layer, layout: Layout, sizes: Callable[[Parameter], tuple[Floats, Floats]]
+) -> dict[ParameterKind, list[Floats]]:
+    """(C,) bytes of the parameters of each kind. sizes: elements of the largest box of one, and of all devices'."""
+    by_kind: dict[ParameterKind, list[Floats]] = {}
+    for _, p, item_bytes in layer.held():
+        if p.trainable:
+            of_kind = by_kind.setdefault(kind_of(p), [np.zeros(len(layout.computed.degrees))] * 2)
+            of_kind[:] = [before + size * item_bytes for before, size in zip(of_kind, sizes(p), strict=True)]
+    return by_kind
+
+
+def _sharded(setting: Setting, layer: Layer, p: Parameter, layout: Layout) -> list[Sharding | None]:
+    """Under each configuration's choice of states."""
+    return sharded_each(layer, p, layout.configs, setting.devices.count, unfed=layer.name in setting.graph.unfed)
+
+
 def gathers_of(layer: Layer, layout: Layout) -> Floats:
-    """(C,) how often a step gathers what is shared out: for the forward pass, and once more for the backward pass.
-
-    And once more for a forward pass that is done again.
-    """
+    """(C,) how often a step gathers what is sharded: once, or for the forward, the recomputed and the backward pass."""
     gathered = (states_of(layer, config) == "gathered" for config in layout.configs)
-    return np.array([2.0 + c.recompute if again else 1.0 for again, c in zip(gathered, layout.configs, strict=True)])
+    return np.array([2.0 + c.recompute if each else 1.0 for each, c in zip(gathered, layout.configs, strict=True)])
 
 
-def kept_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
-    """(C,) of the elements of parameters that a device computes with, the share that it keeps and updates."""
-    kept = whole = np.zeros(len(layout.configs))
+def owned_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
+    """(C,) of the elements of parameters that a device computes with, the share that it owns and updates."""
+    owned = full = np.zeros(len(layout.configs))
     for _, p in layer.own_parameters():
         if p.trainable:
             size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees)
-            found = sharded_each(
-                layer, p, layout.configs, setting.devices.count, unfed=layer.name in setting.graph.unfed
-            )
-            part = [1.0 if one is None else 1 / one.members for one in found]
-            kept, whole = kept + size * part, whole + size
-    return kept / np.maximum(whole, 1.0)
+            part = [1.0 if one is None else 1 / one.members for one in _sharded(setting, layer, p, layout)]
+            owned, full = owned + size * part, full + size
+    return owned / np.maximum(full, 1.0)
 
 
 def _collective(
@@ -107,10 +114,10 @@ def _collective(
     return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys), epilogue)
 
 
-def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, again: bool = False) -> list[Collective]:
+def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> list[Collective]:
     """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted.
 
-    again: of the layer's forward pass done once more, after which nothing new is remembered.
+    recomputed: of the forward pass of a recomputed layer, done once more.
     """
     collectives: list[Collective] = []
     for stage, gradients in zip(layer.stages, setting.graph.gradients(layer), strict=True):
@@ -127,7 +134,7 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, again: bool
         spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
         total = degrees[:, spare].prod(1) * prod(out.shape[i] for i in statistics.keys) * each
         forward, back = statistics.item_bytes(out.item_bytes)
-        for item_bytes in (forward, back) if gradients.inputs and not again else (forward,):
+        for item_bytes in (forward, back) if gradients.inputs and not recomputed else (forward,):
             sizes = elements * item_bytes, total * item_bytes
             collectives.append(_collective(*sizes, here, keys, setting.devices))
     return collectives

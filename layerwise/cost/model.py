@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
-from layerwise.cost.layer_collectives import kept_share
+from layerwise.cost.layer_collectives import owned_share
 from layerwise.cost.setting import MANY, Configs, CostOptions, EdgeName, Progress, Setting, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS
 from layerwise.cost.transfer import busiest_device
@@ -73,7 +73,7 @@ class CostTables:
         return total + sum(float(cost[choice[u], choice[v]]) for (u, v, _), cost in self.transfer.items())
 
 
-class _Rows:
+class _NodeCosts:
     """What is known of one layer: node costs by configuration."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class CostModel(Setting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._rows: dict[object, _Rows] = {}
+        self._rows: dict[object, _NodeCosts] = {}
         self._nodes: dict[object, NodeCost] = {}
         self._made: dict[object, Any] = {}
         self._edges: dict[object, dict[str, Floats]] = {}
@@ -130,7 +130,7 @@ class CostModel(Setting):
         """Costs of a layer by itself under each configuration."""
         key = self.kind(layer), configs
         if key not in self._nodes:
-            known = self._rows.setdefault(key[0], _Rows())
+            known = self._rows.setdefault(key[0], _NodeCosts())
             if new := tuple(config for config in dict.fromkeys(configs) if config not in known.row):
                 known.add(new, self._node_cost(layer, new, self.graph.flows_back(layer)))
             self._nodes[key] = known.of(configs)
@@ -146,7 +146,7 @@ class CostModel(Setting):
         plain = self.node_cost(layer, cells)
         compute, seconds = plain.compute, dict(plain.seconds)
         if any(config.states != "replicated" for config in configs):
-            compute = compute.updating(kept_share(self, layer, layout))
+            compute = compute.updating(owned_share(self, layer, layout))
             seconds |= {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS if term.by_states}
         seconds[COMPUTE.name] = compute.total
         again = np.array([config.recompute for config in configs])
@@ -159,7 +159,7 @@ class CostModel(Setting):
         """(C,) seconds by term of a layer's forward pass done once more, whether or not these recompute it."""
         cells, rows = distinct_cells(configs)
         layout, compute = self.layout(layer, cells), self.node_cost(layer, cells).compute
-        collectives = {term.name: term.again_s(self, layer, layout) for term in LAYER_TERMS if term.again_s}
+        collectives = {term.name: term.recomputed_s(self, layer, layout) for term in LAYER_TERMS if term.recomputed_s}
         return {name: once[rows] for name, once in {COMPUTE.name: compute.forward, **collectives}.items()}
 
     def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> ComputeTime:

@@ -17,9 +17,9 @@ from layerwise.cost.transfer import traffic
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
+from layerwise.partition.largest import largest_box, largest_extents
 from layerwise.partition.layout import Layout
 from layerwise.partition.sharding import sharded
-from layerwise.partition.volumes import largest_box, largest_extents
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
     for term in LAYER_TERMS:
         if term.traffic:
             sent[term.traffic] += term.sent_bytes(model, layer, layout)
-            sent[term.traffic] += term.again_bytes(model, layer, layout) if config.recompute else 0.0
+            sent[term.traffic] += term.recomputed_bytes(model, layer, layout) if config.recompute else 0.0
     memory_bytes = gathered_bytes + held_bytes(model, layer, layout)
     return LayerPrice(config, seconds, sent, memory_bytes, *_known_s(cost, config))
 

@@ -47,12 +47,11 @@ class CostOptions:
         'bf16'
     """
 
-    link_model: Literal["port", "sum"] = "port"  # the busiest port with latencies; all bytes over bandwidth (Jia)
-    sync: Literal["all-reduce", "parameter-server"] = "all-reduce"  # the latter is Jia's
-    # Every device feeds and gets its own samples; all of the batch; or the boxes that it needs. It is not counted.
+    link_model: Literal["port", "sum"] = "port"
+    sync: Literal["all-reduce", "parameter-server"] = "all-reduce"
     io: Literal["sample", "free", "boxes"] = "sample"
     optimizer: str = "sgd"
-    dtype: str = "float32"  # one of machine.DTYPES, also in other spellings
+    dtype: str = "float32"
     local_batch_norm: bool = False
     kind: Kind = "training"
 

@@ -9,18 +9,15 @@ import numpy as np
 
 from layerwise.config import Config, States
 from layerwise.cost.collectives import GroupShape
-from layerwise.cost.layer_collectives import Collective, gradients_of, shares_of
+from layerwise.cost.layer_collectives import Collective, ParameterKind, gradients_of, shares_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.ops.facts import Parameter
 from layerwise.partition.ahead import begun_before, weights_late
 from layerwise.partition.groups import replicas
 from layerwise.partition.sharding import states_of
 from layerwise.program import Gradient, StrategyFacts, gradient_order
-
-ParameterKind = tuple[tuple[int, ...], bool]  # what the boxes of parameters follow from: dimensions, of which stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +50,6 @@ def step_facts(model: CostModel, strategy: Strategy) -> tuple[StrategyFacts, lis
         gradients=gradients,
     )
     return facts, sums
-
-
-def kind_of(p: Parameter) -> ParameterKind:
-    """Which of its layer's sums a parameter's gradient belongs to."""
-    return tuple(sorted({m.source for m in p.maps if m.source is not None})), p.epilogue
 
 
 def transfer_s(model: CostModel, strategy: Strategy, layer: Layer, slot: int, *, forward: bool = True) -> float:

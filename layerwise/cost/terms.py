@@ -7,8 +7,9 @@ its cache with, and on nothing else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from layerwise.cost.collectives import (
     sync_rate,
     wire_bytes,
 )
-from layerwise.cost.edges import transfer_bytes, transfer_s
 from layerwise.cost.layer_collectives import (
     Collective,
     gathers_of,
@@ -34,6 +34,7 @@ from layerwise.cost.layer_collectives import (
     statistics_of,
 )
 from layerwise.cost.setting import Setting
+from layerwise.cost.transfer import transfer_bytes, transfer_s
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
@@ -60,9 +61,9 @@ class LayerTerm(Term):
     seconds: Callable[[Setting, Layer, Layout], Floats]  # (C,) of C configurations
     phases: Mapping[str, float]  # of the oracle's table: the share that each phase has; their sum is 1
     sent_bytes: LayerBytes = lambda *_: 0.0  # by all devices, of the first configuration
-    # Of the forward pass done once more, as recomputed layers do; None where it has no part in it.
-    again_s: Callable[[Setting, Layer, Layout], Floats] | None = None
-    again_bytes: LayerBytes = lambda *_: 0.0
+    # Of the forward pass of a recomputed layer, done once more; None where it has no part in it.
+    recomputed_s: Callable[[Setting, Layer, Layout], Floats] | None = None
+    recomputed_bytes: LayerBytes = lambda *_: 0.0
     span: Category | None = None  # in the simulated step: its devices wait for each other, half of it in each direction
     by_states: bool = False  # follows from what devices share out of parameters and states, too
     overlaps: bool = False  # with the backward pass, so that the search weighs it less, too
@@ -77,27 +78,21 @@ class EdgeTerm(Term):
 
 
 def sync_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
-    """t_S: the all-reduces of the gradients, by the rate of a full bucket; reduce-scatters of what is shared out."""
-    seconds = np.zeros(len(layout.computed.degrees))
-    for c in gradients_of(setting, layer, layout):
-        seconds += c.size_bytes * c.group_shapes.each(lambda g: sync_rate(g, setting.devices, setting.options.sync))
-    for c in shares_of(setting, layer, layout):
-        seconds += c.size_bytes * c.group_shapes.each(lambda g: scatter_rate(g, setting.devices))
-    return seconds
+    """t_S: the all-reduces of the gradients, by the rate of a full bucket; reduce-scatters of what is sharded."""
+    devices, sync = setting.devices, setting.options.sync
+    reduced = _by_rate(lambda g: sync_rate(g, devices, sync), gradients_of(setting, layer, layout), layout)
+    return _by_rate(lambda g: scatter_rate(g, devices), shares_of(setting, layer, layout), layout, reduced)
 
 
 def sync_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
-    """Of both."""
-    reduced = sum((_wire_bytes(c) for c in gradients_of(setting, layer, layout)), 0.0)
-    return reduced + sum((_wire_bytes(c) / 2 for c in shares_of(setting, layer, layout)), 0.0)
+    """Of the all-reduces, and of the reduce-scatters, which send half as much."""
+    return _bytes(gradients_of(setting, layer, layout)) + _bytes(shares_of(setting, layer, layout), 0.5)
 
 
 def gather_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
-    """The all-gathers of parameters that are shared out: once a step, in buckets; or a layer at a time, twice."""
+    """The all-gathers of sharded parameters: once a step, in buckets; or a layer at a time, twice."""
     shares, devices, times = shares_of(setting, layer, layout), setting.devices, gathers_of(layer, layout)
-    seconds = np.zeros(len(times))
-    for c in shares:
-        seconds += c.size_bytes * c.group_shapes.each(lambda g: gather_rate(g, devices))
+    seconds = _by_rate(lambda g: gather_rate(g, devices), shares, layout)
     for i in np.flatnonzero(times > 1).tolist() if shares else ():
         groups = Counter[GroupShape]()  # what a group gathers of a layer travels together
         for c in shares:
@@ -109,70 +104,60 @@ def gather_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
 
 def gather_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
     """Half an all-reduce's, as often as a step gathers."""
-    times = float(gathers_of(layer, layout)[0])
-    return sum((times * _wire_bytes(c) / 2 for c in shares_of(setting, layer, layout)), 0.0)
+    return _bytes(shares_of(setting, layer, layout), float(gathers_of(layer, layout)[0]) / 2)
 
 
-def statistics_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
-    """The all-reduces of batch norm's sums, both directions."""
-    seconds = np.zeros(len(layout.computed.degrees))
-    for c in statistics_of(setting, layer, layout):
-        seconds += _each(all_reduce_s, c, setting.devices)
-    return seconds
+def statistics_s(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> Floats:
+    """The all-reduces of batch norm's sums, both directions; recomputed: those of a forward pass."""
+    return _each(all_reduce_s, statistics_of(setting, layer, layout, recomputed=recomputed), setting, layout)
 
 
-def reduction_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
-    """The reduce-scatter over k, and its adjoint."""
-    seconds = np.zeros(len(layout.computed.degrees))
-    for c in reductions_of(setting, layer, layout):
-        seconds += (1 + reduces_back(setting, layer)) * _each(reduce_scatter_s, c, setting.devices)
-    return seconds
-
-
-def statistics_again_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
-    """The all-reduces of the sums of a forward pass."""
-    seconds = np.zeros(len(layout.computed.degrees))
-    for c in statistics_of(setting, layer, layout, again=True):
-        seconds += _each(all_reduce_s, c, setting.devices)
-    return seconds
-
-
-def statistics_again_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
+def statistics_bytes(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> float:
     """Of these."""
-    return sum(map(_wire_bytes, statistics_of(setting, layer, layout, again=True)), 0.0)
+    return _bytes(statistics_of(setting, layer, layout, recomputed=recomputed))
 
 
-def reduction_again_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
-    """The reduce-scatter over k."""
-    seconds = np.zeros(len(layout.computed.degrees))
-    for c in reductions_of(setting, layer, layout):
-        seconds += _each(reduce_scatter_s, c, setting.devices)
+def reduction_s(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> Floats:
+    """The reduce-scatter over k, and its adjoint; recomputed: without that."""
+    times = 1 + (not recomputed and reduces_back(setting, layer))
+    return _each(reduce_scatter_s, reductions_of(setting, layer, layout), setting, layout, times)
+
+
+def reduction_bytes(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> float:
+    """A reduce-scatter and, for the gradient, an all-gather: together one all-reduce's worth."""
+    share = 1.0 if not recomputed and reduces_back(setting, layer) else 0.5
+    return _bytes(reductions_of(setting, layer, layout), share)
+
+
+def _by_rate(
+    rate: Callable[[GroupShape], float], collectives: Sequence[Collective], layout: Layout, start: Floats | None = None
+) -> Floats:
+    """(C,) the sum of all, and of `start`. rate: seconds a byte."""
+    seconds = np.zeros(len(layout.computed.degrees)) if start is None else start
+    for c in collectives:
+        seconds += c.size_bytes * c.group_shapes.each(rate)
     return seconds
 
 
-def reduction_again_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
-    """Of this: half an all-reduce's."""
-    return sum((0.5 * _wire_bytes(c) for c in reductions_of(setting, layer, layout)), 0.0)
+def _each(
+    cost: Callable[[float, GroupShape, DeviceGraph], float],
+    collectives: Sequence[Collective],
+    setting: Setting,
+    layout: Layout,
+    times: int = 1,
+) -> Floats:
+    """(C,) seconds of all, so many times."""
+    total = np.zeros(len(layout.computed.degrees))
+    for c in collectives:
+        pairs = list(zip(c.size_bytes.tolist(), c.group_shapes.which.tolist(), strict=True))
+        known = {pair: cost(pair[0], c.group_shapes.shapes[pair[1]], setting.devices) for pair in dict.fromkeys(pairs)}
+        total += times * np.array([known[pair] for pair in pairs])
+    return total
 
 
-def reduction_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
-    """A reduce-scatter and, for the gradient, an all-gather: together one all-reduce's worth."""
-    share = 1 if reduces_back(setting, layer) else 0.5
-    return sum((share * _wire_bytes(c) for c in reductions_of(setting, layer, layout)), 0.0)
-
-
-def _each(cost: Callable[[float, GroupShape, DeviceGraph], float], c: Collective, graph: DeviceGraph) -> Floats:
-    pairs = list(zip(c.size_bytes.tolist(), c.group_shapes.which.tolist(), strict=True))
-    known = {(size, which): cost(size, c.group_shapes.shapes[which], graph) for size, which in dict.fromkeys(pairs)}
-    return np.array([known[pair] for pair in pairs])
-
-
-def _wire_bytes(c: Collective) -> float:
-    return wire_bytes(float(c.total_bytes[0]), c.group_shapes[0])
-
-
-def _all_wire_bytes(collectives: Callable[[Setting, Layer, Layout], list[Collective]]) -> LayerBytes:
-    return lambda setting, layer, layout: sum(map(_wire_bytes, collectives(setting, layer, layout)), 0.0)
+def _bytes(collectives: Sequence[Collective], share: float = 1.0) -> float:
+    """What all devices hand to the network, of the first configuration. share: of an all-reduce's."""
+    return sum((share * wire_bytes(float(c.total_bytes[0]), c.group_shapes[0]) for c in collectives), 0.0)
 
 
 COMPUTE = Term(name="compute", equation=8, column="t_C")  # its seconds are `NodeCost.compute`, which has three parts
@@ -207,9 +192,9 @@ STATISTICS = LayerTerm(
     column="t_C",
     traffic="statistics",
     seconds=statistics_s,
-    sent_bytes=_all_wire_bytes(statistics_of),
-    again_s=statistics_again_s,
-    again_bytes=statistics_again_bytes,
+    sent_bytes=statistics_bytes,
+    recomputed_s=partial(statistics_s, recomputed=True),
+    recomputed_bytes=partial(statistics_bytes, recomputed=True),
     span="statistics",
     phases={"reduce_s": 1.0},
 )
@@ -220,8 +205,8 @@ REDUCTION = LayerTerm(
     traffic="transfer",
     seconds=reduction_s,
     sent_bytes=reduction_bytes,
-    again_s=reduction_again_s,
-    again_bytes=reduction_again_bytes,
+    recomputed_s=partial(reduction_s, recomputed=True),
+    recomputed_bytes=partial(reduction_bytes, recomputed=True),
     span="transfers",
     phases={"reduce_s": 0.5, "gather_s": 0.5},
 )

@@ -105,3 +105,9 @@ def window(
 def scaled(out_extent: int, extent: int, source: int, *, over: int = 1, scale: int = 1) -> AxisMap:
     """Position x needs the `scale` positions of its block x//over: channel groups, reshapes."""
     return AxisMap(out_extent, source, (IntervalMap(extent, over=over, scale=scale),))
+
+
+def interval_overlap(lo: Ints, hi: Ints, other_lo: Ints, other_hi: Ints) -> Ints:
+    """Length of [lo, hi) & [other_lo, other_hi), broadcast. Boxes overlap in the product of this over dimensions."""
+    overlap: Ints = np.maximum(np.minimum(hi, other_hi) - np.maximum(lo, other_lo), 0)
+    return overlap

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
-from layerwise.ops.tensor.cells import Cells
+from layerwise.ops.facts import Local, Maps
+from layerwise.ops.specs import same
+from layerwise.ops.tensor.view import View
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cells(View):
+    """Its input as it is. It stands between an input and the layers that read that (`graph.cells`)."""
+
+    kind: ClassVar[str] = "cells"
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        return inputs[0]
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (same(inputs[0]),)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return inputs[0]
 
 
 def with_cells(graph: LayerGraph, inputs: Collection[str]) -> LayerGraph:

@@ -14,8 +14,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Regions, Types, typed
 from layerwise.ops.base import Op, Role, Stage, space
 from layerwise.ops.facts import Parameter, Space
+from layerwise.ops.opaque import TorchOp
 from layerwise.ops.specs import same
-from layerwise.ops.torch_op import TorchOp
 from layerwise.tensor import ITEM_BYTES, TensorSpec
 
 if TYPE_CHECKING:

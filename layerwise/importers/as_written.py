@@ -18,7 +18,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.batches import repeated
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.arguments import Arguments, Call, Leaf, signature_of
-from layerwise.ops.as_written import AsWritten
+from layerwise.ops.opaque import AsWritten
 from layerwise.tensor import TensorSpec
 
 LAYER = "as_written"  # the one layer's name

@@ -18,7 +18,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Lattices, needed
-from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Kept, Local, Maps, Parameter, Space, Statistics
+from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Local, Maps, Parameter, Saved, Space, Statistics
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class Op(ABC):
     weights_late: ClassVar[bool] = False  # the gradient of its weights can be made after that of its input
     local_statistics: ClassVar[bool] = False  # on request it takes statistics of a device's own samples, as DDP does
     arithmetic: ClassVar[bool] = True  # else it only moves numbers: no FLOPs
+    added: ClassVar[frozenset[str]] = frozenset()  # attributes that digests of older plans lack: left out where unset
+    saves: ClassVar[Saved] = Saved()  # for backward: inputs and output, where no number follows from the boxes
     pointwise: ClassVar[bool] = False  # every output element depends on its own index of the first input only
 
     @property
@@ -146,9 +148,9 @@ class Op(ABC):
         """What it all-reduces among its own cells, forward; the backward pass does the same again."""
         return None
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        """What the kernel keeps and takes for boxes [lo, hi) of the iteration space; default: it reads all again."""
-        return Kept()
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
+        """What the kernel saves for backward and takes meanwhile, of boxes [lo, hi) of the iteration space."""
+        return self.saves
 
     def margins(self, local: Local) -> Mapping[int, tuple[int, int]]:
         """Zeros (low, high) by dimension that the kernel copies around its first input, unless that comes with them."""
@@ -181,7 +183,7 @@ class Op(ABC):
             rows["pointwise"] = True
         if is_dataclass(self):
             rows |= {field.name: getattr(self, field.name) for field in fields(self)}
-        return rows
+        return {name: value for name, value in rows.items() if value or name not in self.added}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -87,7 +87,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Saved:
     """What a kernel keeps in memory for its backward pass, and what it takes besides for a while.
 
     Bytes are arrays over boxes, or one number.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def same(spec: TensorSpec) -> Maps:
-    """Every dimension needs its own interval."""
-    return tuple(identity(extent, i) for i, extent in enumerate(spec.shape))
+def same(spec: TensorSpec, full: Collection[int] = ()) -> Maps:
+    """Every dimension needs its own interval, but those that are needed in full."""
+    return tuple(whole(extent) if i in full else identity(extent, i) for i, extent in enumerate(spec.shape))
 
 
 def broadcast(spec: TensorSpec | tuple[int, ...], out: TensorSpec) -> Maps:

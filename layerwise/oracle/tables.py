@@ -8,7 +8,6 @@ from functools import cached_property
 
 from layerwise.config import Config
 from layerwise.cost.basis import model_error
-from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import Price, complete, price
@@ -94,8 +93,8 @@ def memory_bytes(model: CostModel, plan: Strategy) -> float:
     Input and output cost no time with io free; memory has a device's share of the samples, where there is one for each:
     nobody would hold the batch of a thousand devices on every one.
     """
-    footprints = model.once(Footprints, lambda: Footprints(_fed(model)))
-    return float(peak_bytes(footprints.model, complete(footprints.model, plan), footprints).max())
+    fed = model.once("fed", lambda: _fed(model))
+    return float(peak_bytes(fed, complete(fed, plan)).max())
 
 
 def _fed(model: CostModel) -> CostModel:

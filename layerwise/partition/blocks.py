@@ -4,6 +4,8 @@ What lives across a block's end is kept through the step, what is inside of the 
 made again. Their sum is about least: of a transformer a block is a layer, between two residual streams (the idea is
 that of Chen, Xu, Zhang and Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016). Sizes are those of whole
 tensors in elements, so that cost, search and run have the same blocks whatever they split and compute in.
+
+And what is saved once for two: a layer's output within what a reader has received (`saved_within`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ import numpy as np
 
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.base import Role
+from layerwise.ops.base import Role, Stage
+from layerwise.ops.facts import Saved
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.pool import Pool
+from layerwise.ops.tensor.pointwise import Unary
+from layerwise.partition.ahead import EdgeEnd
 
 AGAIN = " (again)"  # how the names of spans end of what is made again
 LIMITS = 24  # sizes of the largest block that are tried, from that of the largest layer to that of all
@@ -122,8 +129,7 @@ def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
     for number, (stage, gradients) in enumerate(zip(layer.stages, graph.gradients(layer), strict=True)):
         if not (graph.has_gradient[layer.name] and gradients.result):
             continue
-        whole = np.array([[dim.extent for dim in stage.space.dims]], np.int64)
-        kept = stage.op.kept(stage.specs, np.zeros_like(whole), whole)
+        kept = _saved(stage)
         inside += float(np.sum(kept.extra)) / stage.space.out.item_bytes
         if np.any(kept.inputs):
             sources.update(layer.inputs[: len(layer.specs)][stage.inputs])
@@ -132,3 +138,51 @@ def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
     for number in results - {len(layer.stages) - 1}:
         inside += 0.0 if layer.stages[number].view else layer.stages[number].space.out.volume
     return inside, sources | ({layer.name} if len(layer.stages) - 1 in results else set())
+
+
+def saved_within(graph: LayerGraph) -> dict[str, EdgeEnd]:
+    """By layer, the reader that may keep its output for it.
+
+    A ReLU's output is kept for its own backward pass. A convolution that needs a halo keeps a larger tensor, which has
+    this box in it, too. Where such a tensor arrives, the box need not be kept beside it. A matrix product is no such
+    reader: what channels it gathers would live longer than they do. Only element-wise functions are among these layers,
+    whose kernels take a tensor of any strides, and only where no other reader keeps what it reads.
+    """
+    found, readers = dict[str, EdgeEnd](), dict[str, list[EdgeEnd]]()
+    for source, target, slot in graph.edges():
+        readers.setdefault(source, []).append((target, slot))
+    for layer in graph.inner:
+        last = layer.stages[-1]
+        if graph.has_gradient[layer.name] and isinstance(last.op, Unary) and _saved(last).output:
+            keeping = [end for end in readers.get(layer.name, ()) if _keeps(graph, *end)]
+            if len(keeping) == 1 and keeping[0][1] == 0 and _as_it_comes(graph[keeping[0][0]]):
+                found[layer.name] = keeping[0]
+    return found
+
+
+def _keeps(graph: LayerGraph, reader: str, slot: int) -> bool:
+    """Whether the backward pass of a reader, or of those of its view, reads the input again."""
+    layer = graph[reader]
+    if layer.end or slot >= len(layer.specs):
+        return True
+    for stage, gradients in zip(layer.stages, graph.gradients(layer), strict=True):
+        if slot in range(len(layer.specs))[stage.inputs]:
+            kept = _saved(stage)
+            return stage.view or (gradients.result and bool(np.any(kept.inputs) or np.any(kept.padded)))
+    return True
+
+
+def _as_it_comes(reader: Layer) -> bool:
+    """Whether it computes with its first input itself, no view and no copy of another type; what draws has none."""
+    first = reader.stages[0]
+    if reader.end or not first.views or first.view or first.views[0] or reader.specs[0].dtype != first.space.out.dtype:
+        return False
+    if reader.space.lattice(0):  # what travels has not all of it
+        return False
+    return isinstance(first.op, (Conv, Pool))  # whose halos are thin; gathered channels would live longer
+
+
+def _saved(stage: Stage) -> Saved:
+    """What a stage saves where it is not split."""
+    whole = np.array([[dim.extent for dim in stage.space.dims]], np.int64)
+    return stage.op.saved(stage.specs, np.zeros_like(whole), whole)

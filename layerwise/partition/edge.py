@@ -1,15 +1,24 @@
-"""Edge: a tensor that one layer owns and another needs."""
+"""Edge: a tensor that one layer owns and another needs; and which edges are all-gathers.
+
+An all-gather is a transfer that the runtime runs as one collective where the network has them (NCCL): all members of a
+group need the same box, and each owns an equal part of it. The way back is a reduce-scatter. All other transfers are
+messages. This is `partition.transfer` for all pairs of configurations at once (tests/partition/test_edge.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
-from layerwise.geometry import AxisMap, Lattices, boundaries, numbering, through, whole
-from layerwise.geometry.arrays import Floats, Ints
+import numpy as np
+
+from layerwise.geometry import AxisMap, Lattices, boundaries, identity, numbering, through, whole
+from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Dim, Maps
+from layerwise.partition.largest import all_boxes, largest_box
 from layerwise.partition.layout import Cells
-from layerwise.partition.volumes import all_boxes, largest_box
 from layerwise.tensor import TensorSpec
 
 
@@ -79,3 +88,189 @@ class Edge:
     def needed_volume(self) -> Floats:
         """(C_v,) elements that all devices together need."""
         return all_boxes(self.maps, self.dims, self.needers.degrees)
+
+
+PAIRS = 256  # of configurations that are compared at once on all devices: bounds the memory
+IDLE, NEVER = -1, -2  # in place of a number of elements: of a device without a part; of one whose part cannot be equal
+
+
+def are_gathers(edge: Edge, *, roughly: bool = False) -> Mask:
+    """(C_u, C_v): whether every device that takes part is in an all-gather.
+
+    What owners have is disjoint: where the members' parts fill what they need, nobody else has anything of it.
+    roughly: as far as the first device can tell, so that what is none may be among them.
+    """
+    result = np.zeros(edge.pairs, np.bool_)
+    rows, columns = _on_device_0(edge)
+    if roughly or not len(rows):
+        result[rows, columns] = True
+        return result
+    (us, i), (vs, j) = (np.unique(side, return_inverse=True) for side in (rows, columns))
+    few = replace(edge, owners=edge.owners.take(us), needers=edge.needers.take(vs))
+    count = edge.owners.devices
+    kept = np.flatnonzero(_fit(few, i, j, np.unique([1 % count, count // 3, count - 1])))
+    for start in range(0, len(kept), PAIRS):  # few are left
+        some = kept[start : start + PAIRS]
+        (u, a), (v, b) = (np.unique(side[some], return_inverse=True) for side in (i, j))
+        part = replace(few, owners=few.owners.take(u), needers=few.needers.take(v))
+        fits = _fit(part, a, b, np.arange(count))
+        result[rows[some[fits]], columns[some[fits]]] = True
+    return result
+
+
+def _fit(edge: Edge, i: Ints, j: Ints, devices: Ints) -> Mask:
+    """Whether these pairs are gathers as far as these devices can tell, which own a share of what they need."""
+    own, need = _owned(edge, devices), _boxes(edge.maps, edge.dims, edge.needers, devices)
+    has, needs = edge.owners.numbers(devices) >= 0, edge.needers.numbers(devices) >= 0
+    of, wanted = _members(edge, devices), (need[1] - need[0]).prod(-1)
+    gathers = needs & (of > 1) & (wanted > 0) & (wanted % of == 0)
+    share = np.where(gathers, wanted // of, np.where(needs, NEVER, IDLE))
+    fits: Mask = (np.where(has[i], _overlap(own, need, i, j), IDLE) == share[j]).all(1)
+    return fits
+
+
+def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
+    """Pairs that may be gathers: the same devices take part, and the first one, which always does, has its share."""
+    members = _members_of_device_0(edge)
+    tables, wanted = list[tuple[Ints, Ints, Ints]](), np.ones(len(members), np.int64)
+    for j, axis in enumerate(edge.maps):
+        degrees, which = edge.owners.distinct[j]
+        end = np.array([edge.held[j].cuts(degree)[1] for degree in degrees], np.int64)
+        lo, hi, column = _first_cells(edge, axis)
+        tables.append((np.maximum(np.minimum(end[:, None], hi) - lo, 0), which, column))
+        wanted *= (hi - lo)[column]
+    columns = np.flatnonzero((members > 1) & (wanted > 0) & (wanted % members == 0))
+    rows, which = np.nonzero(_devices(edge.owners)[:, None] == _devices(edge.needers)[columns])
+    columns = columns[which]
+    part = np.ones(len(rows), np.int64)
+    for table, row, column in tables:
+        part *= table[row[rows], column[columns]]
+    shares = part * members[columns] == wanted[columns]
+    return rows[shares], columns[shares]
+
+
+def _members_of_device_0(edge: Edge) -> Ints:
+    """(C_v,) as `_members`: its cell is the first, so of each dimension it takes the cells that need what that does."""
+    cells, sources = edge.needers, driven(edge)
+    spare = [i for i in range(cells.degrees.shape[1]) if i not in sources]
+    members: Ints = cells.degrees[:, spare].prod(1)
+    for axis in edge.maps:
+        if axis.source is not None:
+            degrees, which = cells.distinct[axis.source]
+            members = members * _alike(axis, edge.dims[axis.source], degrees)[which]
+    return np.where(cells.copies, cells.devices, members)
+
+
+@lru_cache(maxsize=4096)
+def _alike(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
+    """How many cells along a dimension need what the first one does, by degree."""
+    found = list[int]()
+    for degree in degrees:
+        cuts = boundaries(dim.extent, degree, dim.unit)
+        lo, hi = axis(cuts[:-1], cuts[1:])
+        found.append(int(((lo == lo[0]) & (hi == hi[0])).sum()))
+    return np.array(found, np.int64)
+
+
+def _first_cells(edge: Edge, axis: AxisMap) -> tuple[Ints, Ints, Ints]:
+    """lo, hi of what the first device needs of a dimension, by degree, and which degree each configuration has."""
+    if axis.source is None:
+        return *axis(np.zeros(1, np.int64), np.ones(1, np.int64)), np.zeros(edge.pairs[1], np.int64)
+    dim, (degrees, column) = edge.dims[axis.source], edge.needers.distinct[axis.source]
+    end = np.array([boundaries(dim.extent, degree, dim.unit)[1] for degree in degrees], np.int64)
+    return *axis(np.zeros_like(end), end), column
+
+
+def _devices(cells: Cells) -> Ints:
+    """(C,) equal where the same devices have cells: the first ones, or every so many-th."""
+    count = cells.count
+    last = (count - 1) * cells.devices // count
+    apart: Ints = count * 2 + (cells.strided & (last != count - 1))
+    return apart
+
+
+def _overlap(own: tuple[Ints, Ints], need: tuple[Ints, Ints], i: Ints, j: Ints) -> Ints:
+    """(pairs, N) elements of the overlap of boxes (C_u, N, J) and (C_v, N, J), of these pairs."""
+    part = np.ones((1, 1), np.int64)
+    for axis in range(own[0].shape[2]):
+        (a, b), (c, d) = ([ends[k, :, axis] for ends in box] for box, k in ((own, i), (need, j)))
+        part = part * np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
+    return part
+
+
+def _members(edge: Edge, devices: Ints) -> Ints:
+    """(C_v, W) how many devices need the same box as each of these that needs one."""
+    cells = edge.needers
+    apart = cells.degrees[:, list(driven(edge))].prod(1)
+    members = np.tile((cells.total // apart)[:, None], (1, len(devices)))
+    rows = np.flatnonzero(coincide(edge))
+    for row, numbers in zip(rows, needers(edge.to(rows)) + 1 if len(rows) else (), strict=True):
+        members[row] = np.bincount(numbers)[numbers[devices]]
+    return members
+
+
+def driven(edge: Edge) -> tuple[int, ...]:
+    """The dimensions of the consumer's cells that say which box they need."""
+    return tuple(sorted({axis.source for axis in edge.maps if axis.source is not None}))
+
+
+def coincide(edge: Edge) -> Mask:
+    """(C_v,): whether cells that differ in a driven dimension may need the same box, or all devices have one cell."""
+    found = edge.needers.copies.copy()
+    for axis in edge.maps:
+        if axis.source is not None:
+            dim, (degrees, column) = edge.dims[axis.source], edge.needers.distinct[axis.source]
+            found |= ~_distinct(axis, dim, degrees)[column]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _distinct(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Mask:
+    """Whether no two cells along a dimension need the same, by degree."""
+    found = list[bool]()
+    for degree in degrees:
+        cuts = boundaries(dim.extent, degree, dim.unit)
+        found.append(len(np.unique(np.stack(axis(cuts[:-1], cuts[1:])), axis=1).T) == degree)
+    return np.array(found, np.bool_)
+
+
+def needers(edge: Edge) -> Ints:
+    """(C_v, N): devices that need the same box have the same number, also where their cells differ; -1: none."""
+    degrees, index = edge.needers.degrees, edge.needers.index
+    number = np.zeros(index.shape[:2], np.int64)
+    for axis in edge.maps:
+        if axis.source is not None:
+            dim = edge.dims[axis.source]
+            for degree in edge.needers.distinct[axis.source][0]:
+                cuts = boundaries(dim.extent, degree, dim.unit)
+                rows, ends = degrees[:, axis.source] == degree, np.stack(axis(cuts[:-1], cuts[1:]))
+                same = np.unique(ends, axis=1, return_inverse=True)[1].reshape(-1)
+                number[rows] = number[rows] * degree + same[index[rows, :, axis.source]]
+    return np.where(edge.needers.active, number, -1)
+
+
+def _owned(edge: Edge, devices: Ints | None = None) -> tuple[Ints, Ints]:
+    """(C_u, N, J) what each device owns; see `_boxes`."""
+    dims = [Dim(None, held.extent, held.unit) for held in edge.held]
+    maps = tuple(held.numbers or identity(held.extent, j) for j, held in enumerate(edge.held))
+    return _boxes(maps, dims, edge.owners, devices)
+
+
+def _boxes(maps: Maps, dims: Sequence[Dim], cells: Cells, devices: Ints | None = None) -> tuple[Ints, Ints]:
+    """lo, hi (C, N, J) of what `maps` make of the cell of each device, or of some; empty where it has none."""
+    degrees, index = cells.degrees, cells.index if devices is None else cells.at(devices)
+    shape = (*index.shape[:2], len(maps))
+    lo, hi = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for j, axis in enumerate(maps):
+        if axis.source is None:
+            ends = axis(np.zeros(1, np.int64), np.ones(1, np.int64))
+            lo[..., j], hi[..., j] = int(ends[0][0]), int(ends[1][0])
+            continue
+        dim = dims[axis.source]
+        for degree in cells.distinct[axis.source][0]:
+            cuts = boundaries(dim.extent, degree, dim.unit)
+            rows, (start, stop) = degrees[:, axis.source] == degree, axis(cuts[:-1], cuts[1:])
+            lo[rows, :, j], hi[rows, :, j] = (ends[index[rows, :, axis.source]] for ends in (start, stop))
+    idle = index[..., 0] < 0
+    hi[idle] = lo[idle]
+    return lo, hi

@@ -10,9 +10,8 @@ import numpy as np
 from layerwise.geometry import Box
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
-from layerwise.partition.boxes import Each
 from layerwise.partition.layout import Cells
-from layerwise.partition.place import Place
+from layerwise.partition.place import Each, Place
 
 Group = tuple[int, ...]
 

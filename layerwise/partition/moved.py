@@ -9,8 +9,7 @@ import numpy as np
 from layerwise.geometry import Lattices, interval_overlap, numbering, through
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Maps
-from layerwise.partition.boxes import Boxes
-from layerwise.partition.place import Place, of_all_classes
+from layerwise.partition.place import Boxes, Place, of_all_classes
 from layerwise.tensor import TensorSpec
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layerwise.geometry import Box
-from layerwise.partition.boxes import Each
 from layerwise.partition.groups import Group
+from layerwise.partition.place import Each
 
 Parts = tuple[tuple[int, Box], ...]  # (peer, box)
 Pattern = Literal["local", "messages", "gather", "all-to-all"]

@@ -2,6 +2,6 @@
 
 from layerwise.program.build import program
 from layerwise.program.facts import Gradient, StrategyFacts, gradient_order
-from layerwise.program.instructions import Bucket, Instruction, Kind, Program
+from layerwise.program.instructions import Bucket, Instruction, Kind, Program, fold
 
-__all__ = ["Bucket", "Gradient", "Instruction", "Kind", "Program", "StrategyFacts", "gradient_order", "program"]
+__all__ = ["Bucket", "Gradient", "Instruction", "Kind", "Program", "StrategyFacts", "fold", "gradient_order", "program"]

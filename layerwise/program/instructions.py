@@ -5,8 +5,8 @@ What autograd saves for the backward pass is no instruction, but a fact of a lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["training", "inference"]
 # Of a layer's work. weights: the gradient of its weights, where that of its input is on its way already.
@@ -119,6 +119,11 @@ class Program(NamedTuple):
     instructions: Sequence[Instruction]
     buckets: Sequence[Bucket]
 
+    @property
+    def late(self) -> set[str]:
+        """The layers whose gradient of the weights is deferred: it is made while that of the input travels."""
+        return {one.layer for one in self.instructions if isinstance(one, Compute) and one.part == "weights"}
+
     def forward(self) -> list[tuple[str, list[Instruction]]]:
         """The instructions of the forward pass by the layer that they are for, in order."""
         groups, group = list[tuple[str, list[Instruction]]](), list[Instruction]()
@@ -143,3 +148,17 @@ class Program(NamedTuple):
             if isinstance(one, Forget):
                 groups[one.block], group = group, []
         return groups
+
+
+def fold(program: Program, *states: object) -> None:
+    """Goes through a program: each instruction is given to the states' methods of its name, `begin` for a Begin.
+
+    An instruction that no state has a method for means nothing to them.
+    """
+    does: dict[type[Instruction], list[Callable[[Instruction], None]]] = {}
+    for kind in get_args(Instruction):
+        methods = (getattr(state, kind.__name__.lower(), None) for state in states)
+        does[kind] = [method for method in methods if method is not None]
+    for one in program.instructions:
+        for method in does[type(one)]:
+            method(one)

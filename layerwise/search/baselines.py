@@ -9,9 +9,9 @@ from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostTables
 from layerwise.graph.layer import Layer
 from layerwise.ops.nn.linear import Linear
-from layerwise.ops.tensor.softmax import Softmax
-from layerwise.partition.holding import why_not_held
+from layerwise.ops.tensor.along import Softmax
 from layerwise.partition.place import data_parallel
+from layerwise.partition.sharding import why_not_held
 from layerwise.search.classes import of_all_classes
 from layerwise.search.grids import grid_strategy, parse_grid
 

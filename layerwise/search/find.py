@@ -11,13 +11,12 @@ from typing import Literal
 from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import MEASURED_ERROR, model_error
-from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
-from layerwise.partition.holding import held_configurations
+from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.classes import cuts_classes, of_all_classes
 from layerwise.search.limit.limited import Least
@@ -69,10 +68,9 @@ def search(
     )
     seconds = dict(solved.seconds) or {"cache": time.perf_counter() - started}
     distinct = {tuple(s.items()): s for s in solved.strategies}
-    footprints = Footprints(model)
     model.learn([complete(model, s) for s in distinct.values()])
-    candidates = [candidate(model, "layerwise", s, limit, footprints) for s in distinct.values()]
-    baselines = {name: candidate(model, name, strategy, limit, footprints) for name, strategy in named.items()}
+    candidates = [candidate(model, "layerwise", s, limit) for s in distinct.values()]
+    baselines = {name: candidate(model, name, strategy, limit) for name, strategy in named.items()}
     if not baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
     additive, optimum = candidates[0], solved.optima[0]
@@ -94,11 +92,10 @@ def search(
                 fixed=fixed or {},
                 memory_bytes=memory_bytes,
                 progress=progress,
-                footprints=footprints,
             )
 
         within, least = recall.limited(lambda: _limited(searching, offer, limit, weights, known), limit, offer)
-        found = [candidate(model, "layerwise", strategy, limit, footprints) for strategy in within.strategies]
+        found = [candidate(model, "layerwise", strategy, limit) for strategy in within.strategies]
         candidates, kept = [*found, *candidates], within.configurations
         additive = found[0] if found else additive  # by step time
         optimum = replace(optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s) if found else optimum
@@ -182,9 +179,8 @@ def candidate(
     name: str,
     strategy: Mapping[str, Config],
     memory_limit_bytes: float | None = None,
-    footprints: Footprints | None = None,
 ) -> Candidate:
-    """Prices a strategy both ways. memory_limit_bytes: by default what a device has; footprints: if they are made."""
+    """Prices a strategy both ways. memory_limit_bytes: by default what a device has."""
     strategy = complete(model, strategy)
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
     return Candidate(
@@ -192,7 +188,7 @@ def candidate(
         strategy,
         timeline(model, strategy),
         limit,
-        lambda: float(peak_bytes(model, strategy, footprints).max()),
+        lambda: float(peak_bytes(model, strategy).max()),
         lambda memory_bytes: price(model, strategy, memory_bytes=memory_bytes),
         lambda: model_error(model, strategy),
         reading_s(model, strategy),

@@ -18,7 +18,7 @@ from layerwise.cost.model import CostModel
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.torch_op import TorchOp
+from layerwise.ops.opaque import TorchOp
 from layerwise.plan import as_json, parse_strategy
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import Strategy

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.nn.loss import IGNORED, Loss
-from layerwise.ops.tensor.scatter import OneHot
+from layerwise.ops.tensor.along import OneHot
 from layerwise.ops.tensor.view import Permute, Reshape
 
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from layerwise.config import Config
-from layerwise.geometry import Box, Grid, Lattice, Lattices, Piece, numbering, pieces
+from layerwise.geometry import Box, Grid, Lattice, Lattices, numbering
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph, Level, load
 from layerwise.ops.facts import Dim, Maps, Space
-from layerwise.partition.holding import why_not_held
+from layerwise.partition.sharding import why_not_held
 from layerwise.tensor import TensorSpec
+from tests.geometry.shapes import Piece, pieces
 
 Table = NDArray[np.int64]  # (receiver, sender) elements
 PROCESSOR = load("p100").processor

@@ -20,10 +20,10 @@ from layerwise.ops.nn.loss import Loss
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, LocalResponseNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.nn.resample import Interpolate, Pad
+from layerwise.ops.tensor.along import Softmax
 from layerwise.ops.tensor.combine import Concat
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary
 from layerwise.ops.tensor.reduce import Reduce
-from layerwise.ops.tensor.softmax import Softmax
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.tensor import TensorSpec
 

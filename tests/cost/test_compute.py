@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import basis, describe, model_error, unmeasured_error, warnings
-from layerwise.cost.compute.fit import fitted, groups, held_out_error
-from layerwise.cost.compute.measured import LAYER, latest, step_name, update_name
+from layerwise.cost.compute.measured import LAYER, fitted, groups, held_out_error, latest, step_name, update_name
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import measured_share, price

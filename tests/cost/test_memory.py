@@ -19,8 +19,7 @@ from layerwise.cost.memory.allocations import KINDS, AllocationTracker, Kind, Re
 from layerwise.cost.memory.bounds import MemoryBounds
 from layerwise.cost.memory.bounds.lifetimes import Lifetimes
 from layerwise.cost.memory.bounds.stacked import stacked
-from layerwise.cost.memory.by_kind import peak_by_kind
-from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.memory.step import peak_by_kind, peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.geometry.arrays import Floats
@@ -108,7 +107,7 @@ def test_the_most_is_that_of_counting_at_every_instant(monkeypatch: pytest.Monke
             there = sum((tracker.mask(where) for _, where in ref), np.zeros(devices, bool))
             assert (tracker.mask(tracker.unshared(ref)) == (~there | (holders[number] == 1))).all()
     assert tracker.peak.tolist() == most.tolist()
-    assert {kind: tracker.fullest[kind].tolist() for kind in KINDS} == {k: f.tolist() for k, f in fullest.items()}
+    assert {kind: tracker.peak_by_kind[kind].tolist() for kind in KINDS} == {k: f.tolist() for k, f in fullest.items()}
     ref = tracker.new(np.ones(devices))
     tracker.drop(ref)
     with pytest.raises(AssertionError, match="more often"):

@@ -11,8 +11,7 @@ import pytest
 from layerwise.config import Config, SearchSpace
 from layerwise.cost import transfer
 from layerwise.cost.compute.roofline import compute_time
-from layerwise.cost.layer_collectives import kept_share
-from layerwise.cost.memory.footprints import Footprints
+from layerwise.cost.layer_collectives import owned_share
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
@@ -86,13 +85,13 @@ def uncached(model: CostModel, layer: Layer, config: Config) -> dict[str, float]
     made, wanted = model.layout(layer, (config,)), model.graph.flows_back(layer)
     processor, dtype = model.devices.processor, model.dtype(layer)
     compute = compute_time(layer, made, wanted, processor, dtype, model.options.optimizer)
-    compute = compute.updating(kept_share(model, layer, made))
+    compute = compute.updating(owned_share(model, layer, made))
     seconds = {COMPUTE.name: compute.total, **{term.name: term.seconds(model, layer, made) for term in LAYER_TERMS}}
     if config.recompute:
         seconds[COMPUTE.name] = seconds[COMPUTE.name] + compute.forward
         for term in LAYER_TERMS:
-            if term.again_s is not None:
-                seconds[term.name] = seconds[term.name] + term.again_s(model, layer, made)
+            if term.recomputed_s is not None:
+                seconds[term.name] = seconds[term.name] + term.recomputed_s(model, layer, made)
     return {name: float(cost[0]) for name, cost in seconds.items()}
 
 
@@ -215,12 +214,11 @@ def test_what_is_learned_at_once_is_what_each_strategy_costs_alone() -> None:
         for i, s in enumerate(draws[:6])
     ]
     model.learn(draws)
-    footprints = Footprints(model)
     for strategy in draws:
         alone = CostModel(graph, devices, model.options)
         assert price(model, strategy) == price(alone, strategy)
         assert timeline(model, strategy) == timeline(alone, strategy)
-        assert (peak_bytes(model, strategy, footprints) == peak_bytes(alone, strategy)).all()
+        assert (peak_bytes(model, strategy) == peak_bytes(alone, strategy)).all()
 
 
 def can_spend(model: CostModel, name: str) -> bool:

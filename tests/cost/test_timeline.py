@@ -16,7 +16,7 @@ from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import Span, timeline
-from layerwise.cost.timeline.stream import Stream, Traffic
+from layerwise.cost.timeline.stream import Flow, Stream
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
@@ -277,7 +277,7 @@ def stream(*sums: tuple[float, float, float], clock: tuple[float, float] = (0.0,
     """Sums of two devices: seconds, and the rates of computation and of the sum."""
     made = Stream(2)
     for seconds, compute, sync in sums:
-        made.add(Traffic("x", PAIR, seconds, compute, sync), np.array(clock))
+        made.add(Flow("x", PAIR, seconds, compute, sync), np.array(clock), is_sum=True)
     return made
 
 
@@ -319,9 +319,9 @@ def test_waiting_lets_sums_go_on_by_themselves() -> None:
 
 def test_transfers_go_before_sums_and_in_their_order() -> None:
     made = stream((4.0, 1.0, 1.0))
-    first, second = (Traffic("t", PAIR, seconds, 1.0, 1.0) for seconds in (2.0, 3.0))
-    made.send_ahead(first, np.zeros(2))
-    made.send_ahead(second, np.zeros(2))
+    first, second = (Flow("t", PAIR, seconds, 1.0, 1.0) for seconds in (2.0, 3.0))
+    made.add(first, np.zeros(2))
+    made.add(second, np.zeros(2))
     clock = made.beside(np.zeros(2), np.array([1.0, 4.0]))
     assert made.awaited(first, clock).tolist() == [2.0, 4.0]
     assert first.ended.tolist() == [2.0, 2.0]
@@ -332,9 +332,9 @@ def test_transfers_go_before_sums_and_in_their_order() -> None:
 def test_a_transfer_ends_when_its_last_member_is_through() -> None:
     """And who waits for it lets gradients go on, once its own part is done."""
     made = Stream(3)
-    made.add(Traffic("sum", np.array([0, 0, -1]), 1.0, 1.0, 1.0), np.zeros(3))
-    one = Traffic("t", np.array([0, 0, -1]), 2.0, 0.5, 0.5)
-    made.send_ahead(one, np.zeros(3))
+    made.add(Flow("sum", np.array([0, 0, -1]), 1.0, 1.0, 1.0), np.zeros(3), is_sum=True)
+    one = Flow("t", np.array([0, 0, -1]), 2.0, 0.5, 0.5)
+    made.add(one, np.zeros(3))
     clock = made.beside(np.zeros(3), np.array([0.0, 2.0, 7.0]))  # the second device computes beside it, at half speed
     assert clock.tolist() == [0.0, 4.0, 7.0]
     assert made.awaited(one, clock).tolist() == [4.0, 4.0, 7.0]
@@ -348,9 +348,9 @@ rates = st.floats(0.05, 1.0)
 def test_what_is_awaited_is_no_faster_than_alone(flights: list[tuple[float, float, float, bool]], work: float) -> None:
     """And no slower than all that travels, and the computation, one after the other at their slowest."""
     made, clock, before = stream(), np.zeros(2), 0.0
-    sent = [(Traffic("t", PAIR, seconds, compute, own), awaited) for seconds, compute, own, awaited in flights]
+    sent = [(Flow("t", PAIR, seconds, compute, own), awaited) for seconds, compute, own, awaited in flights]
     for one, _ in sent:
-        made.send_ahead(one, clock)
+        made.add(one, clock)
     slowest = min([1.0, *(min(one.compute, one.own) for one, _ in sent)])
     most = (work + sum(one.seconds for one, _ in sent)) / slowest
     clock = made.beside(clock, np.full(2, work))

@@ -18,7 +18,7 @@ from layerwise.cost import transfer
 from layerwise.cost.collectives import all_reduce_s, group_shape, overlap, reduce_scatter_s
 from layerwise.cost.compute.measured import COPY
 from layerwise.cost.model import CostModel
-from layerwise.cost.selections import selections
+from layerwise.cost.overlaps import selections
 from layerwise.cost.sums import Sums
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, telling_devices, traffic

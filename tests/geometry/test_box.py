@@ -22,14 +22,13 @@ from layerwise.geometry import (
     interval_overlap,
     nests,
     numbering,
-    pieces,
     scaled,
     slices,
     whole,
     window,
 )
 from tests.examples import examples
-from tests.geometry.shapes import elements, grids, owners
+from tests.geometry.shapes import elements, grids, owners, pieces
 
 
 @st.composite

@@ -17,10 +17,10 @@ from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.nn.resample import Interpolate, Pad
 from layerwise.ops.stages import needed_box
+from layerwise.ops.tensor.along import Softmax
 from layerwise.ops.tensor.combine import Concat
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary
 from layerwise.ops.tensor.reduce import Reduce
-from layerwise.ops.tensor.softmax import Softmax
 from layerwise.ops.tensor.view import Permute, Reshape
 from layerwise.tensor import TensorSpec
 
@@ -95,7 +95,7 @@ def saved(op: Op, specs: tuple[TensorSpec, ...]) -> tuple[bool, bool, int]:
 def test_kernels_keep_what_they_say(op: Op, specs: tuple[TensorSpec, ...]) -> None:
     """Inputs of the first operator of a layer are kept anyway: that one is read matters to an element-wise epilogue."""
     extents = np.array([[d.extent for d in space(op, specs).dims]], np.int64)
-    said = op.kept(specs, np.zeros_like(extents), extents)
+    said = op.saved(specs, np.zeros_like(extents), extents)
     read, made, besides = saved(op, specs)
     assert said.output == made or op.view
     assert said.inputs == read or not op.pointwise
@@ -103,7 +103,7 @@ def test_kernels_keep_what_they_say(op: Op, specs: tuple[TensorSpec, ...]) -> No
 
 
 def test_an_operator_of_which_nothing_is_known_keeps_all() -> None:
-    said = Op.kept(Unary("unheard of"), (IMAGE,), np.zeros((1, 4), np.int64), np.ones((1, 4), np.int64))
+    said = Op.saved(Unary("unheard of"), (IMAGE,), np.zeros((1, 4), np.int64), np.ones((1, 4), np.int64))
     assert said.inputs
     assert said.output
 
@@ -112,5 +112,5 @@ def test_cells_at_a_border_keep_a_padded_copy() -> None:
     """Of a 3 x 3 convolution cut in height: the upper half lacks a row above only, so padding alike does not serve."""
     conv = Conv(8, (3, 3), (1, 1), SAME, (1, 1))
     lo, hi = np.array([[0, 0, 0, 0, 0], [0, 0, 8, 0, 0]]), np.array([[4, 8, 8, 16, 6], [4, 8, 16, 16, 6]])
-    kept = conv.kept((IMAGE,), lo, hi)
+    kept = conv.saved((IMAGE,), lo, hi)
     assert np.ravel(kept.extra).tolist() == [4 * 4 * 6 * 10 * 16] * 2

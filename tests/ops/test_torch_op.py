@@ -15,7 +15,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.base import space
 from layerwise.ops.nn.recurrent import Recurrent, RecurrentInOne, ResetFirst
-from layerwise.ops.torch_op import ElementType, Slot, TorchOp
+from layerwise.ops.opaque import ElementType, Slot, TorchOp
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, check_needs
 from tests.ops.kernels import check_kernel
@@ -80,7 +80,7 @@ def test_what_a_recurrent_layer_keeps_is_no_more_than_it_says(fn: str, options: 
     for hidden in (8, 32):
         op, x = Recurrent(fn, hidden, **options), TensorSpec((8, 16, 16), ("n", "s", "c"))  # type: ignore[arg-type]
         extents = np.array([[d.extent for d in space(op, (x,)).dims]])
-        assert saved(op, (x,))[2] <= float(np.max(op.kept((x,), 0 * extents, extents).extra))
+        assert saved(op, (x,))[2] <= float(np.max(op.saved((x,), 0 * extents, extents).extra))
 
 
 @pytest.mark.parametrize("name", ["topk", "whole", "unfold"])
@@ -88,7 +88,7 @@ def test_what_an_operator_keeps_is_seen(name: str) -> None:
     op, specs, _ = OPS[name]
     specs = tuple(replace(spec, dtype="float32") for spec in specs)
     extents = np.array([[d.extent for d in space(op, specs).dims]])
-    assert saved(op, specs)[2] == float(np.max(op.kept(specs, 0 * extents, extents).extra))
+    assert saved(op, specs)[2] == float(np.max(op.saved(specs, 0 * extents, extents).extra))
 
 
 @pytest.mark.parametrize("options", [{}, {"both": True, "layers": 2}, {"batch_first": False, "bias": False},
@@ -138,7 +138,7 @@ def test_a_gru_that_resets_first(result: int) -> None:
 
     check_kernel(op, specs, [2 if d.label == "n" else 1 for d in space(op, specs).dims], reference)
     extents = np.array([[d.extent for d in space(op, specs).dims]])
-    assert saved(op, specs)[2] <= float(np.max(op.kept(specs, 0 * extents, extents).extra))
+    assert saved(op, specs)[2] <= float(np.max(op.saved(specs, 0 * extents, extents).extra))
 
 
 @pytest.mark.parametrize("fn", ["lstm", "gru"])
@@ -166,7 +166,7 @@ def test_recurrent_as_onnx_has_it(fn: str) -> None:
         TensorSpec((2, 3, 64), ("n", "s", "c")),
     )  # the ordered copies of weights are most
     extents = np.array([[d.extent for d in space(wide, (spec,)).dims]])
-    assert saved(wide, (spec,))[2] <= float(np.max(wide.kept((spec,), 0 * extents, extents).extra))
+    assert saved(wide, (spec,))[2] <= float(np.max(wide.saved((spec,), 0 * extents, extents).extra))
     apart = Recurrent(fn, 5, both=True)  # type: ignore[arg-type]
     extents = np.array([[4, 3, 10]])
     assert op.flops((x,), extents) == apart.flops((x,), extents)

@@ -1,4 +1,7 @@
-"""Blocks of layers: where they end, against all other ways to cut small graphs, and what they say of known networks."""
+"""Blocks of layers: where they end, against all other ways to cut small graphs, and what they say of known networks.
+
+Which outputs are kept within what their reader was given.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,21 @@ from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
+from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import LayerNorm
 from layerwise.ops.tensor.pointwise import Binary, Unary
-from layerwise.partition.blocks import LIMITS, _starts, blocks, recomputable
+from layerwise.partition.blocks import LIMITS, _starts, blocks, recomputable, saved_within
 from layerwise.tensor import TensorSpec
 from tests.cost.networks import add
 
@@ -89,3 +95,20 @@ def test_of_known_networks(model: str, least: int, most: int) -> None:
     assert set(numbers) == set(range(numbers[-1] + 1))
     assert least <= numbers[-1] + 1 <= most
     assert blocks(graph.rebatch(12)) == found
+
+
+class Drawn(nn.Module):
+    """Noise times what is read, as in a variational autoencoder; and a convolution that reads a ReLU's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = torch.relu(self.two(torch.relu(self.one(x))))
+        return torch.randn_like(held) * held
+
+
+def test_what_begins_with_a_draw_is_given_nothing_to_keep() -> None:
+    graph = fuse(from_torch(Drawn(), (torch.zeros(2, 3, 8, 8),)))
+    assert saved_within(graph) == {"one": ("two", 0)}

@@ -11,8 +11,7 @@ from layerwise.geometry import Box
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.tensor.pointwise import Unary
-from layerwise.partition.boxes import Boxes
-from layerwise.partition.place import data_parallel, of_all_classes, place
+from layerwise.partition.place import Boxes, data_parallel, of_all_classes, place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 

@@ -10,9 +10,8 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.ops.facts import Parameter
 from layerwise.partition.groups import sharing
-from layerwise.partition.holding import held_configurations
 from layerwise.partition.place import place
-from layerwise.partition.sharding import Sharding, may_shard, sharding, states_of
+from layerwise.partition.sharding import Sharding, held_configurations, may_shard, shardings, states_of
 from layerwise.run.state.placements import placement
 
 
@@ -22,7 +21,7 @@ def network(name: str) -> LayerGraph:
 
 def of(graph: LayerGraph, layer: str, config: Config, devices: int, number: int = 0) -> Sharding | None:
     """Of one of a layer's parameters."""
-    return sharding(graph[layer], graph[layer].own_parameters()[number][1], config, devices)
+    return shardings(graph[layer], graph[layer].own_parameters()[number][1], (config,), devices)[0]
 
 
 @pytest.mark.parametrize("name", ["lenet5", "resnet18", "mlp:12x8x6"])
@@ -35,7 +34,7 @@ def test_parts_fill_a_groups_box_and_are_a_dtensors(name: str) -> None:
             for config in chance.sample(configs, min(len(configs), 3)):
                 computed = place(layer, config, devices, "sample")
                 for _, p in layer.own_parameters():
-                    made = sharding(layer, p, config, devices)
+                    made = shardings(layer, p, (config,), devices)[0]
                     if made is not None:
                         found += 1
                         check(made, p, computed.holds(p).each, devices)

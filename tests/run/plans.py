@@ -19,7 +19,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.machine import load as load_profile
-from layerwise.partition.holding import held_configurations
+from layerwise.partition.sharding import held_configurations
 from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load

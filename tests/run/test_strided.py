@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
-from layerwise.cost.edges import transfer_bytes
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.transfer import transfer_bytes
 from layerwise.machine import load as load_profile
 from layerwise.plan import Plan
 from tests.comm.thread import run_threads

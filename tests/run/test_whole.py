@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise.ops.torch_op import TorchOp
+from layerwise.ops.opaque import TorchOp
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, Trained, case, check_equal, priced, random_plan, train
 from tests.run.small_modules import plan_of

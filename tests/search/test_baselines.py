@@ -13,7 +13,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.ops.nn.linear import Linear
-from layerwise.ops.tensor.softmax import Softmax
+from layerwise.ops.tensor.along import Softmax
 from layerwise.search.baselines import baseline, depth_first
 from layerwise.search.solve.exhaustive import exhaustive
 from layerwise.tensor import TensorSpec

@@ -18,7 +18,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, precision
 from layerwise.machine.profile import Profile
-from layerwise.partition import holding
+from layerwise.partition.sharding import check_held
 from layerwise.plan import Plan, nearest
 from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline
@@ -177,7 +177,7 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
             )
         try:
             configs[name] = parse(degrees, layers[name].space.dims, model.devices.count, name)
-            holding.check(layers[name], configs[name])
+            check_held(layers[name], configs[name])
         except LayerwiseError as error:
             alone = model.devices.count == 1 and "devices" in str(error)
             raise LayerwiseError(f"{error}: start the script with torchrun" if alone else str(error)) from None

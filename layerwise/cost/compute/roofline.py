@@ -19,8 +19,8 @@ from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Gemm
+from layerwise.partition.largest import largest_box, largest_extents
 from layerwise.partition.layout import Layout
-from layerwise.partition.volumes import largest_box, largest_extents
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state, each of the size of the parameters
 

@@ -15,7 +15,7 @@ from layerwise.geometry import needed
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.facts import Maps
-from layerwise.partition.fullest import Fullest, shared_statistics
+from layerwise.partition.largest import LargestCell, shared_statistics
 from layerwise.partition.layout import Layout
 
 
@@ -38,7 +38,7 @@ def signature(layer: Layer, wanted: Sequence[bool], uses: int) -> str:
     return json.dumps({k: v for k, v in named.items() if usual.get(k) != v}, default=str, separators=(",", ":"))
 
 
-def extents(layer: Layer, layout: Layout, cell: Fullest, *, local_batch_norm: bool) -> list[tuple[int, ...]]:
+def extents(layer: Layer, layout: Layout, cell: LargestCell, *, local_batch_norm: bool) -> list[tuple[int, ...]]:
     """Every configuration's shapes: of the cell, what it owns, its inputs and parameters; whether statistics are."""
     columns = [cell.hi - cell.lo, cell.own_hi - cell.own_lo]
     space = layer.space
@@ -50,7 +50,7 @@ def extents(layer: Layer, layout: Layout, cell: Fullest, *, local_batch_norm: bo
     return [tuple(row) for row in rows]
 
 
-def sizes(layer: Layer, cell: Fullest) -> list[tuple[int, ...]]:
+def sizes(layer: Layer, cell: LargestCell) -> list[tuple[int, ...]]:
     """Every configuration's elements of each parameter that the cell's device updates (not of tied ones)."""
     rows = [_lengths(p.maps, *cell.bounds(p.epilogue)).prod(1) for _, p in layer.own_parameters() if p.trainable]
     return [tuple(row) for row in np.stack(rows, axis=1).tolist()] if rows else [()] * len(cell.lo)

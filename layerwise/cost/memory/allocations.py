@@ -59,7 +59,7 @@ class Flight:
 class AllocationTracker:
     """Counts the bytes that are alive (`now`, (N,)) and the most that were (`peak`, (N,)).
 
-    by_kind: whether to know also, of what kinds the most was (`fullest`).
+    by_kind: whether to know also, of what kinds the most was (`peak_by_kind`).
     """
 
     def __init__(self, devices: int, *, by_kind: bool = False) -> None:
@@ -67,7 +67,7 @@ class AllocationTracker:
         kinds = KINDS if by_kind else ()
         self._now, self._peak = np.zeros(devices), np.zeros(devices)
         self._of = {kind: np.zeros(devices) for kind in kinds}
-        self._fullest = {kind: np.zeros(devices) for kind in kinds}
+        self._peak_of = {kind: np.zeros(devices) for kind in kinds}
         self._log: list[tuple[Floats, Kind, bool]] = []  # what comes, of which kind, and whether it stays
         # By the id of (N,) bytes, which are kept here, as equal layers give the same ones.
         self._where: dict[int, tuple[Devices, Floats]] = {}
@@ -85,10 +85,10 @@ class AllocationTracker:
         return self._peak
 
     @property
-    def fullest(self) -> dict[Kind, Floats]:
+    def peak_by_kind(self) -> dict[Kind, Floats]:
         """(N,) of each kind, when a device had its most."""
         self._add_up()
-        return self._fullest
+        return self._peak_of
 
     def mask(self, devices: Devices) -> Mask:
         """(N,) flags."""
@@ -137,7 +137,7 @@ class AllocationTracker:
             self._of[kind] = own[-1].copy()
             own += size * (~stays & mine)
             here = own[instant, np.arange(self.count)]
-            self._fullest[kind] = np.where(most > self._peak, here, self._fullest[kind])
+            self._peak_of[kind] = np.where(most > self._peak, here, self._peak_of[kind])
         self._peak = np.maximum(self._peak, most)
 
     def hold(self, ref: Ref, where: Devices | None = None) -> Ref:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layerwise.cost.memory.allocations import AllocationTracker
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Stage
-from layerwise.ops.facts import Kept
+from layerwise.ops.facts import Saved
 from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.place import Place
 from layerwise.tensor import ITEM_BYTES
@@ -24,9 +23,9 @@ BEFORE = -1  # instead of a slot: the result of the stage before
 class StageMemory:
     """One operator of a layer on all N devices; arrays are (N,), in bytes."""
 
-    kept: Kept
+    kept: Saved
     made: Floats  # its result
-    extra: Floats  # this, `forward` and `between`: as in Kept, where a device has a part of the layer
+    extra: Floats  # this, `forward` and `between`: as in Saved, where a device has a part of the layer
     forward: Floats
     between: Floats
     slots: tuple[int, ...]  # the layer's inputs that it reads
@@ -50,7 +49,7 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
     for stage, gradients in zip(layer.stages, layer.gradients(flows), strict=True):
         space, boxes = stage.space, place.at(stage.epilogue)
         dims, rank = len(space.dims), len(space.out.shape)
-        kept = stage.op.kept(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
+        kept = stage.op.saved(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
         made = place.owned.volume * space.out.item_bytes
         around = 0.0 if stage.epilogue or (stage.views and stage.views[0]) else kept.padded
         extra, forward, between, padded = (
@@ -100,8 +99,8 @@ def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> t
     return copies, sum(weights, none) * out.item_bytes
 
 
-def update(tracker: AllocationTracker, sizes: Sequence[Floats], model: CostModel) -> None:
-    """An optimizer's step, of parameters of these bytes. Activations are gone; Adam has its denominators besides.
+def update(sizes: Sequence[Floats], model: CostModel) -> Iterator[Floats]:
+    """What an optimizer's step takes meanwhile, of parameters of these bytes: Adam has its denominators.
 
     For all parameters at once (PyTorch's foreach, https://pytorch.org/docs/stable/generated/torch.optim.Adam.html),
     but on a CPU for one after the other: its root and that divided, beside the last one's.
@@ -110,8 +109,8 @@ def update(tracker: AllocationTracker, sizes: Sequence[Floats], model: CostModel
         return
     before = np.zeros(model.devices.count)
     if model.devices.device_type != "cpu":
-        tracker.spike(sum(sizes, before))
+        yield sum(sizes, before)
         return
     for size in sizes:
-        tracker.spike(before + 2 * size)
+        yield before + 2 * size
         before = size

@@ -13,18 +13,18 @@ import numpy as np
 
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import OPTIMIZERS
+from layerwise.cost.layer_collectives import ParameterKind, kind_of
 from layerwise.cost.memory.allocations import AllocationTracker, Ref
 from layerwise.cost.memory.kernels import update
 from layerwise.cost.model import CostModel
-from layerwise.cost.step_facts import GradientSum, ParameterKind, kind_of
+from layerwise.cost.step_facts import GradientSum
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Parameter
-from layerwise.partition.boxes import Boxes
-from layerwise.partition.place import Place
+from layerwise.partition.place import Boxes, Place
 from layerwise.partition.sharding import sharded, states_of
-from layerwise.program import Bucket, Program
-from layerwise.program.instructions import Arrive, Fill, Gather, Release
+from layerwise.program import Program, StrategyFacts
+from layerwise.program.instructions import Arrive, Fill, Gather, Release, Update
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,24 +40,29 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class ParameterMemory:
     """One parameter that lives in a layer; arrays are (N,), in bytes."""
 
     trained: bool
     size: Floats  # of the box that a device computes with
     shared: Floats  # that where another device has the same one
-    share: Share | None  # where devices keep a part each
+    share: Share | None  # where devices own a part each
+
+    @property
+    def alone(self) -> Floats:
+        """(N,) bytes of its gradient on devices that nobody shares it with."""
+        return self.size - self.shared if self.share is None else 0 * self.size
 
 
-def held(model: CostModel, layer: Layer, config: Config, place: Place) -> list[Held]:
+def parameters_of(model: CostModel, layer: Layer, config: Config, place: Place) -> list[ParameterMemory]:
     """The parameters that live in a layer."""
-    rows = list[Held]()
+    rows = list[ParameterMemory]()
     for _, p, item_bytes in layer.held():
         boxes = place.holds(p)
         size = boxes.volume * item_bytes
         share = _share(model, layer, p, config, boxes, item_bytes)
         shared = np.where(boxes.shared(), size, 0.0) if p.trainable and share is None else 0 * size
-        rows.append(Held(p.trainable, size, shared, share))
+        rows.append(ParameterMemory(p.trainable, size, shared, share))
     return rows
 
 
@@ -71,15 +76,6 @@ def _share(model: CostModel, layer: Layer, p: Parameter, config: Config, boxes: 
     return Share(kind_of(p), gathered, *sizes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Trained:
-    """The gradient of one parameter; arrays are (N,), in bytes."""
-
-    size: Floats
-    alone: Floats  # of those that nobody shares
-    share: Share | None
-
-
 @dataclass(eq=False)
 class Parameters:
     """The storages of a strategy's parameters and of their gradients; what instructions do to them."""
@@ -88,7 +84,7 @@ class Parameters:
     tracker: AllocationTracker
     training: bool
     _shares: dict[str, list[Share]] = field(default_factory=dict)  # by layer
-    _trained: dict[str, list[_Trained]] = field(default_factory=dict)  # by layer
+    _trained: dict[str, list[ParameterMemory]] = field(default_factory=dict)  # by layer
     _updated: list[Floats] = field(default_factory=list)  # of what a device updates of each
     _members: list[list[Share]] = field(default_factory=list)  # of each bucket, what is shared out
     _bucket: dict[int, int] = field(default_factory=dict)  # by the share's id
@@ -97,7 +93,7 @@ class Parameters:
     _full: dict[str, dict[int, Ref]] = field(default_factory=dict)  # what a layer computes with, by the share's id
     _coming: dict[str | int, Ref] = field(default_factory=dict)  # what travels to be gathered
 
-    def hold(self, layer: Layer, parameters: Sequence[Held]) -> None:
+    def add(self, layer: Layer, parameters: Sequence[ParameterMemory]) -> None:
         """A layer's parameters, their optimizer's state and their gradients' buckets live through the step."""
         states, new = OPTIMIZERS[self.model.options.optimizer], self.tracker.new
         rows = self._trained.setdefault(layer.name, [])
@@ -113,21 +109,17 @@ class Parameters:
                 new(local * states, "states")
                 if share is None:
                     new(p.shared, "gradients")
-                rows.append(_Trained(p.size, p.size - p.shared if share is None else 0 * p.size, share))
+                rows.append(p)
                 self._updated.append(local)
 
-    def bucket(self, step: Program, layers: Sequence[str], sums: Sequence[GradientSum]) -> None:
-        """Which of what is shared out is in which of the program's buckets. layers: of each of the sums."""
+    def bucket(self, step: Program, facts: StrategyFacts, sums: Sequence[GradientSum]) -> None:
+        """Which of what is sharded is in which of the program's buckets."""
         for number, bucket in enumerate(step.buckets):
-            self._members.append(
-                [share for i in bucket.gradients for share in self._summed(bucket, layers[i], sums[i])]
-            )
-            self._bucket |= {id(share): number for share in self._members[-1]}
-
-    def _summed(self, bucket: Bucket, layer: str, one: GradientSum) -> list[Share]:
-        if bucket.states == "replicated":
-            return []
-        return [share for share in self._shares[layer] if share.kind == one.kind]
+            numbers = bucket.gradients if bucket.states != "replicated" else ()
+            of = [(self._shares[facts.gradients[i].layer], sums[i].kind) for i in numbers]
+            shares = [share for of_layer, kind in of for share in of_layer if share.kind == kind]
+            self._members.append(shares)
+            self._bucket |= {id(share): number for share in shares}
 
     # ---- instructions ----
 
@@ -166,11 +158,13 @@ class Parameters:
                 others = np.sum([share.rows - share.row for share in shares], axis=0)
                 self._flat[number] += self.tracker.new(others, "gradients")
 
-    def update(self) -> None:
+    def update(self, _: Update) -> None:
         """The backward pass has ended, and the optimizer steps."""
         for rows in self._flat.values():
             self.tracker.drop(rows)
-        update(self.tracker, self._updated, self.model)
+        spikes = update(self._updated, self.model)
+        for size in spikes:
+            self.tracker.spike(size)
 
     # ---- the gradients of a layer, within its backward pass ----
 

@@ -1,4 +1,7 @@
-"""Sizes: what layers make and keep under one strategy, and what arrives where their inputs travel."""
+"""Sizes: what layers make and save under one strategy, and what arrives where their inputs travel.
+
+What follows from single configurations of layers and edges is kept by the model: strategies differ in few layers.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,37 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerwise.cost.memory.footprints import Footprints
-from layerwise.cost.memory.kernels import StageMemory
+from layerwise.config import Config
+from layerwise.cost.memory.kernels import StageMemory, stages_of
+from layerwise.cost.memory.parameters import ParameterMemory, parameters_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
-from layerwise.partition.moved import Moved
-from layerwise.partition.place import Place, read
+from layerwise.partition.blocks import saved_within
+from layerwise.partition.moved import Moved, moved, outputs
+from layerwise.partition.place import Place, input_maps, lattices_of, place, read
+
+
+def place_of(model: CostModel, layer: Layer, config: Config) -> Place:
+    """A layer's boxes."""
+
+    def made() -> Place:
+        unfed = layer.name in model.graph.unfed
+        return place(layer, config, model.devices.count, model.options.io, unfed=unfed)
+
+    return model.once(("place", model.kind(layer), config.cells), made)
+
+
+def moved_between(model: CostModel, layer: Layer, slot: int, owner: Place, target: Place) -> Moved:
+    """What travels to one of a layer's inputs, of the place of the layer that makes it and its own."""
+    io, graph = model.options.io, model.graph
+    if layer.role is Role.SINK and io != "sample":
+        loss = layer.inputs[slot] in graph.losses
+        return outputs(owner, layer.specs[slot], io, alone=len(layer.specs) == 1, loss=loss)
+    maps, epilogue = input_maps(layer, slot)
+    return moved(owner, maps, target.at(epilogue), lattices_of(layer, slot))
 
 
 @dataclass
@@ -23,40 +48,55 @@ class Sizes:
 
     model: CostModel
     strategy: Strategy
-    footprints: Footprints
     places: dict[str, Place] = field(init=False)  # its boxes
     stages: dict[str, list[StageMemory]] = field(init=False)
     _read: dict[str, Place] = field(default_factory=dict)  # of inputs of which devices read boxes
     _edges: dict[EdgeEnd, Moved] = field(default_factory=dict)  # what travels
 
     def __post_init__(self) -> None:
-        graph, place = self.model.graph, self.footprints.place
-        self.places = {layer.name: place(layer, self.strategy[layer.name]) for layer in graph.layers}
+        graph = self.model.graph
+        self.places = {layer.name: place_of(self.model, layer, self.strategy[layer.name]) for layer in graph.layers}
         if self.model.options.io == "boxes":  # what is read follows from several layers
             self._read = read(graph, self.places)
             self.places |= self._read
         self.stages = {layer.name: self._stages(layer) for layer in graph.inner}
+        self._within = self.model.once("saved within", lambda: saved_within(graph))
 
     def _stages(self, layer: Layer) -> list[StageMemory]:
+        model, config = self.model, self.strategy[layer.name]
         packed = tuple(slot for slot in layer.skipping if not self.edge(layer, slot).local)
-        first, *rest = self.footprints.stages(layer, self.strategy[layer.name], packed)
+
+        def made() -> list[StageMemory]:
+            flows, place = model.graph.flows_back(layer), place_of(model, layer, config)
+            return stages_of(layer.packed(packed), place, flows, config["k"] > 1)
+
+        first, *rest = model.once(("stages", model.kind(layer), config.cells, packed), made)
         travels = bool(first.padded.any()) and not self.edge(layer, 0).local
         return [first.given_padded() if travels else first, *rest]
 
+    def parameters(self, layer: Layer) -> list[ParameterMemory]:
+        """Its parameters."""
+        # What is sharded has its place in buckets, and so is each layer's own.
+        model, config = self.model, self.strategy[layer.name]
+        key = "parameters", model.kind(layer) if config.states == "replicated" else layer.name, config
+        return model.once(key, lambda: parameters_of(model, layer, config, place_of(model, layer, config)))
+
     def edge(self, layer: Layer, slot: int) -> Moved:
         """What travels to one of a layer's inputs."""
-        key = layer.name, slot
-        if key not in self._edges:
-            source, here = layer.inputs[slot], self.places[layer.name]
-            if source in self._read:
-                self._edges[key] = self.footprints.moved_between(layer, slot, self._read[source], here)
-            else:
-                ends = self.strategy[source], self.strategy[layer.name]
-                self._edges[key] = self.footprints.moved(layer, slot, *ends)
-        return self._edges[key]
+        end = layer.name, slot
+        if end not in self._edges:
+            model, name, target = self.model, layer.inputs[slot], self.strategy[layer.name]
+            producer, source = model.graph[name], self.strategy[name]
 
-    def given(self, layer: Layer, slot: int) -> Floats:
-        """(N,) bytes of what a layer is given of an input where it travels, and of its gradient."""
+            def made() -> Moved:
+                return moved_between(model, layer, slot, self.places[name], self.places[layer.name])
+
+            key = "moved", model.kind(producer), model.kind(layer), slot, source.cells, target.cells
+            self._edges[end] = made() if name in self._read else model.once(key, made)
+        return self._edges[end]
+
+    def received(self, layer: Layer, slot: int) -> Floats:
+        """(N,) bytes that a layer receives of an input where it travels, and of its gradient."""
         edge = self.edge(layer, slot)
         needed = edge.need * self.model.graph[layer.inputs[slot]].out.item_bytes
         if slot or layer.role is Role.SINK or edge.local:
@@ -68,12 +108,12 @@ class Sizes:
         return self.places[name].owned.volume * self.model.graph[name].out.item_bytes
 
     def within(self, layer: Layer) -> Mask | None:
-        """(N,) where a layer keeps its first input as it was given, for the layer that made it, too; None: nowhere."""
+        """(N,) where a layer saves its first input as received, for the layer that made it, too; None: nowhere."""
         source = layer.inputs[0] if layer.inputs else ""
-        if self.footprints.within.get(source) != (layer.name, 0) or self.edge(layer, 0).local:
+        if self._within.get(source) != (layer.name, 0) or self.edge(layer, 0).local:
             return None
         if self.strategy[source].recompute or self.strategy[layer.name].recompute:
             return None
         own = self.places[source].owned
-        held: Mask = own.active & (self.edge(layer, 0).kept == own.volume) & (own.volume > 0)
-        return held
+        inside: Mask = own.active & (self.edge(layer, 0).kept == own.volume) & (own.volume > 0)
+        return inside

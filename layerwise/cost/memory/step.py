@@ -1,18 +1,20 @@
 """The memory of a step: the instructions of its program, one after the other, on the storages of all devices.
 
-The order is the program's. What is here is PyTorch's: what a kernel makes, and saves for the backward pass (`Op.kept`),
-what autograd adds up and where, and who holds a storage. So the peak is that of an instant, and no sum of maxima. What
-a library takes for itself (a convolution's workspace) is not counted, nor what an allocator loses.
+The order is the program's. What is here is PyTorch's: what a kernel makes and saves for backward (`Op.saved`), what
+autograd adds up and where, and who holds a storage. So the peak is that of an instant, and no sum of maxima. What a
+library takes for itself (a convolution's workspace) is not counted, nor what an allocator loses.
+
+
+What memory is held for where it is fullest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Devices, Flight, Ref, devices_of, part
-from layerwise.cost.memory.footprints import Footprints
+from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Devices, Flight, Kind, Ref, devices_of, part
 from layerwise.cost.memory.kernels import BEFORE, remembered
 from layerwise.cost.memory.outputs import differentiated, returned
 from layerwise.cost.memory.parameters import Parameters
@@ -24,43 +26,31 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.moved import Moved
-from layerwise.program import Instruction, program
-from layerwise.program.instructions import (
-    Arrive,
-    Begin,
-    Compute,
-    End,
-    Fill,
-    Forget,
-    Free,
-    Gather,
-    Keep,
-    Move,
-    Output,
-    Release,
-    Update,
-)
+from layerwise.program import Program, fold, program
+from layerwise.program.instructions import Begin, Compute, End, Forget, Free, Keep, Move, Output
 
 
-def peak_bytes(model: CostModel, strategy: Strategy, footprints: Footprints | None = None) -> Floats:
-    """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink.
-
-    footprints: of the model, where the memory of more strategies is asked for, or of this one again.
-    """
-    cache, key = {} if footprints is None else footprints.peaks, tuple(strategy.items())
-    if key not in cache:
-        cache[key] = followed(model, strategy, AllocationTracker(model.devices.count), footprints).peak
-    return cache[key]
+def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
+    """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink."""
+    return model.once(("peak", *strategy.items()), lambda: _tracked(model, strategy).peak)
 
 
-def followed(
-    model: CostModel,
-    strategy: Strategy,
-    tracker: AllocationTracker,
-    footprints: Footprints | None = None,
-) -> AllocationTracker:
+def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[Kind, float]:
+    """Bytes of each kind at the peak of the device with most; their sum is the most of `peak_bytes`."""
+    tracker = _tracked(model, strategy, by_kind=True)
+    device = int(tracker.peak.argmax())
+    return {kind: float(size[device]) for kind, size in tracker.peak_by_kind.items()}
+
+
+def _tracked(model: CostModel, strategy: Strategy, *, by_kind: bool = False) -> AllocationTracker:
     """The tracker, after all of a step."""
-    _Storages(model, strategy, tracker, Footprints(model) if footprints is None else footprints).run()
+    tracker = AllocationTracker(model.devices.count, by_kind=by_kind)
+    facts, sums = step_facts(model, strategy)
+    step = program(model.graph, model.options.io, facts, model.options.kind)
+    parameters = Parameters(model, tracker, model.options.kind == "training")
+    storages = _Storages(model, strategy, tracker, step, parameters)
+    parameters.bucket(step, facts, sums)
+    fold(step, storages, parameters)
     return tracker
 
 
@@ -68,20 +58,15 @@ class _Storages:
     """The storages of a step, by the layer's name: what each instruction does to them."""
 
     def __init__(
-        self, model: CostModel, strategy: Strategy, tracker: AllocationTracker, footprints: Footprints
+        self, model: CostModel, strategy: Strategy, tracker: AllocationTracker, step: Program, parameters: Parameters
     ) -> None:
-        kind = model.options.kind
-        self.model, self.strategy, self.tracker, self.training = model, strategy, tracker, kind == "training"
-        facts, sums = step_facts(model, strategy)
-        self.program = program(model.graph, model.options.io, facts, kind)
-        instructions = self.program.instructions
-        self.late = {one.layer for one in instructions if type(one) is Compute and one.part == "weights"}
-        self.block_of = {one.layer: one.block for one in instructions if type(one) is Keep}
-        self.parameters = Parameters(model, tracker, self.training)
+        self.model, self.strategy, self.tracker = model, strategy, tracker
+        self.training = model.options.kind == "training"
+        self.late = step.late
+        self.block_of = {one.layer: one.block for one in step.instructions if type(one) is Keep}
+        self.sizes, self.parameters = Sizes(model, strategy), parameters
         for layer in model.graph.layers:
-            self.parameters.hold(layer, footprints.held(layer, strategy[layer.name]))
-        self.parameters.bucket(self.program, [gradient.layer for gradient in facts.gradients], sums)
-        self.sizes = Sizes(model, strategy, footprints)
+            parameters.add(layer, self.sizes.parameters(layer))
         self.flows, self.places, self.stages = model.has_gradient, self.sizes.places, self.sizes.stages
         self.values: dict[str, Ref] = {}  # its output, until its last reader
         self.received: dict[str, dict[int, Ref]] = {}  # its inputs, by slot
@@ -91,26 +76,6 @@ class _Storages:
         self.in_flight: dict[EdgeEnd, Flight] = {}
         self.sources: dict[str, dict[str, Ref]] = {}  # by block, what it is recomputed from
         self.waiting: list[Ref] = []  # what the gradient of weights is made of, where it is yet to be made
-        self.does: dict[type[Instruction], Callable[..., None]] = {
-            Gather: self.parameters.gather,
-            Arrive: self.parameters.arrive,
-            Release: self.parameters.release,
-            Fill: self.parameters.fill,
-            Begin: self.begin,
-            End: self.end,
-            Move: self.move,
-            Keep: self.keep,
-            Forget: self.forget,
-            Compute: self.compute,
-            Output: self.output,
-            Free: self.free,
-            Update: lambda _: self.parameters.update(),
-        }
-
-    def run(self) -> None:
-        """The whole step."""
-        for instruction in self.program.instructions:
-            self.does[type(instruction)](instruction)
 
     # ---- transfers ----
 
@@ -153,7 +118,7 @@ class _Storages:
             self._receive(layer, slot, arrived)
 
     def _receive(self, layer: Layer, slot: int, arrived: Ref) -> None:
-        self.received.setdefault(layer.name, {})[slot] = self.tracker.new(self.sizes.given(layer, slot), "gathered")
+        self.received.setdefault(layer.name, {})[slot] = self.tracker.new(self.sizes.received(layer, slot), "gathered")
         self.tracker.drop(arrived)
 
     def _inputs(self, layer: Layer) -> list[Ref]:
@@ -191,10 +156,14 @@ class _Storages:
         """Outputs leave; in training the gradients of their losses are made."""
         sink = self.model.graph[instruction.layer]
         sizes = [self.sizes.edge(sink, slot).need * spec.item_bytes for slot, spec in enumerate(sink.specs)]
+
+        def new(_: int, size: Floats) -> Ref:
+            return self.tracker.new(size)
+
         if self.training:
-            self.inward[sink.name] = differentiated(self.tracker, self.model, sink, sizes, self._inputs(sink))
+            self.inward[sink.name] = differentiated(new, self._drop, self.model, sink, sizes, self._inputs(sink))
         else:
-            returned(self.tracker, sizes, self._inputs(sink))
+            returned(new, self._drop, sizes, self._inputs(sink))
 
     def free(self, instruction: Free) -> None:
         """The layer's output is held by what saved it only."""
@@ -326,7 +295,7 @@ class _Storages:
         """That of an input: a view of the output's, or made."""
         if through is not None:
             return self.tracker.hold(through)
-        return self.tracker.new(self.sizes.given(layer, slot), "gradients")
+        return self.tracker.new(self.sizes.received(layer, slot), "gradients")
 
     def _add(self, source: str, edge: Moved, gradient: Ref, arrived: Ref) -> None:
         """A gradient that came back is added to those that came before."""

@@ -21,12 +21,12 @@ from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.step_facts import GradientSum, gathers, step_facts, transfer_s
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
-from layerwise.cost.timeline.stream import Stream, Traffic
+from layerwise.cost.timeline.stream import Flow, Stream
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import AGAIN
-from layerwise.program import Bucket, Instruction, Program, program
+from layerwise.program import Bucket, Program, fold, program
 from layerwise.program.instructions import Arrive, Begin, Compute, End, Fill, Gather, Move, Output, Part, Pass, Update
 
 UPDATE = " (update)"  # how a span of the optimizer ends
@@ -91,45 +91,28 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
 
 def _simulated(model: CostModel, strategy: Strategy, record: Record | None) -> Timeline:
     facts, sums = step_facts(model, strategy)
-    return _Clocks(model, strategy, sums, record).run(program(model.graph, model.options.io, facts, model.options.kind))
+    step = program(model.graph, model.options.io, facts, model.options.kind)
+    clocks = _Clocks(model, strategy, step, sums, record)
+    fold(step, clocks)  # what only frees memory takes no time
+    return Timeline(float(clocks.clock.max()), clocks.forward_s, clocks.backward_s, clocks.exposed_s)
 
 
 class _Clocks:
     """The state of the simulation: what each instruction does to the devices' clocks."""
 
-    def __init__(self, model: CostModel, strategy: Strategy, sums: list[GradientSum], record: Record | None) -> None:
+    def __init__(
+        self, model: CostModel, strategy: Strategy, step: Program, sums: list[GradientSum], record: Record | None
+    ) -> None:
         self.model, self.sums, self.record = model, sums, record
         # What a recomputed layer does once more has instructions of its own.
         self.strategy = {name: replace(c, recompute=False) if c.recompute else c for name, c in strategy.items()}
         self.clock = np.zeros(model.devices.count)  # (N,) until when each device is busy
         self.stream = Stream(model.devices.count)
         self.forward_s = self.backward_s = self.exposed_s = 0.0
-        self.buckets: list[Bucket] = []
-        self.late: set[str] = set()  # layers that make the gradient of their weights on its own
-        self.in_flight: dict[EdgeEnd, Traffic] = {}
-        self.gathering: dict[str | int, list[Traffic]] = {}
-        self.last_gathered: Traffic | None = None  # the sum of a gathered layer's gradients
-        self.does: dict[type[Instruction], Callable[..., None]] = {
-            Gather: self.gather,
-            Arrive: self.arrive,
-            Begin: self.begin,
-            End: self.end,
-            Move: self.move,
-            Compute: self.compute,
-            Output: self.output,
-            Fill: self.fill,
-            Update: self.update,
-        }
-
-    def run(self, step: Program) -> Timeline:
-        """The whole step."""
-        self.buckets = list(step.buckets)
-        self.late = {one.layer for one in step.instructions if type(one) is Compute and one.part == "weights"}
-        for instruction in step.instructions:
-            do = self.does.get(type(instruction))
-            if do is not None:  # what only frees memory takes no time
-                do(instruction)
-        return Timeline(float(self.clock.max()), self.forward_s, self.backward_s, self.exposed_s)
+        self.buckets, self.late = step.buckets, step.late
+        self.in_flight: dict[EdgeEnd, Flow] = {}
+        self.gathering: dict[str | int, list[Flow]] = {}
+        self.last_gathered: Flow | None = None  # the sum of a gathered layer's gradients
 
     # ---- parameters and their gradients ----
 
@@ -151,19 +134,19 @@ class _Clocks:
             by_group[one.row.tobytes()] = one.row, one.size_bytes + before
         return list(by_group.values())
 
-    def _gathering(self, name: str, row: Ints, size_bytes: float) -> Traffic:
+    def _gathering(self, name: str, row: Ints, size_bytes: float) -> Flow:
         devices = self.model.devices
         group = group_shape(row, devices)
         rates = overlap(group, devices, "all_gather")
         seconds = all_gather_s(size_bytes, group, devices)
-        one = Traffic(f"gather of {name}", row, seconds, rates.compute, rates.sync)
-        self.stream.add(one, self.clock)
+        one = Flow(f"gather of {name}", row, seconds, rates.compute, rates.sync)
+        self.stream.add(one, self.clock, is_sum=True)
         return one
 
     def arrive(self, instruction: Arrive) -> None:
         """Its devices wait."""
         for one in self.gathering.pop(instruction.what):
-            self.clock = self.stream.awaited_sum(one, self.clock)
+            self.clock = self.stream.awaited(one, self.clock, is_sum=True)
 
     def fill(self, instruction: Fill) -> None:
         """Sums begin when all members have come; a gathered layer's after the one before has ended."""
@@ -176,12 +159,12 @@ class _Clocks:
                 seconds = bucket_s(size_bytes, group, model.devices, model.options.sync)
             else:
                 seconds = reduce_scatter_s(size_bytes, group, model.devices)
-            sum_ = Traffic(f"gradients of {bucket.layer}", self._row(bucket), seconds, rates.compute, rates.sync)
+            sum_ = Flow(f"gradients of {bucket.layer}", self._row(bucket), seconds, rates.compute, rates.sync)
             if bucket.states == "gathered":
                 if self.last_gathered is not None:
-                    self.clock = self.stream.awaited_sum(self.last_gathered, self.clock)
+                    self.clock = self.stream.awaited(self.last_gathered, self.clock, is_sum=True)
                 self.last_gathered = sum_
-            self.stream.add(sum_, self.clock)
+            self.stream.add(sum_, self.clock, is_sum=True)
 
     def _row(self, bucket: Bucket) -> Ints:
         return self.sums[bucket.gradients[0]].row
@@ -220,9 +203,9 @@ class _Clocks:
         layer = self.model.graph[instruction.layer]
         row = np.where(self._ends(layer, instruction.slot), 0, -1)
         rates = overlap(group_shape(row, self.model.devices), self.model.devices, "exchange")
-        one = Traffic(self._name(instruction), row, self._transfer_s(instruction), rates.compute, rates.sync)
+        one = Flow(self._name(instruction), row, self._transfer_s(instruction), rates.compute, rates.sync)
         self.in_flight[layer.name, instruction.slot] = one
-        self.stream.send_ahead(one, self.clock)
+        self.stream.add(one, self.clock)
 
     def end(self, instruction: End) -> None:
         """Its devices wait."""

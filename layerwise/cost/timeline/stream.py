@@ -13,7 +13,7 @@ from layerwise.geometry.arrays import Floats, Ints, Mask
 
 
 @dataclass(eq=False)
-class Traffic:
+class Flow:
     """An all-reduce of gradients, or a transfer that runs ahead; arrays are (N,)."""
 
     name: str
@@ -49,20 +49,15 @@ class Stream:
 
     def __init__(self, devices: int) -> None:
         self.devices = devices
-        self.transfers: list[Traffic] = []  # which run ahead
-        self.sums: list[Traffic] = []
+        self.transfers: list[Flow] = []  # which run ahead
+        self.sums: list[Flow] = []
 
-    def add(self, one: Traffic, clock: Floats) -> None:
-        """Another sum, at the devices' times (N,)."""
+    def add(self, one: Flow, clock: Floats, *, is_sum: bool = False) -> None:
+        """Another sum or transfer, at the devices' times (N,). Sums on the wire wait for transfers."""
         one.begin(clock)
-        self.sums.append(one)
+        (self.sums if is_sum else self.transfers).append(one)
 
-    def send_ahead(self, one: Traffic, clock: Floats) -> None:
-        """Another transfer, at the devices' times (N,). Sums on the wire wait for it."""
-        one.begin(clock)
-        self.transfers.append(one)
-
-    def through(self, clock: Floats, devices: Mask, last: Traffic | None = None, *, sums: bool = False) -> Floats:
+    def through(self, clock: Floats, devices: Mask, last: Flow | None = None, *, sums: bool = False) -> Floats:
         """When these devices have all transfers behind them, up to the last, and do nothing else meanwhile.
 
         sums: and then these, up to the last.
@@ -78,14 +73,10 @@ class Stream:
                 break
         return clock
 
-    def awaited_sum(self, one: Traffic, clock: Floats) -> Floats:
-        """`awaited` of what was added."""
-        return self.awaited(one, clock, sums=True)
-
-    def awaited(self, one: Traffic, clock: Floats, *, sums: bool = False) -> Floats:
-        """When the devices that take part in a transfer go on: it ends on all of them together."""
+    def awaited(self, one: Flow, clock: Floats, *, is_sum: bool = False) -> Floats:
+        """When the devices that take part in a transfer or sum go on: it ends on all of them together."""
         members = one.row >= 0
-        waited = self.through(clock, members, one, sums=sums)
+        waited = self.through(clock, members, one, sums=is_sum)
         one.ended = np.where(members, one.ended[members].max(), one.ended)
         end = np.where(members, np.maximum(waited, one.ended), clock)
         self.until(waited, end)
@@ -133,5 +124,5 @@ class Stream:
             clock = np.where(members, np.maximum(clock, s.ended), clock)
         return clock
 
-    def _under_way(self) -> list[Traffic]:
+    def _under_way(self) -> list[Flow]:
         return [s for s in (*self.transfers, *self.sums) if s.going]

@@ -18,7 +18,7 @@ from layerwise.graph.layer import Layer
 from layerwise.machine.layer_times import Extents, Work
 from layerwise.measure.bench import CellSpec, LossSpec, UpdateSpec
 from layerwise.ops.base import Role
-from layerwise.partition.fullest import fullest, shared_statistics
+from layerwise.partition.largest import largest_cell, shared_statistics
 
 Key = tuple[str, Extents]
 
@@ -64,7 +64,7 @@ def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wa
     if layer.role is Role.TIED or model.dtype(layer) != model.options.dtype:  # of another set of times
         return []
     layout = model.layout(layer, configs)
-    cells, local = fullest(layer, layout), model.options.local_batch_norm
+    cells, local = largest_cell(layer, layout), model.options.local_batch_norm
     flows = model.graph.flows_back(layer)
     uses = model.uses[layer.name]
     name, rows = signature(layer, flows, uses), extents(layer, layout, cells, local_batch_norm=local)
@@ -102,7 +102,7 @@ def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[
     work = update_roofline(layer, layout, model.devices.processor, optimizer)
     predicted = model.node_cost(layer, tuple(configs)).compute.update
     wanted: dict[Extents, Wanted] = {}
-    for i, row in enumerate(sizes(layer, fullest(layer, layout))):
+    for i, row in enumerate(sizes(layer, largest_cell(layer, layout))):
         if row and row not in wanted:
             held = float(sum(row)) * layer.out.item_bytes * (3 + OPTIMIZERS[optimizer])
             time = Work(*work.work[i].tolist())
@@ -121,7 +121,7 @@ def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[
 
 def _losses(model: CostModel, sink: Layer) -> list[Wanted]:
     layout = model.layout(sink, (model.end_config(sink),))
-    (row,) = extents(sink, layout, fullest(sink, layout), local_batch_norm=False)
+    (row,) = extents(sink, layout, largest_cell(sink, layout), local_batch_norm=False)
     size = sum(float(spec.volume * spec.item_bytes) for spec in sink.specs)
     ends = np.cumsum([2, *(len(spec.shape) for spec in sink.specs)]).tolist()  # after the sink's own samples
     spec = LossSpec(tuple(row[a:b] for a, b in pairwise(ends)), tuple(spec.dtype for spec in sink.specs))

@@ -14,8 +14,7 @@ import torch
 
 from layerwise.cli import progress_bar
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.compute.fit import held_out_error
-from layerwise.cost.compute.measured import COPY, LAYER, step_name
+from layerwise.cost.compute.measured import COPY, LAYER, held_out_error, step_name
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph

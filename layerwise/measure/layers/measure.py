@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from layerwise.cost.compute.fit import held_out_error
+from layerwise.cost.compute.measured import held_out_error
 from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
 from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
 from layerwise.measure.layers.cells import Key, Wanted

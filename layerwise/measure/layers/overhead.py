@@ -19,7 +19,7 @@ from layerwise.measure.layers.step import LossBench, UpdateBench, optimizer_of
 from layerwise.measure.stopwatch import Reading, Stopwatch
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.pointwise import Unary
-from layerwise.partition.fullest import fullest
+from layerwise.partition.largest import largest_cell
 from layerwise.partition.layout import layout
 from layerwise.plan import Plan
 from layerwise.tensor import TensorSpec
@@ -141,7 +141,7 @@ class _Runtime:
     def alone(self, graph: LayerGraph, name: str) -> Reading:
         """A layer by itself: the seconds of its forward, and of its backward pass."""
         layer = graph[name]
-        cell = fullest(layer, layout((Config(),), layer.space, 1))
+        cell = largest_cell(layer, layout((Config(),), layer.space, 1))
         wanted = graph.flows_back(layer)
         bench = Bench(CellSpec(layer, cell.cell(0), cell.owned(0, 2), wanted, (False,), 1), self.mode)
         recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3

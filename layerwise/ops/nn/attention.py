@@ -12,7 +12,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, Box, identity, scaled, whole
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Extents, Gemm, Kept, Local, Maps
+from layerwise.ops.facts import Extents, Gemm, Local, Maps, Saved
 from layerwise.ops.random import drop
 from layerwise.ops.specs import broadcast, merge_labels, only
 from layerwise.tensor import TensorSpec
@@ -88,13 +88,13 @@ class Attention(Op):
         keys, depth = np.full_like(rows, k.shape[-2]), np.full_like(rows, k.shape[-1])
         return (Gemm(rows, keys, depth, heads), Gemm(rows, width, keys, heads))
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """A flash kernel keeps its output; written out for dropout, weights before and after, and a byte a draw."""
         q, k = inputs[:2]
         scores = (hi - lo)[..., : len(q.shape) - 1].astype(np.float64).prod(-1) * k.shape[-2]
         if self.dropout == 0:
-            return Kept()
-        return Kept(extra=scores * (2 * q.item_bytes + 1), forward=16 * scores, between=3 * scores * q.item_bytes)
+            return Saved()
+        return Saved(extra=scores * (2 * q.item_bytes + 1), forward=16 * scores, between=3 * scores * q.item_bytes)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Native, unless the softmax's results are dropped by position."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from math import prod
@@ -13,10 +13,10 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, Lattices, identity, scaled, whole, window
-from layerwise.ops.base import Op, volumes
-from layerwise.ops.facts import Dim, Extents, Gemm, Kept, Local, Maps, Parameter
+from layerwise.ops.base import volumes
+from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Local, Maps, Parameter, Saved
 from layerwise.ops.nn import onednn
-from layerwise.ops.nn.windows import closed, given, interval, margins, padded, skipping
+from layerwise.ops.nn.windows import Windowed, given, interval, margins, padded, skipping
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -25,12 +25,71 @@ if TYPE_CHECKING:
 Pads = tuple[tuple[int, int], ...]  # (low, high) a spatial dimension
 
 
+class _Convolution(Windowed):
+    """What a convolution and a transposed one have alike: groups of channels, and a bias after the reduction."""
+
+    weights: ClassVar[bool] = True
+    out_channels: int
+    groups: int
+    bias: bool
+
+    def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
+        (x,) = inputs
+        return (Dim("k", x.shape[1], x.units[1]),) if self.groups == 1 else ()
+
+    def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        return _plus_bias(total, parameters.get("bias"))
+
+    def check(self, x: TensorSpec) -> None:
+        """LayerwiseError where it does not take such an input."""
+        rank = len(self.kernel)
+        if len(x.shape) != rank + 2:
+            raise LayerwiseError(f"a {rank}-D convolution needs an input (n, c, {rank} spatial), not {x.describe()}")
+        if x.shape[1] % self.groups or self.out_channels % self.groups:
+            raise LayerwiseError(
+                f"{x.shape[1]} -> {self.out_channels} channels do not divide into {self.groups} groups"
+            )
+
+    def made(self, x: TensorSpec, spatial: tuple[int, ...], unit: int = 1) -> TensorSpec:
+        """The output of these extents.
+
+        Output channels are new: they can be split whatever the input's were (unless their label went elsewhere). A
+        merged spatial dimension is not split: windows do not end at multiples of its unit.
+        """
+        labels = tuple(None if unit > 1 else label for label, unit in zip(x.dims[2:], x.units[2:], strict=True))
+        dims = (x.dims[0], None if "c" in (x.dims[0], *labels) else "c", *labels)
+        units = (x.units[0], unit, *(1 for _ in spatial))
+        return TensorSpec((x.shape[0], self.out_channels, *spatial), dims, x.dtype, units)
+
+    def channels(self, x: TensorSpec, out: TensorSpec) -> AxisMap:
+        """Input channels of a box: those of its groups, or of its part of the reduction."""
+        if self.groups == 1:
+            return identity(x.shape[1], len(out.shape))
+        per_group = self.out_channels // self.groups
+        return scaled(self.out_channels, x.shape[1], 1, over=per_group, scale=x.shape[1] // self.groups)
+
+    def weight_and_bias(self, shape: tuple[int, ...], maps: Maps) -> tuple[Parameter, ...]:
+        """Initially uniform within 1/sqrt(fan in), which torch.nn takes from weight[0]: _ConvNd."""
+        bound = prod(shape[1:]) ** -0.5
+        weight = Parameter("weight", shape, maps, initial="uniform", scale=bound)
+        channels = (identity(self.out_channels, 1),)
+        bias = Parameter("bias", (self.out_channels,), channels, epilogue=True, initial="uniform", scale=bound)
+        return (weight, bias) if self.bias else (weight,)
+
+    def matrix(self, x: TensorSpec, e: Counts) -> tuple[Counts, Counts, Counts]:
+        """Columns, depth and count of the implicit matrix product of boxes of extents `e`."""
+        patch = prod(self.kernel)
+        if self.groups == 1:
+            return e[..., 1], e[..., -1] * patch, np.ones_like(e[..., 1])
+        count = np.ceil(e[..., 1] / (self.out_channels // self.groups))
+        return e[..., 1] / count, np.full_like(count, x.shape[1] // self.groups * patch), count
+
+
 @dataclass(frozen=True, slots=True)
-class Conv(Op):
+class Conv(_Convolution):
     """Cross-correlation of (n, c, *spatial) with (out_channels, c/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv"
-    weights: ClassVar[bool] = True
     weights_late: ClassVar[bool] = True
     out_channels: int
     kernel: tuple[int, ...]
@@ -42,57 +101,43 @@ class Conv(Op):
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
-        _check(self, x)
+        self.check(x)
         spatial = tuple(
-            (extent + low + high - d * (k - 1) - 1) // s + 1
-            for extent, (low, high), k, s, d in zip(
-                x.shape[2:], self.padding, self.kernel, self.stride, self.dilation, strict=True
-            )
+            (x.shape[i] + low + high - d * (k - 1) - 1) // s + 1 for i, k, s, d, (low, high) in self.windows(2)
         )
         if min(spatial) < 1:
             raise LayerwiseError(f"a kernel of {self.kernel} does not fit into an input of {x.describe()}")
-        return TensorSpec((x.shape[0], self.out_channels, *spatial), _labels(x), x.dtype, _units(x, spatial))
+        return self.made(x, spatial)
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         (x,) = inputs
         spatial = tuple(
             window(out.shape[i], x.shape[i], i, stride=s, first=-low, last=(k - 1) * d - low)
-            for i, (k, s, d, (low, _)) in enumerate(
-                zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
-            )
+            for i, k, s, d, (low, _) in self.windows(2)
         )
-        return ((identity(x.shape[0], 0), _channels(self, x, out), *spatial),)
+        return ((identity(x.shape[0], 0), self.channels(x, out), *spatial),)
 
     def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
         (x,) = inputs
         return (skipping(x, self.output(x).shape, self.kernel, self.stride, self.padding),)
 
-    def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
-        (lattices,) = self.lattices(inputs)
-        return replace(self, stride=closed(self.stride, lattices))
-
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         per_group = inputs[0].shape[1] // self.groups
         depth = identity(per_group, len(out.shape)) if self.groups == 1 else whole(per_group)
         maps = (identity(self.out_channels, 1), depth, *map(whole, self.kernel))
-        return _parameters(self, (self.out_channels, per_group, *self.kernel), maps)
-
-    def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
-        return _reductions(self, inputs[0])
+        return self.weight_and_bias((self.out_channels, per_group, *self.kernel), maps)
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
         """Implicit matrix product: rows are output positions, columns output channels, depth input patch."""
         e = extents.astype(np.float64)
-        columns, depth, count = _matrix(self, inputs[0], e)
+        columns, depth, count = self.matrix(inputs[0], e)
         return (Gemm(e[..., 0] * e[..., 2 : 2 + len(self.kernel)].prod(-1), columns, depth, count),)
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """Cells at a border that padding alike on both sides does not serve keep a padded copy of their input."""
         (x,), more, around = inputs, np.ones(lo.shape[:-1]), np.ones(lo.shape[:-1], np.bool_)
         maps = self.needs(inputs, self.output(x))[0]
-        for i, (k, s, d, (low, _)) in enumerate(
-            zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
-        ):
+        for i, k, s, d, (low, _) in self.windows(2):
             first, last = maps[i](lo[..., i], hi[..., i])
             before = first - (lo[..., i] * s - low)
             after = (hi[..., i] - 1) * s + (k - 1) * d - low + 1 - last
@@ -100,7 +145,7 @@ class Conv(Op):
             more = more * np.where(alike, 1.0, (last - first + before + after) / np.maximum(last - first, 1))
             around &= alike | ((before >= 0) & (after >= 0))
         size = np.where(more > 1, volumes(maps, lo, hi) * more * x.item_bytes, 0.0)
-        return Kept(inputs=size == 0, output=False, extra=size, between=size, padded=np.where(around, size, 0.0))
+        return Saved(inputs=size == 0, output=False, extra=size, between=size, padded=np.where(around, size, 0.0))
 
     def margins(self, local: Local) -> Mapping[int, tuple[int, int]]:
         _, explicit = local.once("padding", lambda: self._padding(local))
@@ -136,9 +181,7 @@ class Conv(Op):
     def _padding(self, local: Local) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """What the library pads each dimension with on both sides, and what (low, high) must be padded before."""
         native, explicit = [], {}
-        for i, (k, s, d, (low, _)) in enumerate(
-            zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
-        ):
+        for i, k, s, d, (low, _) in self.windows(2):
             lo, hi = given(local, i)
             before, after = margins(interval(local, i), (lo, hi), s, -low, (k - 1) * d - low)
             # Padding by `before` on both sides makes no window more than there are: then nothing need be copied.
@@ -148,16 +191,13 @@ class Conv(Op):
                 explicit[i] = (before, after)
         return native, explicit
 
-    def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        return _plus_bias(total, parameters.get("bias"))
-
 
 @dataclass(frozen=True, slots=True)
-class ConvTranspose(Op):
+class ConvTranspose(_Convolution):
     """The adjoint of a convolution: (n, c, *spatial) with (c, out_channels/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv_transpose"
-    weights: ClassVar[bool] = True
+    saves: ClassVar[Saved] = Saved(output=False)
     out_channels: int
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -169,16 +209,14 @@ class ConvTranspose(Op):
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
-        _check(self, x)
+        self.check(x)
         spatial = tuple(
-            (extent - 1) * s - low - high + d * (k - 1) + extra + 1
-            for extent, (low, high), k, s, d, extra in zip(
-                x.shape[2:], self.padding, self.kernel, self.stride, self.dilation, self.output_padding, strict=True
-            )
+            (x.shape[i] - 1) * s - low - high + d * (k - 1) + extra + 1
+            for (i, k, s, d, (low, high)), extra in zip(self.windows(2), self.output_padding, strict=True)
         )
         # weight[:, j] serves channel j of every group: groups stay whole, or devices would share parts of weights.
         unit = 1 if self.groups == 1 else self.out_channels // self.groups
-        return TensorSpec((x.shape[0], self.out_channels, *spatial), _labels(x), x.dtype, _units(x, spatial, unit))
+        return self.made(x, spatial, unit)
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         (x,) = inputs
@@ -186,34 +224,26 @@ class ConvTranspose(Op):
         # ceil((y + low - reach)/stride) .. (y + low)//stride.
         spatial = tuple(
             window(out.shape[i], x.shape[i], i, first=low - (k - 1) * d + s - 1, last=low, over=s)
-            for i, (k, s, d, (low, _)) in enumerate(
-                zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
-            )
+            for i, k, s, d, (low, _) in self.windows(2)
         )
-        return ((identity(x.shape[0], 0), _channels(self, x, out), *spatial),)
+        return ((identity(x.shape[0], 0), self.channels(x, out), *spatial),)
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         channels, per_group = inputs[0].shape[1], self.out_channels // self.groups
         if self.groups == 1:
             maps: Maps = (identity(channels, len(out.shape)), identity(per_group, 1))
         else:  # weight[:, j] serves output channel g*per_group + j of every group g: inputs by group, outputs whole
-            maps = (_channels(self, inputs[0], out), whole(per_group))
-        return _parameters(self, (channels, per_group, *self.kernel), (*maps, *map(whole, self.kernel)))
-
-    def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
-        return _reductions(self, inputs[0])
+            maps = (self.channels(inputs[0], out), whole(per_group))
+        return self.weight_and_bias((channels, per_group, *self.kernel), (*maps, *map(whole, self.kernel)))
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
         """Every input position is multiplied into a patch of the output, then patches are added."""
         e = extents.astype(np.float64)
-        columns, depth, count = _matrix(self, inputs[0], e)
+        columns, depth, count = self.matrix(inputs[0], e)
         # Each output element sums kernel/stride taps of every input channel (on average).
         taps = prod(self.kernel) / prod(self.stride)
         rows = e[..., 0] * e[..., 2 : 2 + len(self.kernel)].prod(-1)
         return (Gemm(rows, columns, depth / prod(self.kernel) * taps, count),)
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(output=False)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Tap t of input x reaches output x*stride - low + t*dilation; what the cell has not of that is cropped."""
@@ -221,9 +251,7 @@ class ConvTranspose(Op):
 
         (x,), weight, bias = inputs, parameters["weight"], parameters.get("bias")
         crop, extra, rest = [], [], {}
-        for i, (k, s, d, (low, _)) in enumerate(
-            zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
-        ):
+        for i, k, s, d, (low, _) in self.windows(2):
             (lo, hi), start = interval(local, i), given(local, i)[0] * s - low
             if x.shape[i] == 0:  # outputs that no input reaches: those of a zero
                 x, start = padded(x, {i: (0, 1)}), lo
@@ -241,50 +269,6 @@ class ConvTranspose(Op):
         )
         return _plus_bias(padded(out, rest), bias if late else None)
 
-    def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        return _plus_bias(total, parameters.get("bias"))
-
-
-def _check(op: Conv | ConvTranspose, x: TensorSpec) -> None:
-    rank = len(op.kernel)
-    if len(x.shape) != rank + 2:
-        raise LayerwiseError(f"a {rank}-D convolution needs an input (n, c, {rank} spatial), not {x.describe()}")
-    if x.shape[1] % op.groups or op.out_channels % op.groups:
-        raise LayerwiseError(f"{x.shape[1]} -> {op.out_channels} channels do not divide into {op.groups} groups")
-
-
-def _labels(x: TensorSpec) -> tuple[str | None, ...]:
-    """Output channels are new: they can be split whatever the input's were (unless their label went elsewhere).
-
-    A merged spatial dimension is not split: windows do not end at multiples of its unit.
-    """
-    spatial = tuple(None if unit > 1 else label for label, unit in zip(x.dims[2:], x.units[2:], strict=True))
-    return (x.dims[0], None if "c" in (x.dims[0], *spatial) else "c", *spatial)
-
-
-def _units(x: TensorSpec, spatial: tuple[int, ...], channel: int = 1) -> tuple[int, ...]:
-    return (x.units[0], channel, *(1 for _ in spatial))
-
-
-def _channels(op: Conv | ConvTranspose, x: TensorSpec, out: TensorSpec) -> AxisMap:
-    """Input channels of a box: those of its groups, or of its part of the reduction."""
-    if op.groups == 1:
-        return identity(x.shape[1], len(out.shape))
-    return scaled(op.out_channels, x.shape[1], 1, over=op.out_channels // op.groups, scale=x.shape[1] // op.groups)
-
-
-def _reductions(op: Conv | ConvTranspose, x: TensorSpec) -> tuple[Dim, ...]:
-    return (Dim("k", x.shape[1], x.units[1]),) if op.groups == 1 else ()
-
-
-def _parameters(op: Conv | ConvTranspose, shape: tuple[int, ...], maps: Maps) -> tuple[Parameter, ...]:
-    """Weight and bias. Initially uniform within 1/sqrt(fan in), which torch.nn takes from weight[0]: _ConvNd."""
-    bound = prod(shape[1:]) ** -0.5
-    weight = Parameter("weight", shape, maps, initial="uniform", scale=bound)
-    channels = (identity(op.out_channels, 1),)
-    bias = Parameter("bias", (op.out_channels,), channels, epilogue=True, initial="uniform", scale=bound)
-    return (weight, bias) if op.bias else (weight,)
-
 
 @lru_cache(maxsize=4096)
 def _runs(lo: int, hi: int, per_group: int) -> tuple[tuple[int, int], ...]:
@@ -295,13 +279,3 @@ def _runs(lo: int, hi: int, per_group: int) -> tuple[tuple[int, int], ...]:
 
 def _plus_bias(total: Tensor, bias: Tensor | None) -> Tensor:
     return total if bias is None else total + bias.view(-1, *(1,) * (total.dim() - 2)).to(total.dtype)
-
-
-def _matrix(op: Conv | ConvTranspose, x: TensorSpec, e: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Columns, depth and count of the implicit matrix product of boxes of extents `e`."""
-    patch = prod(op.kernel)
-    if op.groups == 1:
-        return e[..., 1], e[..., -1] * patch, np.ones_like(e[..., 1])
-    per_group = op.out_channels // op.groups
-    count = np.ceil(e[..., 1] / per_group)
-    return e[..., 1] / count, np.full_like(count, x.shape[1] // op.groups * patch), count

@@ -1,16 +1,16 @@
-"""Embedding. https://pytorch.org/docs/stable/generated/torch.nn.Embedding.html"""
+"""Table lookups (https://pytorch.org/docs/stable/generated/torch.nn.Embedding.html), and parameters in every sample."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Dim, Extents, Kept, Local, Maps, Parameter
-from layerwise.ops.specs import check_positions, same
+from layerwise.ops.facts import Dim, Local, Maps, Parameter, Saved
+from layerwise.ops.specs import broadcast, check_positions, same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ class Embedding(Op):
     """
 
     kind: ClassVar[str] = "embedding"
+    saves: ClassVar[Saved] = Saved(output=False)
     arithmetic: ClassVar[bool] = False
+    added: ClassVar[frozenset[str]] = frozenset({"wraps"})
     weights: ClassVar[bool] = True
     ids: ClassVar[bool] = True
     count: int
@@ -53,9 +55,6 @@ class Embedding(Op):
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
         return (Dim("k", self.count),)
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(output=False)
-
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
@@ -72,6 +71,33 @@ class Embedding(Op):
         looked_up = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
         return looked_up.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
-    def rows(self) -> dict[str, object]:
-        """As it was before ids could wrap, where they do not: digests of older plans hold."""
-        return {name: value for name, value in Op.rows(self).items() if value or name != "wraps"}
+
+@dataclass(frozen=True, slots=True)
+class Learned(Op):
+    """A parameter of shape `parameter`, expanded to `shape`, whose dimension 0 is the samples; it has no inputs.
+
+    Every device that has samples has the parameter, as with a bias: only its gradient is added up. No FLOPs.
+    """
+
+    kind: ClassVar[str] = "learned"
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False)
+    arithmetic: ClassVar[bool] = False
+    parameter: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        inner = (*(None,) * (len(self.shape) - 2), "c")[: len(self.shape) - 1]
+        return TensorSpec(self.shape, ("n", *inner), self.dtype)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return ()
+
+    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
+        return (Parameter("value", self.parameter, broadcast(self.parameter, out)),)
+
+    def at_batch(self, old: int, new: int) -> Op:
+        return replace(self, shape=(new, *self.shape[1:]))
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return parameters["value"].expand(local.out.shape)

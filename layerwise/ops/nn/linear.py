@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import AxisMap, identity, whole
+from layerwise.geometry import AxisMap, identity
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Dim, Extents, Gemm, Kept, Local, Maps, Parameter
-from layerwise.ops.specs import merge_labels, only
+from layerwise.ops.facts import Dim, Extents, Gemm, Local, Maps, Parameter, Saved
+from layerwise.ops.specs import broadcast, merge_labels, only
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Linear(Op):
     """
 
     kind: ClassVar[str] = "linear"
+    saves: ClassVar[Saved] = Saved(output=False)
     weights: ClassVar[bool] = True
     out_features: int
     bias: bool = True
@@ -69,9 +70,6 @@ class Linear(Op):
         e = extents.astype(np.float64)
         return (Gemm(e[..., :-2].prod(-1), e[..., -2], e[..., -1], np.ones_like(e[..., -1])),)
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(output=False)
-
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
@@ -91,6 +89,7 @@ class MatMul(Op):
     """
 
     kind: ClassVar[str] = "matmul"
+    saves: ClassVar[Saved] = Saved(output=False)
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         a, b = inputs
@@ -119,14 +118,15 @@ class MatMul(Op):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         a, b = inputs
         columns = len(b.shape) > 1
-        rank = len(out.shape) - columns - (len(a.shape) > 1)  # of the stack
+        rank = len(out.shape) - columns - (len(a.shape) > 1)
+        stack = only(out, range(rank))  # the leading dimensions
         depth = len(out.shape)
         left: list[AxisMap] = [identity(a.shape[-1], depth)]
         if len(a.shape) > 1:
-            left = [*_stack(a, out, rank), identity(a.shape[-2], rank), *left]
+            left = [*broadcast(a.shape[:-2], stack), identity(a.shape[-2], rank), *left]
         right: list[AxisMap] = [identity(b.shape[_depth(b)], depth)]
         if columns:
-            right = [*_stack(b, out, rank), *right, identity(b.shape[-1], depth - 1)]
+            right = [*broadcast(b.shape[:-2], stack), *right, identity(b.shape[-1], depth - 1)]
         return tuple(left), tuple(right)
 
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
@@ -145,9 +145,6 @@ class MatMul(Op):
         rows, stack = (upper[..., -1], upper[..., :-1]) if len(a.shape) > 1 else (ones, upper)
         return (Gemm(rows, columns, e[..., -1], stack.prod(-1)),)
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(output=False)
-
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
 
@@ -157,12 +154,3 @@ class MatMul(Op):
 def _depth(b: TensorSpec) -> int:
     """Which dimension of the right operand is contracted."""
     return -2 if len(b.shape) > 1 else -1
-
-
-def _stack(x: TensorSpec, out: TensorSpec, rank: int) -> list[AxisMap]:
-    """Maps of the leading dimensions of an operand, aligned right in the `rank` leading ones of the output."""
-    skip = rank - (len(x.shape) - 2)
-    return [
-        identity(extent, i + skip) if extent == out.shape[i + skip] else whole(extent)
-        for i, extent in enumerate(x.shape[:-2])
-    ]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, scaled, whole
 from layerwise.ops.base import Op, volumes
-from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps, Statistics
-from layerwise.ops.nn.counted import counted_mean
+from layerwise.ops.facts import Counts, Extents, Local, Maps, Saved, Statistics
 from layerwise.ops.specs import merge_labels, only
 from layerwise.ops.tensor.reduce import divided, in_parts
 from layerwise.tensor import TensorSpec
@@ -43,6 +43,7 @@ class Loss(Op):
     """
 
     kind: ClassVar[str] = "loss"
+    added: ClassVar[frozenset[str]] = frozenset({"weighted", "parts"})
     fn: Literal["cross_entropy", "nll", "mse", "l1", "smooth_l1", "bce", "bce_logits", "kl"]
     reduction: Literal["mean", "sum", "none", "batchmean"] = "mean"
     arguments: tuple[tuple[str, float], ...] = ()
@@ -89,11 +90,11 @@ class Loss(Op):
         each = inputs[0].volume / self.output(*inputs).volume  # elements of the prediction for one of the output
         return Op.flops(self, inputs, extents) * (each * WORK[self.fn])
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """A cross entropy keeps the logarithms of all probabilities, and has their gradients before its own."""
         each = volumes(self.needs(inputs, self.output(*inputs))[0], lo, hi) * inputs[0].item_bytes
         kept = each if self.fn == "cross_entropy" else 0.0
-        return Kept(output=False, extra=kept, forward=each, between=each + kept)
+        return Saved(output=False, extra=kept, forward=each, between=each + kept)
 
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
         """How many targets count, where some may be ignored, or how much."""
@@ -127,10 +128,6 @@ class Loss(Op):
             return each.sum(inner)
         return each.sum(inner) / prod(spec.shape[1:]) if self.parts else each.mean(inner)
 
-    def rows(self) -> dict[str, object]:
-        """As they were before losses had weights and parts, where there are none: digests of older plans hold."""
-        return {name: value for name, value in Op.rows(self).items() if value or name not in ("weighted", "parts")}
-
     def _counts(self, target: TensorSpec) -> bool:
         """Whether it is a mean over what a target does not leave out, or by what it weighs."""
         return self.classes and self.reduction == "mean" and not target.differentiable
@@ -162,6 +159,7 @@ class LossSum(Op):
     """The loss of each sample, (n,), of those of its parts, (n, ...)."""
 
     kind: ClassVar[str] = "loss_sum"
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False)
     reduction: Literal["mean", "sum"] = "mean"
 
     @property
@@ -177,9 +175,6 @@ class LossSum(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * prod(inputs[0].shape[1:])
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         return inputs[0].flatten(1).sum(1)
@@ -198,3 +193,44 @@ def _counted(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
 def _each_class(spec: TensorSpec, rank: int) -> TensorSpec:
     """Without dimension 1, the classes; a target of indices, of lower rank, has none."""
     return only(spec, [i for i in range(rank) if i != 1]) if len(spec.shape) == rank else spec
+
+
+AllReduce = Callable[["Tensor"], "Tensor"]
+
+
+def counted_mean(summed: Tensor, counted: Tensor, samples: int, all_reduce: AllReduce | None) -> Tensor:
+    """(n,): of each sample its `summed` losses times samples / total; the mean of all these is the mean of what counts.
+
+    summed: float32 at least, as 16 bits cannot count the positions of an image. counted: how many count here, a number;
+    all_reduce adds it up over the devices that have the other samples. The sum of nothing has no mean: not a number,
+    as in PyTorch.
+    """
+    count = counted.to(summed.dtype).reshape(1)
+    if all_reduce is None:
+        return summed / (count / samples)
+    result: Tensor = _function().apply(summed, count, samples, all_reduce)
+    return result
+
+
+@cache
+def _function() -> Any:
+    """The autograd function. Made here, as this module must be imported without torch."""
+    import torch
+    from torch.autograd.function import once_differentiable
+
+    class CountedMean(torch.autograd.Function):
+        """The backward pass adds up the number again: plans count statistics once in each direction."""
+
+        @staticmethod
+        def forward(ctx: Any, summed: Tensor, count: Tensor, samples: int, all_reduce: AllReduce) -> Tensor:
+            ctx.save_for_backward(count)
+            ctx.samples, ctx.all_reduce = samples, all_reduce
+            return summed / (all_reduce(count.clone()) / samples)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            (count,) = ctx.saved_tensors
+            return gradient / (ctx.all_reduce(count.clone()) / ctx.samples), None, None, None
+
+    return CountedMean

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole, window
 from layerwise.ops.base import Op, volumes
-from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps, Parameter, Statistics
+from layerwise.ops.facts import Counts, Extents, Local, Maps, Parameter, Saved, Statistics
 from layerwise.ops.nn.statistics import Samples, normalised, update
 from layerwise.ops.specs import same
 from layerwise.tensor import TensorSpec
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 class _Norm(Op):
     """Reads its input again, and statistics of a few numbers."""
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(output=False)
+    saves: ClassVar[Saved] = Saved(output=False)
 
 
 class _ChannelNorm(_Norm):
@@ -74,8 +73,7 @@ class _TrailingNorm(_Norm):
         return x
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        last = self.unsplit(inputs, out)
-        return (tuple(whole(m.extent) if i in last else m for i, m in enumerate(same(out))),)
+        return (same(out, self.unsplit(inputs, out)),)
 
     def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
         return frozenset(range(len(out.shape) - self.rank, len(out.shape)))
@@ -276,10 +274,10 @@ class LocalResponseNorm(Op):
         """Square, sum, scale and shift, power, divide."""
         return Op.flops(self, inputs, extents) * (self.size + 5)
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """Padded squares, what they are divided by and its power, several kernels one after the other."""
         whole = 1.0 * volumes(self.needs(inputs, inputs[0])[0], lo, hi) * inputs[0].item_bytes
-        return Kept(output=False, extra=3 * whole, forward=2 * whole, between=3 * whole)
+        return Saved(output=False, extra=3 * whole, forward=2 * whole, between=3 * whole)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F

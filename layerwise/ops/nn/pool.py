@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, inf, prod
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -15,11 +15,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Lattices, identity, window
 from layerwise.geometry.arrays import Mask
 from layerwise.ops.base import Op, volumes
-from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps
+from layerwise.ops.facts import Counts, Extents, Local, Maps, Saved
 from layerwise.ops.nn.windows import (
     Interval,
+    Windowed,
     along,
-    closed,
     constant,
     given,
     interval,
@@ -37,7 +37,7 @@ Divide = Literal["padded", "inside", "kernel"] | None  # by the positions in a w
 
 
 @dataclass(frozen=True, slots=True)
-class Pool(Op):
+class Pool(Windowed):
     """Maximum, average or p-norm of a window. FLOPs: one an element of the window.
 
     Padding counts as -inf for the maximum, as 0 otherwise; `divisor` replaces the average's number of elements.
@@ -57,12 +57,8 @@ class Pool(Op):
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
         _check(x, len(self.kernel))
-        spatial = tuple(
-            _windows(*dim, self.ceil_mode)
-            for dim in zip(
-                x.shape[-len(self.kernel) :], self.kernel, self.stride, self.padding, self.dilation, strict=True
-            )
-        )
+        rows = self.windows(len(x.shape) - len(self.kernel))
+        spatial = tuple(_windows(x.shape[i], k, s, pads, d, self.ceil_mode) for i, k, s, d, pads in rows)
         if min(spatial) < 1:
             raise LayerwiseError(f"a window of {self.kernel} does not fit into an input of {x.describe()}")
         return resized(x, spatial)
@@ -72,9 +68,7 @@ class Pool(Op):
         lead = len(x.shape) - len(self.kernel)
         spatial = tuple(
             window(out.shape[i], x.shape[i], i, stride=s, first=-low, last=(k - 1) * d - low)
-            for i, (k, s, d, (low, _)) in enumerate(
-                zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=lead
-            )
+            for i, k, s, d, (low, _) in self.windows(lead)
         )
         return (_leading(x, lead) + spatial,)
 
@@ -84,14 +78,10 @@ class Pool(Op):
             return ()
         return (skipping(x, self.output(x).shape, self.kernel, self.stride, self.padding),)
 
-    def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
-        (lattices,) = self.lattices(inputs)
-        return replace(self, stride=closed(self.stride, lattices))
-
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * prod(self.kernel)
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """Where maxima lie, of 64 bits; cells at a border that torch's padding does not serve keep a padded input."""
         (x,) = inputs
         made = (hi - lo).astype(np.float64).prod(-1)
@@ -100,14 +90,13 @@ class Pool(Op):
         several = 2 * read if self.mode == "lp" else 0.0
         extra = padded_bytes + several + (8 * made if self.mode == "max" else 0.0)
         between = padded_bytes + several
-        return Kept(inputs=padded_bytes == 0, output=self.mode == "lp", extra=extra, between=between)
+        return Saved(inputs=padded_bytes == 0, output=self.mode == "lp", extra=extra, between=between)
 
     def _native_at(self, x: TensorSpec, lo: Extents, hi: Extents) -> Mask:
         """Of which cells torch's own padding makes the windows: whole dimensions, and those that `_fit` says."""
         out, native = self.output(x), np.ones(lo.shape[:-1], np.bool_)
         maps, lead = self.needs((x,), out)[0], len(x.shape) - len(self.kernel)
-        dims = zip(self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        for i, (k, s, (low, _), d) in enumerate(dims, start=lead):
+        for i, k, s, d, (low, _) in self.windows(lead):
             first, last = maps[i](lo[..., i], hi[..., i])
             before, after = first - (lo[..., i] * s - low), (hi[..., i] - 1) * s + (k - 1) * d - low + 1 - last
             padless = (before == 0) & (after == 0)
@@ -136,13 +125,13 @@ class Pool(Op):
         lead = x.dim() - len(self.kernel)
         if lead not in (1, 2):  # torch pools (c, *spatial) and (n, c, *spatial)
             x = x.reshape(1, -1, *x.shape[lead:])
-        first, extents = x.dim() - len(self.kernel), local.specs[0].shape[lead:]
-        dims = zip(extents, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        first, extents = x.dim() - len(self.kernel), local.specs[0].shape
         small = self.mode == "max" or len(self.kernel) < 3  # avg_pool3d refuses an input smaller than its windows
         fits = local.once(
             "fits",
             lambda: [
-                _fit(interval(local, i), given(local, i), divide, small, *dim) for i, dim in enumerate(dims, start=lead)
+                _fit(interval(local, i), given(local, i), divide, small, extents[i], k, s, pads, d)
+                for i, k, s, d, pads in self.windows(lead)
             ],
         )
         for ceil in (False, True):
@@ -197,9 +186,9 @@ class AdaptivePool(Op):
         sizes = zip(inputs[0].shape[-len(self.size) :], self.size, strict=True)
         return Op.flops(self, inputs, extents) * prod((extent + m - gcd(extent, m)) / m for extent, m in sizes)
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         made = (hi - lo).astype(np.float64).prod(-1)
-        return Kept(output=False, extra=8 * made if self.mode == "max" else 0.0)
+        return Saved(output=False, extra=8 * made if self.mode == "max" else 0.0)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """By torch where the cell's windows are those of its part, else (windows are products) by dimension."""

@@ -16,7 +16,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Counts, Extents, Gemm, Kept, Local, Maps, Parameter
+from layerwise.ops.facts import Counts, Extents, Gemm, Local, Maps, Parameter, Saved
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Recurrent(Op):
         total: Counts = np.sum([gemm.flops for gemm in self.gemms(inputs, extents)], axis=0)
         return total
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """An upper bound: gates of every step before and after their functions, states, what layers hand on.
 
         Of an LSTM, oneDNN's workspace was seen to be up to 21 numbers a hidden unit, these counted in sixteens.
@@ -140,7 +140,7 @@ class Recurrent(Op):
         each = (numbers + 2 * self.width) * depth
         step = n * steps * each * x.item_bytes
         weights = sum(prod(shape) for _, shape in self.shapes(x.shape[2])) * x.item_bytes
-        return Kept(extra=step, forward=step + weights, between=step + 2 * weights)
+        return Saved(extra=step, forward=step + weights, between=step + 2 * weights)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
@@ -195,9 +195,9 @@ class RecurrentInOne(Recurrent):
             made += [torch.cat([t.chunk(len(order))[i] for i in order]) for t in tensors]
         return made
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """Also the weights in PyTorch's order, which are a copy."""
-        said = self._apart.kept(inputs, lo, hi)
+        said = self._apart.saved(inputs, lo, hi)
         copies = sum(prod(shape) for _, shape in self.shapes(inputs[0].shape[2])) * inputs[0].item_bytes
         return replace(
             said, extra=said.extra + copies, forward=said.forward + copies, between=said.between + 2 * copies

@@ -13,7 +13,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, whole, window
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps
+from layerwise.ops.facts import Counts, Extents, Local, Maps, Saved
 from layerwise.ops.nn.windows import Interval, Taps, given, interval, margins, padded, taps_of, weighted
 from layerwise.ops.specs import resized
 from layerwise.tensor import TensorSpec
@@ -34,6 +34,7 @@ class Pad(Op):
     """
 
     kind: ClassVar[str] = "pad"
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False)
     arithmetic: ClassVar[bool] = False
     pads: tuple[tuple[int, int], ...]
     mode: Literal["constant", "reflect", "replicate", "circular"] = "constant"
@@ -54,9 +55,6 @@ class Pad(Op):
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return (tuple(self._map(i, extent, out.shape[i]) for i, extent in enumerate(inputs[0].shape)),)
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         from torch.nn import functional
@@ -109,6 +107,7 @@ class Interpolate(Op):
     """
 
     kind: ClassVar[str] = "interpolate"
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False)
     size: tuple[int, ...]
     mode: Resampling = "nearest"
     align_corners: bool = False
@@ -128,9 +127,6 @@ class Interpolate(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         taps = {"linear": 2, "cubic": 4}.get(self.mode)
         return Op.flops(self, inputs, extents) * (2 * taps ** len(self.size) if taps else 0)
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """By torch where it finds in the given positions what it would in all, else one dimension after the other."""

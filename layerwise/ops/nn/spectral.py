@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.geometry import whole
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps, Parameter
+from layerwise.ops.facts import Counts, Extents, Local, Maps, Parameter, Saved
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ class SpectralNorm(Op):
         """The matrix by a vector twice an iteration and once more, and the division."""
         return Op.flops(self, inputs, extents) * (2 * (2 * self.iterations + 1) + 1)
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """The vectors; the matrix where it is no view of the weight. Backward, a gradient by way of each."""
         (x,) = inputs
         rows = x.shape[self.dim]
         vectors = (rows + x.volume // rows) * x.item_bytes
         copied = x.volume * x.item_bytes if self.dim else 0
         volume = x.volume * x.item_bytes
-        return Kept(output=False, extra=2.0 * vectors + copied, forward=4.0 * vectors, between=3.0 * volume)
+        return Saved(output=False, extra=2.0 * vectors + copied, forward=4.0 * vectors, between=3.0 * volume)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch

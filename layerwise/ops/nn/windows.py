@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from layerwise.geometry import Lattice, Lattices
+from layerwise.ops.base import Op
 from layerwise.ops.facts import Local
 from layerwise.tensor import TensorSpec
 
@@ -17,6 +20,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Interval = tuple[int, int]  # half-open
+
+
+class Windowed(Op):
+    """An operator of windows over the last dimensions of its first input."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]  # (low, high) a spatial dimension
+    dilation: tuple[int, ...]
+
+    def windows(self, lead: int) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
+        """Of each spatial dimension, the first of which is `lead`: its index, kernel, stride, dilation and padding."""
+        return zip(count(lead), self.kernel, self.stride, self.dilation, self.padding, strict=False)
+
+    def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
+        (lattices,) = self.lattices(inputs)
+        return replace(self, stride=closed(self.stride, lattices))  # type: ignore[type-var]  # it is a dataclass
 
 
 def interval(local: Local, dim: int) -> Interval:

@@ -1,18 +1,18 @@
-"""What goes along one dimension: running sums, and elements picked by position.
+"""What goes along one dimension: running sums, softmax, elements that are read or written by position.
 
-https://pytorch.org/docs/stable/generated/torch.cumsum.html and torch.gather.html
+https://pytorch.org/docs/stable/generated/torch.cumsum.html, torch.gather.html, torch.Tensor.scatter_.html
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Extents, Kept, Local, Maps
+from layerwise.ops.facts import Counts, Extents, Local, Maps, Saved
 from layerwise.ops.specs import check_positions, dim_index, merge_labels, same
 from layerwise.tensor import TensorSpec
 
@@ -31,8 +31,7 @@ class Along(Op):
         return x
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        dim = dim_index(self.dim, out)
-        return (tuple(whole(extent) if i == dim else identity(extent, i) for i, extent in enumerate(out.shape)),)
+        return (same(out, self.unsplit(inputs, out)),)
 
     def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
         return frozenset({dim_index(self.dim, out)})
@@ -43,14 +42,12 @@ class Cumsum(Along):
     """The sum of all elements up to each along `dim`; of integers, 64 bits wide."""
 
     kind: ClassVar[str] = "cumsum"
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False)
     dim: int
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         x = Along.output(self, *inputs)
         return x if x.differentiable else replace(x, dtype="int64")
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         return inputs[0].cumsum(self.dim)
@@ -65,6 +62,8 @@ class Gather(Op):
     """
 
     kind: ClassVar[str] = "gather"
+    added: ClassVar[frozenset[str]] = frozenset({"wraps"})
+    saves: ClassVar[Saved] = Saved(output=False)
     dim: int
     wraps: bool = False
 
@@ -84,21 +83,12 @@ class Gather(Op):
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         x, index = inputs
-        dim = dim_index(self.dim, x)
-        maps = tuple(whole(extent) if i == dim else identity(extent, i) for i, extent in enumerate(x.shape))
-        return maps, same(index)
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(output=False)
+        return same(x, (dim_index(self.dim, x),)), same(index)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         x, index = inputs
         places = index.long()
         return x.gather(self.dim, _from_front(places, x.shape[self.dim]) if self.wraps else places)
-
-    def rows(self) -> dict[str, object]:
-        """As it was before positions could wrap, where they do not: digests of older plans hold."""
-        return {name: value for name, value in Op.rows(self).items() if value or name != "wraps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +99,7 @@ class Take(Op):
     """
 
     kind: ClassVar[str] = "take"
+    saves: ClassVar[Saved] = Saved(output=False)
     arithmetic: ClassVar[bool] = False
     dim: int
 
@@ -131,9 +122,6 @@ class Take(Op):
         maps[dim] = whole(x.shape[dim])
         return tuple(maps), tuple(identity(extent, dim + i) for i, extent in enumerate(index.shape))
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(output=False)
-
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         x, index = inputs
         dim = dim_index(self.dim, local.specs[0])
@@ -149,6 +137,7 @@ class Positions(Op):
     """
 
     kind: ClassVar[str] = "positions"
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False)
     arithmetic: ClassVar[bool] = False
     extents: tuple[int, ...]
 
@@ -160,9 +149,6 @@ class Positions(Op):
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return ((*same(out), whole(len(self.extents))),)
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (index,) = inputs
@@ -177,3 +163,106 @@ class Positions(Op):
 def _from_front(places: Tensor, extent: int) -> Tensor:
     """Positions of which those below 0 count from the end."""
     return places.where(places >= 0, places + extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax(Along):
+    """exp(x) over its sum along `dim`. FLOPs 5 an element: maximum, subtract, exp, add, divide."""
+
+    kind: ClassVar[str] = "softmax"
+    saves: ClassVar[Saved] = Saved(inputs=False)
+    dim: int = -1
+    log: bool = False
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        return Op.flops(self, inputs, extents) * 5
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        return (torch.log_softmax if self.log else torch.softmax)(inputs[0], self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class OneHot(Op):
+    """`on` at the position that the index says, of `count` along `dim`, where it has extent 1; 0 at the others.
+
+    It can be split along the classes, too: each device compares the index with those that it has.
+    """
+
+    kind: ClassVar[str] = "one_hot"
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False)
+    dim: int
+    count: int
+    dtype: str
+    on: float = 1.0
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (index,) = inputs
+        dim = dim_index(self.dim, index)
+        if index.shape[dim] != 1 or index.differentiable or index.dtype == "bool":
+            raise LayerwiseError(f"one number for each of {self.count} classes: {index.describe()} are no positions")
+        shape = tuple(self.count if i == dim else extent for i, extent in enumerate(index.shape))
+        return replace(index, shape=shape, dtype=self.dtype)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (same(inputs[0], (dim_index(self.dim, out),)),)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        (index,) = inputs
+        dim, out = dim_index(self.dim, local.specs[0]), local.out
+        check_positions(index, self.count)
+        classes = torch.arange(out.lo[dim], out.hi[dim], device=index.device, dtype=index.dtype)
+        here = index == classes.view(*(-1 if i == dim else 1 for i in range(index.dim())))
+        made = here.to(getattr(torch, self.dtype))
+        return made if self.on == 1 else made * self.on
+
+
+# As PyTorch's scatter_reduce names them.
+REDUCED = {"mul": "prod", "max": "amax", "min": "amin"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter(Along):
+    """x with `value`, or with elements of a third input, written at positions of `dim`.
+
+    mode: "write", or what is made of what is there and what comes: their sum, product, largest, smallest.
+    The index has x's extents in all other dimensions. All of `dim` is written by one device.
+    """
+
+    kind: ClassVar[str] = "scatter"
+    arithmetic: ClassVar[bool] = False
+    dim: int
+    mode: Literal["write", "add", "mul", "max", "min"] = "write"
+    value: float | None = None
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        x, index, *source = inputs
+        dim = dim_index(self.dim, x)
+        for other in (index, *source):
+            if len(other.shape) != len(x.shape) or self._elsewhere(other, dim) != self._elsewhere(x, dim):
+                raise LayerwiseError(
+                    f"what is written along dimension {dim} of {x.describe()} must have its extents elsewhere, not "
+                    f"{other.describe()}"
+                )
+        return merge_labels(x.shape, (x, index), x.dtype)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return tuple(same(spec, self.unsplit(inputs, out)) for spec in inputs)
+
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
+        return Saved(output=self.mode in REDUCED)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        x, index, *source = inputs
+        index = index.long()
+        if self.mode in REDUCED:
+            return x.scatter_reduce(self.dim, index, source[0], REDUCED[self.mode])
+        if self.value is not None:
+            return x.scatter(self.dim, index, self.value)
+        return x.scatter_add(self.dim, index, *source) if self.mode == "add" else x.scatter(self.dim, index, *source)
+
+    def _elsewhere(self, spec: TensorSpec, dim: int) -> tuple[int, ...]:
+        return (*spec.shape[:dim], *spec.shape[dim + 1 :])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, window
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Extents, Kept, Local, Maps
+from layerwise.ops.facts import Local, Maps, Saved
 from layerwise.ops.specs import dim_index, merge_labels, only
 from layerwise.ops.tensor.pointwise import promoted
 from layerwise.tensor import TensorSpec
@@ -25,6 +25,7 @@ class Concat(Op):
     """Any number of inputs one after the other along `dim`. No FLOPs: it copies."""
 
     kind: ClassVar[str] = "concat"
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False, through=True)
     arithmetic: ClassVar[bool] = False
     dim: int
 
@@ -64,9 +65,6 @@ class Concat(Op):
             )
             for x, start in zip(inputs, starts, strict=False)
         )
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False, through=True)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """An input that has no part in the cell is empty."""

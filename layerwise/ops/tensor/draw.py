@@ -10,7 +10,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Extents, Kept, Local, Maps
+from layerwise.ops.facts import Extents, Local, Maps, Saved
 from layerwise.ops.random import chance, normal, uniform
 from layerwise.tensor import TensorSpec
 
@@ -51,10 +51,10 @@ class Draw(Op):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return ()
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """While it draws: two numbers of 64 bits a position; of a normal distribution two uniform ones besides."""
         drawn = (hi - lo).prod(-1).astype(np.float64)
-        return Kept(inputs=False, output=False, forward=drawn * (40 if self.distribution == "normal" else 24))
+        return Saved(inputs=False, output=False, forward=drawn * (40 if self.distribution == "normal" else 24))
 
     def at_batch(self, old: int, new: int) -> Op:
         rows = zip(self.spec.dims, self.spec.shape, strict=True)

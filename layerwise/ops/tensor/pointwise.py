@@ -15,7 +15,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, identity, whole
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Extents, Kept, Local, Maps, Parameter
+from layerwise.ops.facts import Extents, Local, Maps, Parameter, Saved
 from layerwise.ops.random import drop
 from layerwise.ops.specs import broadcast, merge_labels
 from layerwise.ops.tensor.functions import binary, unary
@@ -127,8 +127,8 @@ class Unary(_Pointwise):
             dtype = "int64" if dtype == "bool" else dtype
         return TensorSpec(x.shape, x.dims, dtype, x.units)
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=self.fn not in RESULT | NOTHING, output=self.fn in RESULT)
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
+        return Saved(inputs=self.fn not in RESULT | NOTHING, output=self.fn in RESULT)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         _check_known("function", self.fn, REAL | KEEPING | TESTING)
@@ -143,6 +143,7 @@ class Prelu(_Pointwise):
     """
 
     kind: ClassVar[str] = "prelu"
+    saves: ClassVar[Saved] = Saved(output=False)
     count: int = 1
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -154,9 +155,6 @@ class Prelu(_Pointwise):
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         maps = (whole(1) if self.count == 1 else identity(self.count, 1),)
         return (Parameter("weight", (self.count,), maps, epilogue=True, scale=0.25),)
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(output=False)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
@@ -204,11 +202,11 @@ class Binary(_Pointwise):
             ),
         )
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         linear, alike = self.fn in ("add", "sub"), all(x.shape == inputs[0].shape for x in inputs)
         through = self.fn == "add" and alike and not self.arguments
         tests = linear or self.fn in BINARY_TESTING or self.fn == "masked_fill"
-        return Kept(inputs=not tests, output=self.fn in ("pow", "atan2", "hypot"), through=through)
+        return Saved(inputs=not tests, output=self.fn in ("pow", "atan2", "hypot"), through=through)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         _check_known("function of two tensors", self.fn, BINARY | BINARY_REAL | BINARY_TESTING)
@@ -224,13 +222,11 @@ class Where(_Pointwise):
     """The second input where the first is true, else the third."""
 
     kind: ClassVar[str] = "where"
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False)
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         condition, x, y = inputs
         return _broadcast((x, y, condition), (), promoted(x.dtype, y.dtype))
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
@@ -265,15 +261,15 @@ class Dropout(_Pointwise):
             raise LayerwiseError(f"a dropout probability must lie in [0, 1], not {self.p}")
         return inputs[0]
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """A byte a draw is kept; while it is drawn, two numbers of 64 bits; then the input times 0 or 1."""
         (x,) = inputs
         if self.p in (0, 1):
-            return Kept(inputs=False, output=False, through=self.p == 0)
+            return Saved(inputs=False, output=False, through=self.p == 0)
         extents = (hi - lo).astype(np.float64)
         drawn = (extents[..., :1] if self.samples else extents[..., :2] if self.channels else extents).prod(-1)
         product = extents.prod(-1) * x.item_bytes
-        return Kept(
+        return Saved(
             inputs=False, output=False, extra=drawn, forward=np.maximum(16 * drawn, product), between=product + drawn
         )
 
@@ -302,8 +298,8 @@ class Cast(_Pointwise):
     def unchanged(self, inputs: Sequence[TensorSpec]) -> bool:
         return inputs[0].dtype == self.dtype
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False, through=self.unchanged(inputs))
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
+        return Saved(inputs=False, output=False, through=self.unchanged(inputs))
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch

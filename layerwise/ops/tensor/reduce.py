@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, scaled, whole
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps
+from layerwise.ops.facts import Counts, Extents, Local, Maps, Saved
 from layerwise.ops.specs import dim_index, only
 from layerwise.tensor import TensorSpec
 
@@ -61,9 +61,9 @@ class Reduce(Op):
         reduced = prod(x.shape[i] for i in self._gone(x))
         return Op.flops(self, inputs, extents) * (reduced * (2 if self.mode == "norm2" else 1))
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         linear = self.mode in ("mean", "sum")
-        return Kept(inputs=not linear, output=not linear)
+        return Saved(inputs=not linear, output=not linear)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
@@ -113,9 +113,9 @@ class PartialReduce(Op):
         each = prod(x.shape[i] // count for i, count in self._parts(x).items())
         return Op.flops(self, inputs, extents) * (each * (2 if self.mode == "norm2" else 1))
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         linear = self.mode in ("mean", "sum")
-        return Kept(inputs=not linear, output=not linear)
+        return Saved(inputs=not linear, output=not linear)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (x,), (spec,) = inputs, local.specs

@@ -20,8 +20,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, Lattice, Lattices, fixed, identity, whole, window
 from layerwise.geometry.axis import IntervalMap
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Extents, Kept, Local, Maps
-from layerwise.ops.specs import dim_index, only
+from layerwise.ops.facts import Local, Maps, Saved
+from layerwise.ops.specs import broadcast, dim_index, only
 from layerwise.ops.tensor.merge import heads, ones, reshaped, starts
 from layerwise.tensor import TensorSpec
 
@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 class View(Op):
     """An operator that only renames positions: no parameters, no FLOPs."""
 
+    saves: ClassVar[Saved] = Saved(inputs=False, output=False, through=True)
     view: ClassVar[bool] = True
     arithmetic: ClassVar[bool] = False
-
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False, through=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,14 +259,7 @@ class Expand(View):
         return TensorSpec(shape, tuple(dims), x.dtype, units)
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        (x,) = inputs
-        skip = len(out.shape) - len(x.shape)
-        return (
-            tuple(
-                identity(extent, i + skip) if extent == out.shape[i + skip] else whole(extent)
-                for i, extent in enumerate(x.shape)
-            ),
-        )
+        return (broadcast(inputs[0], out),)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         return inputs[0].expand(local.out.shape)

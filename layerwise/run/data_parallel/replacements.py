@@ -17,9 +17,9 @@ from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
-from layerwise.ops.as_written import AsWritten
 from layerwise.ops.base import Role, Stage
 from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.opaque import AsWritten
 from layerwise.ops.random import combine
 from layerwise.ops.tensor.view import Permute
 from layerwise.partition.groups import statistics

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from layerwise.comm.base import Group
 from layerwise.ops.base import Role
-from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
+from layerwise.partition.place import Each
 from layerwise.partition.sharding import Sharding
 from layerwise.run.execute.buckets import shard_layout
 from layerwise.run.execute.gathers import Gathers

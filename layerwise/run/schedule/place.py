@@ -11,8 +11,7 @@ from layerwise.config import States
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
 from layerwise.graph.layer import LayerGraph
-from layerwise.partition.boxes import Each
-from layerwise.partition.place import Place, data_parallel, place, read
+from layerwise.partition.place import Each, Place, data_parallel, place, read
 from layerwise.partition.sharding import Sharding, sharded, states_of
 from layerwise.plan import Plan
 

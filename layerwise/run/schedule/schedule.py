@@ -9,16 +9,14 @@ import torch
 
 from layerwise.comm.base import Comm, Group, Kind
 from layerwise.geometry import Box, Lattices, numbering, slices
+from layerwise.graph.cells import Cells
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
-from layerwise.ops.tensor.cells import Cells
 from layerwise.partition.ahead import weights_late
-from layerwise.partition.blocks import blocks, recomputable
-from layerwise.partition.boxes import Each
+from layerwise.partition.blocks import blocks, recomputable, saved_within
 from layerwise.partition.groups import statistics
-from layerwise.partition.place import input_maps, lattices_of, of_all_classes
+from layerwise.partition.place import Each, input_maps, lattices_of, of_all_classes
 from layerwise.partition.transfer import Transfer, groups_of, transfer
-from layerwise.partition.within import kept_within
 from layerwise.plan import Plan
 from layerwise.program import Kind as ProgramKind
 from layerwise.program import Program, StrategyFacts, program
@@ -97,7 +95,7 @@ class Schedule:
         self.sinks: list[Each] = []
         self._recomputed = self._to_recompute(plan)
         self._gathered = {name for name, config in plan.strategy.items() if config.states == "gathered"}
-        self._within = kept_within(self.graph)
+        self._within = saved_within(self.graph)
         # Random numbers go by a layer's number, so reading halos or sending them does not change those of the others.
         numbers = accumulate((not isinstance(layer.op, Cells) for layer in self.graph.layers), initial=0)
         self.layers = tuple(map(self._scheduled, numbers, self.graph.layers))

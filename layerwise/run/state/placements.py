@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.geometry import Box, prime_factors
-from layerwise.partition.boxes import Each
+from layerwise.partition.place import Each
 
 Ranks = NDArray[np.int64]  # of a mesh, an axis an axis of it
 

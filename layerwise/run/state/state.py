@@ -15,8 +15,8 @@ from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
-from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
+from layerwise.partition.place import Each
 from layerwise.partition.transfer import transfer
 from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.run.options import RuntimeOptions

@@ -14,7 +14,6 @@ from typing import get_args
 import numpy as np
 
 from layerwise.config import Config, States
-from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Progress
 from layerwise.cost.timeline.simulate import timeline
@@ -69,7 +68,7 @@ class LimitedSearch:
     """Searches of one model under any limits, which share what they find out.
 
     cells: the configurations of every layer. offer: of OFFERS, what may save memory, but of layers that are `fixed`.
-    memory_bytes: of a search table. footprints: of the model, if they are made.
+    memory_bytes: of a search table.
     """
 
     def __init__(
@@ -81,11 +80,9 @@ class LimitedSearch:
         fixed: Collection[str] = (),
         memory_bytes: float = 2.0**31,
         progress: Progress | None = None,
-        footprints: Footprints | None = None,
     ) -> None:
         self.model, self.cells, self.memory_bytes, self.progress = model, dict(cells), memory_bytes, progress
         self.forms = Forms.of(model.graph, model.devices.count, offer, fixed)
-        self._footprints = Footprints(model) if footprints is None else footprints
         self._edges: dict[str, list[EdgeName]] = {name: [] for name in self.cells}
         for edge in model.graph.edges():
             for end in dict.fromkeys(edge[:2]):
@@ -251,7 +248,7 @@ class LimitedSearch:
 
     def peak(self, strategy: Strategy) -> float:
         """Bytes of the fullest device."""
-        return float(peak_bytes(self.model, strategy, self._footprints).max())
+        return float(peak_bytes(self.model, strategy).max())
 
     def cost(self, strategy: Strategy, weight: float) -> float:
         """Equation 1, with `weight` times t_S."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from layerwise.cost.memory.allocations import Kind
-from layerwise.cost.memory.by_kind import peak_by_kind
+from layerwise.cost.memory.step import peak_by_kind
 from layerwise.cost.model import CostModel
 from layerwise.report.content import Column, Table, Value, filled, stacked
 from layerwise.search.curve import Point

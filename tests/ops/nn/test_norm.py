@@ -20,7 +20,7 @@ from layerwise.geometry import Box, Grid
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local, Statistics
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
-from layerwise.ops.tensor.softmax import Softmax
+from layerwise.ops.tensor.along import Softmax
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import IMAGES, cells, check_needs, each, images, parameters, values
 from tests.ops.kernels import check_kernel, check_split, degrees

@@ -18,10 +18,8 @@ from layerwise.geometry import Box
 from layerwise.ops.base import space
 from layerwise.ops.facts import Local
 from layerwise.ops.nn.loss import Loss, LossSum
-from layerwise.ops.tensor.along import Cumsum, Gather, Positions, Take
+from layerwise.ops.tensor.along import Cumsum, Gather, OneHot, Positions, Scatter, Softmax, Take
 from layerwise.ops.tensor.reduce import PartialReduce, Reduce
-from layerwise.ops.tensor.scatter import OneHot, Scatter
-from layerwise.ops.tensor.softmax import Softmax
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import IMAGES, cells, check_needs, images, values
 from tests.ops.kernels import check_kernel, check_split, degrees

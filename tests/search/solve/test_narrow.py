@@ -16,7 +16,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, load
-from layerwise.partition.holding import held_configurations
+from layerwise.partition.sharding import held_configurations
 from layerwise.search.solve import narrow as module
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import (

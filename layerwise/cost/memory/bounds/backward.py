@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from layerwise.cost.memory.bounds.claims import Claim
-from layerwise.cost.memory.bounds.followed import ALWAYS, Gradient
 from layerwise.cost.memory.bounds.forward import Forward
-from layerwise.cost.memory.bounds.travels import Part
+from layerwise.cost.memory.bounds.stacked import Part
+from layerwise.cost.memory.bounds.state import ALWAYS, GradientClaims
 from layerwise.cost.memory.kernels import BEFORE, StageMemory
 from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.partition.ahead import weights_late
 
 
 class Backward(Forward):
-    """Gradients come while what was kept goes."""
+    """Gradients come while what was saved goes."""
 
     def _backward(self, layer: Layer) -> None:
         name = layer.name
         if layer.role is Role.TIED:
             gradient = self.gradients.pop(name, None)
             self.ledger.drop(gradient.claims if gradient else [])
+        elif name in self.stages:
+            self.inward[name] = self._differentiate(layer, name in self.late)
+        if name not in self.late:
             self._hand_out(layer)
-        elif layer.role is not Role.SINK:
-            late = self._late(layer)
-            inward = self._differentiate(layer, late) if self.flows[name] and name in self.stages else {}
-            if self.flows[name] and not (late and inward):
-                self._hand_out(layer)
-            for user, slot in reversed(self.begun.get(name, ())):
-                self._land(self.model.graph[user], slot)
-            for slot in sorted(inward, reverse=True):
-                self._return(layer, slot, inward[slot], late=late and slot == 0)
-            self._travelling(layer, inward)  # where some run ahead they are the last
-            if late and inward:
-                self._make_weights(layer, inward[0])
-                if (name, 0) not in self.ahead:
-                    self._land(layer, 0)
-                self._hand_out(layer)
 
-    def _late(self, layer: Layer) -> bool:
-        """Whether under some configurations the gradient of its weights is made while that of its input travels."""
-        flows = any(self.model.graph.flows_back(layer)[:1])
-        return (
-            weights_late(layer, flows, self.model.devices.device_type)
-            and not self.local[layer.inputs[0], layer.name, 0].all()
-        )
-
-    def _differentiate(self, layer: Layer, late: bool) -> dict[int, Gradient]:
+    def _differentiate(self, layer: Layer, late: bool) -> dict[int, GradientClaims]:
         ledger, name, stages = self.ledger, layer.name, self.stages[layer.name]
-        running, inward = self.gradients.pop(name, None), dict[int, Gradient]()
+        running, inward = self.gradients.pop(name, None), dict[int, GradientClaims]()
         gathered, waiting = self._new(name, self.parameters[name].gathered), list[Claim]()
         if name in self.moved:  # the reader needs it no more
             edge = (name, *self.within[name])
@@ -101,33 +80,35 @@ class Backward(Forward):
         return inward
 
     def _disjoint(
-        self, layer: Layer, stage: StageMemory, slots: Sequence[int], running: Gradient, made: Floats
+        self, layer: Layer, stage: StageMemory, slots: Sequence[int], running: GradientClaims, made: Floats
     ) -> bool:
         """Whether the gradients of a stage's inputs are different parts of its result's, which nobody else holds."""
         total = sum((self._need(layer, slot) for slot in slots), made if stage.running else np.zeros_like(made))
         others = [claim for claim in running.storage.claims if claim.last < 0 and claim not in running.claims]
         return not stage.running and not others and running.whole and bool((total <= running.size).all())
 
-    def _inward(self, layer: Layer, slot: int, running: Gradient | None, through: bool) -> Gradient:
+    def _inward(self, layer: Layer, slot: int, running: GradientClaims | None, through: bool) -> GradientClaims:
         """That of an input: a view of the output's, or made."""
         need = self._need(layer, slot)
         if running is not None:
             size = np.minimum(need, running.size)
             whole = running.whole and bool((need <= running.size).all())
-            return Gradient(running.storage, size, self.ledger.hold(running.storage, layer.name, "sure", size), whole)
+            return GradientClaims(
+                running.storage, size, self.ledger.hold(running.storage, layer.name, "sure", size), whole
+            )
         storage = self.ledger.storage()
         if through:  # of nothing
-            return Gradient(storage, 0 * need, [], whole=False)
-        return Gradient(storage, need, self.ledger.hold(storage, layer.name, "sure", need))
+            return GradientClaims(storage, 0 * need, [], whole=False)
+        return GradientClaims(storage, need, self.ledger.hold(storage, layer.name, "sure", need))
 
-    def _before(self, name: str, made: Floats, running: Gradient | None, through: bool) -> Gradient | None:
+    def _before(self, name: str, made: Floats, running: GradientClaims | None, through: bool) -> GradientClaims | None:
         """That of the stage before."""
         if through and running is None:
             return None
         storage = self.ledger.storage() if running is None else running.storage
         size = made if running is None else np.minimum(made, running.size)
         whole = running is None or running.whole
-        return Gradient(storage, size, self.ledger.hold(storage, name, "sure", size), whole)
+        return GradientClaims(storage, size, self.ledger.hold(storage, name, "sure", size), whole)
 
     def _only(self, name: str, claims: Sequence[Claim], where: Mask) -> list[Claim]:
         """The claims go on where a layer's configuration says so."""
@@ -176,7 +157,7 @@ class Backward(Forward):
             return self._new(layer.name, size)
         return self._of_edge(self.ledger.storage(), (layer.inputs[0], layer.name, 0), ALWAYS, size, local=True)
 
-    def _make_weights(self, layer: Layer, inward: Gradient) -> None:
+    def _make_weights(self, layer: Layer) -> None:
         """While the gradient of the input travels, which is a flight by now."""
         stage, edge, held = self.stages[layer.name][0], (layer.inputs[0], layer.name, 0), self.parameters[layer.name]
         claims = self._of_edge(self.ledger.storage(), edge, ALWAYS, held.gradients + stage.weights, local=False)
@@ -184,6 +165,7 @@ class Backward(Forward):
         self.ledger.instant(f"backward {layer.name} weights")
         self.ledger.drop(claims + self.waiting)
         self._sum_gathered(layer, late=True)
+        self._hand_out(layer)
 
     def _hand_out(self, layer: Layer) -> None:
         """Gradients that nobody shares stay, and a device's part of the sums of others."""
@@ -191,31 +173,27 @@ class Backward(Forward):
         self._new(layer.name, held.alone + held.part_gathered * self.all_leave)
         self.rows += self._new(layer.name, held.rows)
 
-    def _return(self, layer: Layer, slot: int, gradient: Gradient, *, late: bool = False) -> None:
-        """The gradient of a layer's input goes back to who owns it: at once, or ahead (see `_land`)."""
+    def _return(self, layer: Layer, slot: int, *, early: bool) -> None:
+        """The gradient of a layer's input goes back to who owns it: at once, or while others compute (see `_land`)."""
         source = layer.inputs[slot]
-        edge = (source, layer.name, slot)
-        if self.flows[source]:
-            if (late or (layer.name, slot) in self.ahead) and not self.local[edge].all():
-                flight = self._of_edge(gradient.storage, edge, ALWAYS, gradient.size, local=False)
-                self.flights[layer.name, slot] = replace(gradient, claims=flight)
-                if source not in self.gradients:
-                    own = self._own_bytes(source)
-                    here = self._of_edge(gradient.storage, edge, own, ALWAYS, local=True) if gradient.whole else []
-                    self.gradients[source] = Gradient(gradient.storage, own, here, gradient.whole, partial=True)
-                elif not gradient.whole:
-                    self._forget(source)
-            else:
-                self._arrive(layer, slot)
-                self._add(source, gradient)
+        edge, gradient = (source, layer.name, slot), self.inward[layer.name].get(slot)
+        if gradient is None:
+            return
+        if early:
+            flight = self._of_edge(gradient.storage, edge, ALWAYS, gradient.size, local=False)
+            if source not in self.gradients:
+                own = self._own_bytes(source)
+                here = self._of_edge(gradient.storage, edge, own, ALWAYS, local=True) if gradient.whole else []
+                self.gradients[source] = GradientClaims(gradient.storage, own, here, gradient.whole, partial=True)
+            elif not gradient.whole:
+                self._forget(source)
+            # What comes back meanwhile, and the copies that it comes from.
+            flight += self._part(edge, "sent") + self._part(edge, "back")
+            self.flights[layer.name, slot] = replace(gradient, claims=flight)
+        else:
+            self._arrive(layer, slot)
+            self._add(source, gradient)
         self.ledger.drop(gradient.claims)
-
-    def _travelling(self, layer: Layer, slots: Iterable[int]) -> None:
-        """What comes back meanwhile, and the copies that it comes from."""
-        for slot in slots:
-            if (layer.name, slot) in self.flights:
-                edge = (layer.inputs[slot], layer.name, slot)
-                self.flights[layer.name, slot].claims.extend(self._part(edge, "sent") + self._part(edge, "back"))
 
     def _arrive(self, layer: Layer, slot: int) -> None:
         """What was sent comes back, from copies; then it is added up, beside what it is made of."""
@@ -244,7 +222,7 @@ class Backward(Forward):
             self._add(layer.inputs[slot], flight)
             self.ledger.drop(flight.claims)
 
-    def _add(self, source: str, gradient: Gradient) -> None:
+    def _add(self, source: str, gradient: GradientClaims) -> None:
         """A gradient that came back is added to those that came before, in place where nobody else has these."""
         before = self.gradients.get(source)
         storage, whole = gradient.storage, gradient.whole
@@ -254,4 +232,4 @@ class Backward(Forward):
             whole = whole and before.whole
         own = self._own_bytes(source)
         claims = self.ledger.hold(storage, source, "sure", own) if whole else []
-        self.gradients[source] = Gradient(storage, own, claims, whole)
+        self.gradients[source] = GradientClaims(storage, own, claims, whole)

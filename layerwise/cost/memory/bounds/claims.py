@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from layerwise.cost.memory.bounds.travels import Part
+from layerwise.cost.memory.bounds.stacked import Part
 from layerwise.cost.setting import EdgeName
 from layerwise.geometry.arrays import Floats, Mask
 
@@ -31,7 +31,7 @@ class Claim:
     Bytes of a layer: source (V, N). Of an edge: source[u] * target[v] where the edge is local, or where it is not.
     """
 
-    storage: Storage
+    storage: ClaimedStorage
     owner: Owner
     kind: Kind
     first: int
@@ -60,7 +60,7 @@ Holds = Callable[[Claim], bool]
 
 
 @dataclass(slots=True, eq=False)
-class Storage:
+class ClaimedStorage:
     """Memory that tensors share, with all who may ever hold it."""
 
     claims: list[Claim] = field(default_factory=list)
@@ -143,7 +143,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.instants: list[str] = []
-        self.storages: list[Storage] = []
+        self.storages: list[ClaimedStorage] = []
 
     @property
     def now(self) -> int:
@@ -154,14 +154,14 @@ class Ledger:
         """All that is held now is alive at this instant."""
         self.instants.append(name)
 
-    def storage(self) -> Storage:
+    def storage(self) -> ClaimedStorage:
         """A new one."""
-        self.storages.append(Storage())
+        self.storages.append(ClaimedStorage())
         return self.storages[-1]
 
     def hold(
         self,
-        storage: Storage,
+        storage: ClaimedStorage,
         owner: Owner,
         kind: Kind,
         source: Floats,
@@ -199,7 +199,7 @@ class Ledger:
         other = Ledger()
         other.instants = self.instants
         for storage in self.storages:
-            new = Storage([small for claim in storage.claims if (small := claim.restrict(keep, local))])
+            new = ClaimedStorage([small for claim in storage.claims if (small := claim.restrict(keep, local))])
             if new.claims:
                 other.storages.append(new)
         return other

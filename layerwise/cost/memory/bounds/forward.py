@@ -1,4 +1,4 @@
-"""The forward pass of a step, and the layers that are made again in the backward pass, as `step` has them."""
+"""The forward pass of a step, and the layers that are recomputed in the backward pass, as `step` has them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from layerwise.cost.memory.bounds.claims import Claim, Kind, Storage
-from layerwise.cost.memory.bounds.followed import ALWAYS, WEIGHTS, Followed, Given, Made
+from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, Kind
+from layerwise.cost.memory.bounds.state import ALWAYS, WEIGHTS, Received, StageResult, StepClaims
 from layerwise.cost.memory.kernels import BEFORE
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
+from layerwise.program.instructions import Forget, Keep
 from layerwise.tensor import ITEM_BYTES
 
 
-class Forward(Followed):
-    """What layers make, and what is kept of it for the backward pass."""
+class Forward(StepClaims):
+    """What layers make, and what is saved of it for the backward pass."""
 
     def _forward(self, layer: Layer) -> None:
         if layer.role is Role.TIED:  # the parameter itself
@@ -24,21 +25,18 @@ class Forward(Followed):
         elif layer.role in (Role.INPUT, Role.CONSTANT):  # whoever feeds it keeps it
             size, storage = self._own_bytes(layer.name), self.ledger.storage()
             self.ledger.hold(storage, layer.name, "sure", size)
-            self.values[layer.name] = Made(storage, size, [], np.ones(size.shape, np.bool_))
+            self.values[layer.name] = StageResult(storage, size, [], np.ones(size.shape, np.bool_))
         else:
-            given = [self._given(layer, slot) for slot in range(len(layer.inputs))]
-            again = self.recomputed[layer.name]
-            self._keep_sources(layer, again)
-            self.values[layer.name] = self._compute("forward", layer, given, np.ones_like(again), ~again)
+            recomputed = self.recomputed[layer.name]
+            self.values[layer.name] = self._compute("forward", layer, np.ones_like(recomputed), ~recomputed)
 
-    def _given(self, layer: Layer, slot: int) -> Given:
+    def _given(self, layer: Layer, slot: int) -> Received:
         source = layer.inputs[slot]
-        self.local[source, layer.name, slot] = self._locality(layer, slot)
-        value, there, behind = self.values[source], list[tuple[Storage, Floats]](), None
-        if isinstance(value, Made):
+        value, there, behind = self.values[source], list[tuple[ClaimedStorage, Floats]](), None
+        if isinstance(value, StageResult):
             there.append((value.storage, value.size * ~value.held))
             behind = None if value.held.any() else value.storage
-        elif isinstance(value, Given):
+        elif isinstance(value, Received):
             behind = None if value.held.any() else value.behind
             if behind is not None and self.users[source] == {layer.name}:
                 # The view's own input, of `need` bytes or more: in the storage behind it, or in one that was received,
@@ -47,24 +45,24 @@ class Forward(Followed):
         return replace(self._received(layer, slot, there, self._need(layer, slot), "shared"), behind=behind)
 
     def _received(
-        self, layer: Layer, slot: int, there: list[tuple[Storage, Floats]], need: Floats, kind: Kind
-    ) -> Given:
+        self, layer: Layer, slot: int, there: list[tuple[ClaimedStorage, Floats]], need: Floats, kind: Kind
+    ) -> Received:
         edge, leaf = (layer.inputs[slot], layer.name, slot), self.ledger.storage()
         if slot == 0 and layer.name in self.stages:
             need = np.maximum(need, self.stages[layer.name][0].padded * (need > 0))
         working = self._of_edge(leaf, edge, ALWAYS, need, local=False)
-        return Given(edge, there, leaf, need, working, np.zeros(need.shape, np.bool_), kind)
+        return Received(edge, there, leaf, need, working, np.zeros(need.shape, np.bool_), kind)
 
-    def _compute(self, pass_: str, layer: Layer, given: list[Given], on: Mask, saving: Mask) -> Made | Given | None:
-        """Its result. on, saving: (V, 1) which configurations compute it now, and keep what its backward pass reads."""
-        ledger, name = self.ledger, layer.name
+    def _compute(self, pass_: str, layer: Layer, on: Mask, saving: Mask) -> StageResult | Received | None:
+        """Its result. on, saving: (V, 1) which configurations compute it now, and save what its backward pass reads."""
+        ledger, name, given = self.ledger, layer.name, self.received.pop(layer.name, {})
         saved = self.saved.setdefault(name, [[] for _ in self.stages[name]])
         gathered = self._new(name, self.parameters[name].gathered * on)
-        out: Made | Given | None = None
+        out: StageResult | Received | None = None
         last = self.stages[name][-1]
         for number, stage in enumerate(self.stages[name]):
             before, mine, done = out, list[Claim](), list[Claim]()
-            copies = dict[int, Made]()
+            copies = dict[int, StageResult]()
             keeps = saving if stage.tracked else np.zeros_like(saving)
             if stage.view:
                 out = before if number else given[0]
@@ -79,22 +77,22 @@ class Forward(Followed):
             if stage.tracked and self.flows[name]:
                 where = ((self.at[name].table(stage.kept.inputs) > 0) | (stage.padded > 0)) & keeps
                 whole = np.broadcast_to(keeps, where.shape)
-                read: dict[int, Made | Given | None] = {BEFORE: before}
+                read: dict[int, StageResult | Received | None] = {BEFORE: before}
                 read |= {slot: given[slot] for slot in self._slots(layer, number)}
                 read |= copies
                 for slot, ref in read.items():
                     mine += self._keep(name, ref, whole if slot == WEIGHTS else where)
-                if stage.kept.output and isinstance(out, Made) and on.all() and stage is last:
+                if stage.kept.output and isinstance(out, StageResult) and on.all() and stage is last:
                     mine += self._keep_output(name, out, whole)
                 elif stage.kept.output:
                     mine += self._keep(name, out, whole)
             saved[number] += mine
-            if before is not None and before is not out and before not in given:
+            if before is not None and before is not out and before not in given.values():
                 done += before.working
             ledger.drop(done)
         if not self.flows[name]:
             ledger.drop([claim for mine in saved for claim in mine])
-        ledger.drop(gathered + [claim for ref in given if ref is not out for claim in ref.working])
+        ledger.drop(gathered + [claim for ref in given.values() if ref is not out for claim in ref.working])
         return out
 
     def _copy(self, layer: Layer, number: int, keeps: Mask | bool = True) -> list[Claim]:
@@ -104,17 +102,17 @@ class Forward(Followed):
             return []
         return self._of_edge(self.ledger.storage(), (layer.inputs[0], layer.name, 0), ALWAYS, size, local=True)
 
-    def _made(self, name: str, size: Floats) -> Made:
+    def _made(self, name: str, size: Floats) -> StageResult:
         storage = self.ledger.storage()
-        return Made(storage, size, self.ledger.hold(storage, name, "sure", size), np.zeros(size.shape, np.bool_))
+        return StageResult(storage, size, self.ledger.hold(storage, name, "sure", size), np.zeros(size.shape, np.bool_))
 
-    def _keep(self, name: str, ref: Made | Given | None, where: Mask) -> list[Claim]:
+    def _keep(self, name: str, ref: StageResult | Received | None, where: Mask) -> list[Claim]:
         """For the backward pass. What another stage keeps until later is its own already."""
         if ref is None:
             return []
         more = (where & ~ref.held).astype(np.float64)
         ref.held = ref.held | where
-        if isinstance(ref, Made):
+        if isinstance(ref, StageResult):
             return self.ledger.hold(ref.storage, name, "own", ref.size * more)
         claims = self.ledger.hold(ref.leaf, ref.edge, "own", ALWAYS, ref.need * more, local=False)
         here = more * (ref.need > 0) if ref.edge[2] else more * ((ref.need > 0) & (self.stages[name][0].padded == 0))
@@ -122,8 +120,8 @@ class Forward(Followed):
             claims += self.ledger.hold(storage, ref.edge, ref.kind, free, here, local=True)
         return claims
 
-    def _keep_output(self, name: str, out: Made, where: Mask) -> list[Claim]:
-        """For the backward pass, where no reader keeps it in what it is given (`partition.within`)."""
+    def _keep_output(self, name: str, out: StageResult, where: Mask) -> list[Claim]:
+        """For the backward pass, where no reader saves it within what it receives (`partition.blocks.saved_within`)."""
         if name not in self.within:
             return self._keep(name, out, where)
         reader, slot = self.within[name]
@@ -135,51 +133,45 @@ class Forward(Followed):
         claims = self.ledger.hold(out.storage, edge, "own", size, np.ones(kept.shape), local=True)
         return claims + self.ledger.hold(out.storage, edge, "own", size, (~kept).astype(np.float64), local=False)
 
-    # ---- what is made again ----
+    # ---- what is recomputed ----
 
-    def _keep_sources(self, layer: Layer, again: Mask) -> None:
-        """What a recomputed layer is made of, as far as it is not made again with it; running statistics of before."""
-        if not again.any():
-            return
-        name, where = layer.name, self.at[layer.name]
-        kept, always = self.kept.setdefault(self.blocks[name], []), np.broadcast_to(1.0 * again, where.full)
+    def keep(self, instruction: Keep) -> None:
+        """What a recomputed layer is made of, unless that is recomputed with it; running statistics of before."""
+        layer, name = self.model.graph[instruction.layer], instruction.layer
+        where, on = self.at[name], self.recomputed[name]
+        kept, always = self.sources.setdefault(instruction.block, []), np.broadcast_to(1.0 * on, where.full)
         for slot, source in enumerate(layer.inputs):
             value = self.values[source]
-            if isinstance(value, Made):
+            if isinstance(value, StageResult):
                 free, edge = value.size * ~value.held * self._original(layer, source), (source, name, slot)
                 for local in (True, False):
                     kept += self.ledger.hold(value.storage, edge, "kept", free, always, local=local)
         for _, p, dtype in layer.remembered:
             size = where.table(where.place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[dtype])
-            kept += self._new(name, size * where.table(where.place.computed.active) * again)
+            kept += self._new(name, size * where.table(where.place.computed.active) * on)
+
+    def forget(self, instruction: Forget) -> None:
+        """The block has been recomputed."""
+        self.ledger.drop(self.sources.pop(instruction.block, []))
 
     def _original(self, layer: Layer, source: str) -> Mask:
-        """(V_u, 1) where a layer's source is not made again with it."""
+        """(V_u, 1) where a layer's source is not recomputed with it."""
         same = self.blocks.get(source) == self.blocks[layer.name]
         return ~self.recomputed[source] if same else np.ones_like(self.recomputed[source])
 
-    def _make_again(self, last: Layer) -> None:
-        """The recomputed layers of a block, before its last layer is differentiated."""
-        block = self.blocks.get(last.name)
-        names = [name for name, number in self.blocks.items() if number == block]
-        if block is None or names[-1] != last.name:
-            return
-        for name in names:
-            layer, again = self.model.graph[name], self.recomputed[name]
-            if again.any():
-                given = [self._given_again(layer, slot, again) for slot in range(len(layer.inputs))]
-                made = self.again[name] = self._compute("again", layer, given, again, again)
-                self.ledger.drop(made.working if made else [])
-        self.ledger.drop(self.kept.pop(block, []))
+    def _recompute(self, layer: Layer) -> None:
+        on = self.recomputed[layer.name]
+        made = self.remade[layer.name] = self._compute("again", layer, on, on)
+        self.ledger.drop(made.working if made else [])
 
-    def _given_again(self, layer: Layer, slot: int, again: Mask) -> Given:
-        source, there = layer.inputs[slot], list[tuple[Storage, Floats]]()
+    def _given_again(self, layer: Layer, slot: int) -> Received:
+        source, there, again = layer.inputs[slot], list[tuple[ClaimedStorage, Floats]](), self.recomputed[layer.name]
         value = self.values[source]
-        if isinstance(value, Made):
+        if isinstance(value, StageResult):
             there.append((value.storage, value.size * ~value.held * self._original(layer, source)))
         if self.blocks.get(source) == self.blocks[layer.name]:
-            made = self.again.get(source)
-            there += [(made.storage, made.size * ~made.held)] if isinstance(made, Made) else []
+            made = self.remade.get(source)
+            there += [(made.storage, made.size * ~made.held)] if isinstance(made, StageResult) else []
         return self._received(layer, slot, there, self._need(layer, slot) * again, "again")
 
     def _slots(self, layer: Layer, number: int) -> tuple[int, ...]:

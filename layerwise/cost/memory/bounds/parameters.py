@@ -13,12 +13,12 @@ from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Parameter
-from layerwise.partition.boxes import Boxes
+from layerwise.partition.place import Boxes
 from layerwise.partition.sharding import shardings, states_of
 
 
 @dataclass(slots=True, eq=False)
-class Parameters:
+class ParameterBounds:
     """Of one layer; arrays are (V, N), in bytes. Words are those of `shares`."""
 
     always: Floats  # parameters, states, places in buckets
@@ -34,9 +34,9 @@ class Parameters:
     updated: list[Floats] = field(default_factory=list, kw_only=True)  # of each parameter that is trained
 
 
-def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Config, ...]) -> Parameters:
-    """Parameters of a layer, as `step` and `cost.memory.parameters` have them."""
-    found = Parameters(*np.zeros((10, *where.full)))
+def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Config, ...]) -> ParameterBounds:
+    """What devices have of the parameters of a layer, as `step` and `cost.memory.parameters` have them."""
+    found = ParameterBounds(*np.zeros((10, *where.full)))
     states, last = OPTIMIZERS[model.options.optimizer], _Last(where)
     for _, p, item_bytes in layer.held():
         boxes = where.place.holds(p)

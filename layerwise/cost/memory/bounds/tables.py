@@ -15,9 +15,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from layerwise.cost.memory.bounds.claims import Claim, Ledger
+from layerwise.cost.memory.bounds.claims import Claim, Ledger, Owner
 from layerwise.cost.memory.bounds.lifetimes import Lifetimes
-from layerwise.cost.memory.bounds.travels import Part
+from layerwise.cost.memory.bounds.stacked import Part
 from layerwise.cost.model import Configs, CostModel, EdgeName
 from layerwise.geometry.arrays import Floats, Ints, Mask
 
@@ -33,7 +33,7 @@ class MemoryTables:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
+class _OwnerClaims:
     """The K claims of one owner, which lie together in all claims."""
 
     source: Floats  # (V, K, N)
@@ -75,7 +75,7 @@ class _Weighed:
     """Claims of which the bytes may be added up."""
 
     def __init__(self, claims: Iterable[Claim], devices: int) -> None:
-        self.claims: dict[str | EdgeName, list[Claim]] = {}
+        self.claims: dict[Owner, list[Claim]] = {}
         self.parts: dict[tuple[EdgeName, Part], list[Claim]] = {}
         for claim in claims:
             if claim.part is None:
@@ -86,7 +86,7 @@ class _Weighed:
         everyone = [claim for claims in self.claims.values() for claim in claims]
         self._first = _Sums([claim.first for claim in everyone])
         self._last = _Sums([claim.last for claim in everyone])
-        self._at: dict[str | EdgeName, object] = {}  # what of each owner `_sizes` are of: choices differ in few layers
+        self._at: dict[Owner, object] = {}  # what of each owner `_sizes` are of: choices differ in few layers
         ends = np.cumsum([0, *map(len, self.claims.values())]).tolist()
         self._slices = {owner: slice(*pair) for owner, pair in zip(self.rows, pairwise(ends), strict=True)}
         self._sizes = np.zeros((len(everyone), devices))
@@ -193,7 +193,7 @@ class MemoryBounds:
         """Of a table over cells those of the (B_u, B_v) bases."""
         return np.ix_(self._bases[edge[0]].of_base, self._bases[edge[1]].of_base)
 
-    def _edge_table(self, owner: EdgeName, rows: _Rows, alive: list[int], device: int) -> Floats:
+    def _edge_table(self, owner: EdgeName, rows: _OwnerClaims, alive: list[int], device: int) -> Floats:
         mask = self._local[owner][self._pairs(owner)]
         assert rows.target is not None
         source, target = (self._bases[end] for end in owner[:2])
@@ -236,16 +236,20 @@ class MemoryBounds:
         return self._known[edge, part, u, v]
 
 
-def _stack(claims: list[Claim], devices: int) -> _Rows:
-    one = claims[0]
-    source = [np.broadcast_to(c.source, (len(c.source), devices)) for c in claims]
-    rows = max(map(len, source))
-    sources = np.stack([np.broadcast_to(s, (rows, devices)) for s in source], axis=1)
-    targets = None if one.target is None else _stack_targets(claims, devices)
-    return _Rows(sources, targets, np.array([claim.local for claim in claims], np.bool_))
+def _stack(claims: list[Claim], devices: int) -> _OwnerClaims:
+    sources = _together([claim.source for claim in claims], devices)
+    targets = [np.ones((1, 1)) if claim.target is None else claim.target for claim in claims]
+    target = None if claims[0].target is None else _together(targets, devices)
+    return _OwnerClaims(sources, target, np.array([claim.local for claim in claims], np.bool_))
 
 
-def _bytes(owner: str | EdgeName, rows: _Rows, choice: Mapping[str, int], local: Mapping[EdgeName, bool]) -> Floats:
+def _together(sizes: Sequence[Floats], devices: int) -> Floats:
+    """(V, K, N) of K arrays (V, N) or (1, N)."""
+    rows = max(map(len, sizes))
+    return np.stack([np.broadcast_to(size, (rows, devices)) for size in sizes], axis=1)
+
+
+def _bytes(owner: Owner, rows: _OwnerClaims, choice: Mapping[str, int], local: Mapping[EdgeName, bool]) -> Floats:
     """(K, N)."""
     if isinstance(owner, str):
         alone: Floats = rows.source[choice[owner]]
@@ -262,9 +266,3 @@ def _row(sizes: Floats, number: int) -> Floats:
     """(N,) of (V, N), or of (1, N) for all."""
     row: Floats = sizes[number if len(sizes) > 1 else 0]
     return row
-
-
-def _stack_targets(claims: list[Claim], devices: int) -> Floats:
-    targets = [np.ones((1, 1)) if claim.target is None else claim.target for claim in claims]
-    rows = max(map(len, targets))
-    return np.stack([np.broadcast_to(target, (rows, devices)) for target in targets], axis=1)

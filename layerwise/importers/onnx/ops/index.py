@@ -13,11 +13,10 @@ from layerwise.importers.onnx.call import axis, integers, known, number, text
 from layerwise.importers.registry import Build, Built, Call, Result, Table, Tensor
 from layerwise.importers.tensors import picked, reshaped, sliced
 from layerwise.ops.nn.resample import Pad
-from layerwise.ops.tensor.along import Cumsum, Gather, Positions, Take
+from layerwise.ops.opaque import Argument, Slot, TorchOp
+from layerwise.ops.tensor.along import REDUCED, Cumsum, Gather, OneHot, Positions, Scatter, Take
 from layerwise.ops.tensor.pointwise import Cast, Unary, Where
-from layerwise.ops.tensor.scatter import REDUCED, OneHot, Scatter
 from layerwise.ops.tensor.view import Expand, Slice
-from layerwise.ops.torch_op import Argument, Slot, TorchOp
 
 
 def cumsum(call: Call) -> Result:

@@ -26,9 +26,9 @@ from layerwise.ops.nn.conv import Conv, ConvTranspose, Pads
 from layerwise.ops.nn.linear import MatMul
 from layerwise.ops.nn.loss import Loss
 from layerwise.ops.nn.pool import AdaptivePool, Pool
+from layerwise.ops.tensor.along import Softmax
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.ops.tensor.reduce import Mode
-from layerwise.ops.tensor.softmax import Softmax
 
 Ints = tuple[int, ...]
 

@@ -16,7 +16,7 @@ from layerwise.importers.registry import Built, Call, Operand, Result, canonical
 from layerwise.importers.torch.ops.free import FREE, free_dims
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.program import Node, Ref
-from layerwise.ops.torch_op import Argument, ElementType, Here, Slot, TorchOp
+from layerwise.ops.opaque import Argument, ElementType, Here, Slot, TorchOp
 from layerwise.tensor import TensorSpec
 
 # What reads memory beside its operand's elements, or whatever memory there is.

@@ -12,7 +12,7 @@ from layerwise.importers.products import letters
 from layerwise.importers.registry import Call
 from layerwise.importers.tensors import wrapped
 from layerwise.importers.torch.ops.table import base_name
-from layerwise.ops.torch_op import Free
+from layerwise.ops.opaque import Free
 
 Shape = tuple[int, ...]
 Row = Callable[[Call, Shape], Free]  # of a call, and the shape of its output; () where nothing is known of it

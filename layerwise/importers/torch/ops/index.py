@@ -24,8 +24,7 @@ from layerwise.importers.tensors import (
     reshaped,
     runs,
 )
-from layerwise.ops.tensor.along import Gather, Take
-from layerwise.ops.tensor.scatter import OneHot, Scatter
+from layerwise.ops.tensor.along import Gather, OneHot, Scatter, Take
 from layerwise.ops.tensor.view import Expand, Select
 
 

@@ -11,8 +11,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.functions import gelu, scaled, unary
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import axis, reshaped, sliced
+from layerwise.ops.tensor.along import Softmax
 from layerwise.ops.tensor.pointwise import KEEPING, REAL, TESTING, Binary, Cast, Dropout, Prelu, Unary, Where
-from layerwise.ops.tensor.softmax import Softmax
 
 Number = bool | int | float
 

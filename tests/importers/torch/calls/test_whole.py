@@ -13,7 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.load import network_of
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.nn.recurrent import Recurrent
-from layerwise.ops.torch_op import TorchOp
+from layerwise.ops.opaque import TorchOp
 from tests.importers.zoo import Function
 
 X = torch.randn(4, 6, 8)

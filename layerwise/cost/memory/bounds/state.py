@@ -1,4 +1,4 @@
-"""Followed: what the passes of a step share, for all configurations of every layer at once."""
+"""What the passes of a step share, for all configurations of every layer at once."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from layerwise.config import distinct_cells
-from layerwise.cost.memory.bounds.claims import Claim, Kind, Ledger, Storage
-from layerwise.cost.memory.bounds.parameters import Parameters, parameters
-from layerwise.cost.memory.bounds.stacked import Stacked, inside, stacked
-from layerwise.cost.memory.bounds.travels import Travel
+from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, Kind, Ledger
+from layerwise.cost.memory.bounds.parameters import ParameterBounds, parameters
+from layerwise.cost.memory.bounds.stacked import Stacked, Travel, inside, stacked
 from layerwise.cost.memory.kernels import StageMemory, stages_of
 from layerwise.cost.model import Configs, CostModel, EdgeName
 from layerwise.geometry import numbering, through
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
-from layerwise.partition.ahead import EdgeEnd, begun_before
-from layerwise.partition.blocks import blocks
+from layerwise.ops.base import Role
+from layerwise.partition.ahead import EdgeEnd, weights_late
+from layerwise.partition.blocks import blocks, saved_within
 from layerwise.partition.place import input_maps, lattices_of
-from layerwise.partition.within import kept_within
+from layerwise.program import StrategyFacts, program
 
 WEIGHTS = -2  # instead of a slot: the copies of weights
 ALWAYS = np.ones((1, 1))  # of an edge whose bytes follow from one of its ends only
 
 
 @dataclass(slots=True, eq=False)
-class Made:
+class StageResult:
     """The result of a stage, or a copy, of its layer alone."""
 
-    storage: Storage
+    storage: ClaimedStorage
     size: Floats  # (V, N) bytes
     working: list[Claim]  # while it is computed with
     held: Mask  # (V, N) where a stage of the layer itself keeps it for the backward pass
 
 
 @dataclass(slots=True, eq=False)
-class Given:
+class Received:
     """An input of a layer: what lies here already where the edge is local, else received."""
 
     edge: EdgeName
-    there: list[tuple[Storage, Floats]]  # the source's, with (V_u, N) bytes that the source does not keep itself
-    leaf: Storage  # what is received
+    there: list[tuple[ClaimedStorage, Floats]]  # the source's, with (V_u, N) bytes that the source does not keep itself
+    leaf: ClaimedStorage  # what is received
     need: Floats  # (V_v, N) bytes
     working: list[Claim]
     held: Mask  # (V_v, N)
     kind: Kind  # of the claims on what lies here
-    behind: Storage | None = None  # what was viewed first, where nobody but its readers keeps it
+    behind: ClaimedStorage | None = None  # what was viewed first, where nobody but its readers keeps it
 
 
 @dataclass(slots=True, eq=False)
-class Gradient:
+class GradientClaims:
     """A gradient on its way: of a layer's output, of a stage's, or of an input."""
 
-    storage: Storage
+    storage: ClaimedStorage
     size: Floats  # (V, N) bytes that are surely alive, by configurations of the layer that has it
     claims: list[Claim]
     whole: bool = True  # whether its storage is as large as itself: a view's may be smaller
@@ -61,8 +61,8 @@ class Gradient:
 
 
 @dataclass
-class Followed:
-    """What is known of a step, and its claims in `ledger`. All by the layer's name."""
+class StepClaims:
+    """The state of a step, and its claims in `ledger`. All by the layer's name."""
 
     model: CostModel
     configs: Configs
@@ -71,31 +71,48 @@ class Followed:
     local: dict[EdgeName, Mask] = field(default_factory=dict)  # (C_u, C_v), by cells
     travels: dict[EdgeName, Travel] = field(default_factory=dict)  # of edges that may be not local
     alike: dict[object, tuple[Mask, Travel | None]] = field(default_factory=dict)  # of equal edges
-    values: dict[str, Made | Given | None] = field(default_factory=dict)
+    values: dict[str, StageResult | Received | None] = field(default_factory=dict)
+    received: dict[str, dict[int, Received]] = field(default_factory=dict)
     saved: dict[str, list[list[Claim]]] = field(default_factory=dict)
-    gradients: dict[str, Gradient] = field(default_factory=dict)
-    flights: dict[EdgeEnd, Gradient] = field(default_factory=dict)
+    inward: dict[str, dict[int, GradientClaims]] = field(default_factory=dict)  # of inputs, by slot
+    gradients: dict[str, GradientClaims] = field(default_factory=dict)  # of outputs, as far as they are added up
+    flights: dict[EdgeEnd, GradientClaims] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        graph, options = self.model.graph, self.model.options
+        graph = self.model.graph
         self.flows = self.model.has_gradient
-        self.begun = begun_before(graph, options.io)
-        self.ahead = {end for begun in self.begun.values() for end in begun}
         self.users = {name: set(uses) for name, uses in graph.consumers().items()}
-        self.parameters: dict[str, Parameters] = {}
+        self.parameters: dict[str, ParameterBounds] = {}
         self.waiting: list[Claim] = []  # of what the gradient of weights is made of, while it is yet to be made
         self.rows: list[Claim] = []  # of gradients that are yet to be summed
         self.last: list[Claim] = []  # of the last layer's gathered parameters
         self.all_leave = all(self.flows[layer.name] for layer in graph.layers if layer.trains)  # none waits for others
         self.stages: dict[str, list[StageMemory]] = {}
         self.recomputed, self.blocks = self._recomputed()
-        self.kept: dict[int, list[Claim]] = {}  # by block, what it is made again of
-        self.again: dict[str, Made | Given | None] = {}  # values that are made again
-        self.within = kept_within(graph)
+        self.sources: dict[str, list[Claim]] = {}  # by block, what it is recomputed from
+        self.remade: dict[str, StageResult | Received | None] = {}  # recomputed values
+        self.within = saved_within(graph)
         self.moved: dict[str, tuple[Floats, Floats]] = {}  # bytes of outputs kept in what readers are given, and where
         self._begin()
+        for layer in graph.layers:
+            for slot, source in enumerate(layer.inputs):
+                if layer.role is not Role.SINK or self.model.options.io == "sample":
+                    self.local[source, layer.name, slot] = self._locality(layer, slot)
+        late = {layer.name for layer in graph.inner if layer.inputs and self._may_defer(layer)}
+        self.program = program(graph, self.model.options.io, self._facts(late), self.model.options.kind)
+        self.late = self.program.late
 
-    # ---- what all have ----
+    def _facts(self, late: set[str]) -> StrategyFacts:
+        """All that may be under some configurations."""
+        travels = {(name, slot) for (_, name, slot), local in self.local.items() if not local.all()}
+        recomputed = {name for name, rows in self.recomputed.items() if rows.any()}
+        return StrategyFacts(travels, late, recomputed, gathered=(), gradients=())
+
+    def _may_defer(self, layer: Layer) -> bool:
+        """Whether under some configurations the gradient of its weights is made while that of its input travels."""
+        flows = any(self.model.graph.flows_back(layer)[:1])
+        travels = not self.local[layer.inputs[0], layer.name, 0].all()
+        return travels and weights_late(layer, flows, self.model.devices.device_type)
 
     def _recomputed(self) -> tuple[dict[str, Mask], dict[str, int]]:
         """Which configurations recompute a layer, (V, 1), and the number of its block, where any layer does."""
@@ -105,7 +122,7 @@ class Followed:
 
     def _begin(self) -> None:
         """Parameters, states, places in buckets; and what arrives of parameters before the first layer computes."""
-        coming, known = list[Claim](), dict[object, tuple[Stacked, Parameters, list[StageMemory]]]()
+        coming, known = list[Claim](), dict[object, tuple[Stacked, ParameterBounds, list[StageMemory]]]()
         for layer in self.model.graph.layers:
             name, configs = layer.name, self.configs[layer.name]
             key = self.model.kind(layer), layer.skipping, configs  # equal blocks are looked at once
@@ -149,7 +166,9 @@ class Followed:
         """A storage of a layer alone."""
         return self.ledger.hold(self.ledger.storage(), name, "sure", size)
 
-    def _of_edge(self, storage: Storage, edge: EdgeName, source: Floats, target: Floats, *, local: bool) -> list[Claim]:
+    def _of_edge(
+        self, storage: ClaimedStorage, edge: EdgeName, source: Floats, target: Floats, *, local: bool
+    ) -> list[Claim]:
         """Sure where the edge is local, or where it is not."""
         mask = self.local[edge]
         return self.ledger.hold(storage, edge, "sure", source, target, local) if (mask == local).any() else []

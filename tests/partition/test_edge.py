@@ -19,7 +19,7 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, load
 from layerwise.ops.nn.conv import Conv
-from layerwise.partition.gathers import are_gathers
+from layerwise.partition.edge import are_gathers
 from layerwise.partition.transfer import transfer
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks

@@ -1,30 +1,127 @@
-"""Any operator that PyTorch has, computed as PyTorch does: what no class of layerwise's own describes.
+"""Operators that are run as they are: PyTorch's own by name, and a whole model.
 
-Nothing is known of such an operator but what it makes of tensors that have shapes and no values: so it is not split,
-and every device that computes it has all of its inputs. Where it is known to treat the indices of a dimension alone
+Nothing is known of them but what they make of tensors that have shapes and no values: so they are not split, and every
+device that computes one has all of its inputs. Where an operator is known to treat the indices of a dimension alone
 (samples in a Fourier transform along another dimension), the table of the importer says so, and it is split there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from math import lcm, prod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Union
 
 import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
 from layerwise.ops.base import Op
-from layerwise.ops.dry_run import Made, dry_run
-from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps, Parameter
+from layerwise.ops.facts import Counts, Extents, Local, Maps, Parameter, Saved
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+Shaped = tuple[tuple[int, ...], str]  # shape and element type
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a function makes; in bytes, beside its inputs and its result."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    flops: float  # of matrix products
+    saved: int  # kept for the backward pass
+    forward: int  # taken while the forward pass runs, freed or not
+    backward: int  # taken while the backward pass runs
+
+
+def dry_run(function: Callable[[list[Tensor]], Tensor], inputs: Sequence[Shaped]) -> Made:
+    """Forward, and backward where there is a derivative. Raises what PyTorch raises at these shapes."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter, storages = FlopCounterMode(display=False), _Storages()
+    with FakeTensorMode(), torch.enable_grad():
+        given = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in inputs]
+        leaves = [t.requires_grad_() for t in given if t.is_floating_point() or t.is_complex()]
+        own = {storages.note(t, {}) for t in given}
+        with counter, storages.made() as forward, storages.saved() as saved:
+            out = function(given)
+        own.add(storages.note(out, {}))
+        with storages.made() as backward:
+            try:
+                if out.requires_grad:
+                    torch.autograd.grad(out, leaves, out, allow_unused=True)
+            except RuntimeError:  # it has no derivative: PyTorch says so where somebody asks for one
+                backward.clear()
+    kept, taken = (sum(n for key, n in sizes.items() if key not in own) for sizes in (saved, forward))
+    dtype = str(out.dtype).removeprefix("torch.")
+    return Made(tuple(out.shape), dtype, float(counter.get_total_flops()), kept, taken, sum(backward.values()))
+
+
+@dataclass(slots=True)
+class _Storages:
+    """Memory by address: bytes of each."""
+
+    held: list[Any] = field(default_factory=list)  # so that no other gets the address
+
+    def note(self, tensor: Tensor, sizes: dict[int, int]) -> int:
+        """Adds a tensor's memory to `sizes`. Returns its address."""
+        storage = tensor.untyped_storage()
+        self.held.append(storage)
+        sizes[storage._cdata] = storage.nbytes()
+        return int(storage._cdata)
+
+    @contextmanager
+    def made(self) -> Iterator[dict[int, int]]:
+        """What is made within it."""
+        sizes = dict[int, int]()
+        with _observer()(lambda tensor: self.note(tensor, sizes)):
+            yield sizes
+
+    @contextmanager
+    def saved(self) -> Iterator[dict[int, int]]:
+        """What autograd saves within it."""
+        from torch.autograd.graph import saved_tensors_hooks
+
+        sizes = dict[int, int]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            self.note(tensor, sizes)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield sizes
+
+
+@cache
+def _observer() -> Any:
+    """The mode that shows every tensor that is made. Made here, as this module must be imported without torch."""
+    import torch
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self, see: Callable[[Tensor], object]) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.see = see
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.see(leaf)
+            return result
+
+    return Observer
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +215,11 @@ class TorchOp(Op):
         share: Counts = np.prod(extents, axis=-1, dtype=np.float64) / prod(made.shape)
         return share * (made.flops + prod(made.shape) + sum(x.volume for x in inputs))
 
-    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+    def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
         """What autograd is seen to save, and all that is made on the way, of a box by its share of the elements."""
         made = made_by(self, tuple(inputs))
         share = np.prod(hi - lo, axis=-1, dtype=np.float64) / prod(made.shape)
-        return Kept(extra=share * made.saved, forward=share * made.forward, between=share * made.backward)
+        return Saved(extra=share * made.saved, forward=share * made.forward, between=share * made.backward)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         return self.called(inputs, [parameters[str(i)] for i in range(len(self.held))])
@@ -177,3 +274,43 @@ def overload_of(target: str) -> torch._ops.OpOverload:
     if not isinstance(overload, torch._ops.OpOverload):
         raise LayerwiseError(f"operator {target} is not registered with torch here: import the package that has it")
     return overload
+
+
+@dataclass(frozen=True, slots=True)
+class AsWritten(Op):
+    """All of a model, as one layer of samples. It has no kernel: the module itself is called.
+
+    held: shape of each parameter and buffer, and whether it is a parameter. by_row: every output has a row a sample.
+    """
+
+    kind: ClassVar[str] = "as_written"
+    weights: ClassVar[bool] = True
+    held: tuple[tuple[tuple[int, ...], bool], ...]
+    dtype: str
+    by_row: bool = False
+
+    @property
+    def loss(self) -> Literal["mean", "sum"] | None:
+        """What it returns is taken for a mean over samples where it is not a row of each."""
+        return None if self.by_row else "mean"
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        batch = next((x.shape[0] for x in inputs if x.index("n") == 0), None)
+        if batch is None:
+            raise LayerwiseError("no input has a sample dimension")
+        return TensorSpec((batch,), ("n",), self.dtype)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        def along(spec: TensorSpec) -> Maps:
+            rows = zip(spec.dims, spec.shape, strict=True)
+            return tuple(identity(extent, 0) if label == "n" else whole(extent) for label, extent in rows)
+
+        return tuple(map(along, inputs))
+
+    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
+        rows = enumerate(self.held)
+        return tuple(Parameter(str(i), shape, tuple(map(whole, shape)), trainable) for i, (shape, trainable) in rows)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        """Not known."""
+        return np.full(extents.shape[:-1], np.nan)

@@ -1,21 +1,75 @@
-"""The fullest cell of a layer under each configuration: the one that the slowest device computes."""
+"""The largest cell of a layer, and how much cells need, under many configurations at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from layerwise.geometry import Box, boundaries
-from layerwise.geometry.arrays import Ints
+from layerwise.geometry import AxisMap, Box, boundaries
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer
-from layerwise.ops.facts import Space
+from layerwise.ops.facts import Dim, Maps, Space
 from layerwise.partition.layout import Layout
+
+FEW = 16  # configurations whose degrees are known by themselves: to look for equal ones would take longer
+
+
+def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:
+    """(C, D) extents of the largest cell; a grid is a product, so one cell is the largest in every dimension."""
+    columns = [-(-(dim.extent // dim.unit) // degrees[:, i]) * dim.unit for i, dim in enumerate(dims)]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(degrees), 0), np.int64)
+
+
+def intervals(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> tuple[Ints, Ints]:
+    """(C,) the longest interval of one dimension that any cell needs, and the sum over the cells along its source."""
+    if axis.source is None:
+        lengths, which = _lengths(axis, Dim(None, 1), (1,)), np.zeros(len(degrees), np.int64)
+    else:
+        dim, column = dims[axis.source], degrees[:, axis.source]
+        if len(column) <= FEW:
+            longest, total = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(column.tolist()))
+            return longest, total
+        there = np.bincount(column) > 0
+        lengths = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(np.flatnonzero(there).tolist()))
+        which = (there.cumsum() - 1)[column]
+    return lengths[0][which], lengths[1][which]
+
+
+@lru_cache(maxsize=16384)
+def _lengths(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
+    """(2, degrees): the longest interval that a cell needs, of so many along a dimension, and the sum over them all."""
+    found = np.zeros((2, len(degrees)), np.int64)
+    for at, degree in enumerate(degrees):
+        cuts = boundaries(dim.extent, degree, dim.unit)
+        lo, hi = axis(cuts[:-1], cuts[1:])
+        found[:, at] = (hi - lo).max(), (hi - lo).sum()
+    found.setflags(write=False)
+    return found
+
+
+def largest_box(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
+    """(C,) volume of the largest box that any cell needs."""
+    volume = np.ones(len(degrees))
+    for axis in maps:
+        volume = volume * intervals(axis, dims, degrees)[0]
+    return volume
+
+
+def all_boxes(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
+    """(C,) sum of the volumes of the boxes that all cells need: what all devices together hold."""
+    drivers = [axis.source for axis in maps]
+    spare = [i for i in range(degrees.shape[1]) if i not in drivers]  # cells along these need the same box
+    volume: Floats = degrees[:, spare].prod(1).astype(np.float64)
+    for axis in maps:
+        volume = volume * intervals(axis, dims, degrees)[1]
+    return volume
 
 
 @dataclass(frozen=True, slots=True)
-class Fullest:
+class LargestCell:
     """A cell for each of C configurations."""
 
     lo: Ints  # (C, D), in the iteration space
@@ -36,7 +90,7 @@ class Fullest:
         return _box(self.own_lo[row, :rank], self.own_hi[row, :rank])
 
 
-def fullest(layer: Layer, layout: Layout) -> Fullest:
+def largest_cell(layer: Layer, layout: Layout) -> LargestCell:
     """In every dimension the interval that is longest and needs most of what it drives (the middle of a halo)."""
     space = layer.space
     scalar = not space.out.shape  # counted as one dimension by layouts
@@ -61,7 +115,7 @@ def fullest(layer: Layer, layout: Layout) -> Fullest:
                     first = index * split + (j if split > 1 else 0)
                     within = rows & (finer == split) & ((part == j) | (split == 1))
                     own[:, within, i] = fine[first : first + 2, None]
-    return Fullest(bounds[0], bounds[1], own[0], own[1])
+    return LargestCell(bounds[0], bounds[1], own[0], own[1])
 
 
 @lru_cache(maxsize=65536)
@@ -80,7 +134,7 @@ def _index(space: Space, dim: int, degree: int) -> tuple[int, Ints]:
 
 
 def shared_statistics(layer: Layer, layout: Layout, *, local_batch_norm: bool) -> list[Ints]:
-    """`groups.statistics` for all configurations at once (tests/partition/test_fullest.py holds them equal).
+    """`groups.statistics` for all configurations at once (tests/partition/test_largest.py holds them equal).
 
     For each stage with statistics (C,): whether a cell shares them with others (else a plain kernel does).
     """

@@ -1,7 +1,8 @@
-"""The fullest cell: one that is there, none is fuller, and cells of one key are the same piece of work."""
+"""The largest cell, and what cells need, of all configurations at once: as boxes say."""
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +16,8 @@ from layerwise.machine import DeviceGraph
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.tensor.pointwise import Binary, Unary
-from layerwise.partition.fullest import fullest, shared_statistics
 from layerwise.partition.groups import statistics
+from layerwise.partition.largest import all_boxes, largest_box, largest_cell, largest_extents, shared_statistics
 from layerwise.partition.layout import layout
 from layerwise.partition.place import place
 from layerwise.tensor import TensorSpec
@@ -25,10 +26,34 @@ from tests.cost import brute, networks
 NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
 
 
+@given(NETWORKS, brute.machines(), st.data())
+@settings(max_examples=100)
+def test_boxes_are_those_of_the_cells(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    """The largest, and the sum over devices, of what cells need of inputs and parameters."""
+    for layer in network.inner:
+        configs = data.draw(brute.configs(layer.space, graph.count, most=3))
+        cells, dims = layout(configs, layer.space, graph.count), layer.space.dims
+        needed = [brute.input_of(layer, slot) for slot in range(len(layer.inputs))]
+        for maps, epilogue in [*needed, *((p.maps, p.epilogue) for _, p in layer.own_parameters())]:
+            degrees = cells.at(epilogue).degrees
+            largest, total = largest_box(maps, dims, degrees), all_boxes(maps, dims, degrees)
+            for i, config in enumerate(configs):
+                rows = brute.holdings(config, layer.space, graph.count)
+                volumes = [brute.need(maps, own if epilogue else cell).volume for _, cell, own in rows]
+                assert (largest[i], total[i]) == (max(volumes), sum(volumes)), f"{layer.name} {config}"
+        extents = largest_extents(dims, cells.computed.degrees)
+        for i, config in enumerate(configs):
+            shapes = [cell.shape for _, cell, _ in brute.holdings(config, layer.space, graph.count)]
+            assert extents[i].tolist() == np.array(shapes).reshape(len(shapes), -1).max(0).tolist()
+
+
+NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
+
+
 def keys(layer: Layer, *degrees: dict[str, int], devices: int = 8, wanted: tuple[bool, ...] = (True,)) -> list[object]:
     """Signature and extents of each configuration."""
     cells = layout([Config.of(d) for d in degrees], layer.space, devices)
-    rows = extents(layer, cells, fullest(layer, cells), local_batch_norm=False)
+    rows = extents(layer, cells, largest_cell(layer, cells), local_batch_norm=False)
     return [(signature(layer, wanted, 1), row) for row in rows]
 
 
@@ -37,7 +62,7 @@ def keys(layer: Layer, *degrees: dict[str, int], devices: int = 8, wanted: tuple
 def test_it_is_a_cell_and_none_is_larger(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     for layer in network.inner:
         configs = data.draw(brute.configs(layer.space, graph.count, most=3))
-        found = fullest(layer, layout(configs, layer.space, graph.count))
+        found = largest_cell(layer, layout(configs, layer.space, graph.count))
         for i, config in enumerate(configs):
             held = [(cell, own) for _, cell, own in brute.holdings(config, layer.space, graph.count)]
             cell, owned = found.cell(i), found.owned(i, len(layer.out.shape))
@@ -51,7 +76,7 @@ def test_extents_are_of_what_the_cell_needs(network: LayerGraph, graph: DeviceGr
     for layer in network.inner:
         configs = data.draw(brute.configs(layer.space, graph.count, most=3))
         cells = layout(configs, layer.space, graph.count)
-        found, where = fullest(layer, cells), layer.space
+        found, where = largest_cell(layer, cells), layer.space
         rows = extents(layer, cells, found, local_batch_norm=False)
         each = sizes(layer, found)
         for i, row in enumerate(rows):
@@ -98,7 +123,7 @@ def test_shared_statistics_are_another_kernel() -> None:
     assert shared.tolist() == [0, 0, 1, 1]
     (alone,) = shared_statistics(layer, cells, local_batch_norm=True)
     assert alone.tolist() == [0] * 4
-    rows = extents(layer, cells, fullest(layer, cells), local_batch_norm=False)
+    rows = extents(layer, cells, largest_cell(layer, cells), local_batch_norm=False)
     assert [row[-1] for row in rows] == [0, 0, 1, 1]
 
 
