@@ -22,8 +22,8 @@ from benchmarks.gpu.rows import Found, Row, Setting, printed, tensor_cores
 from layerwise.machine import save
 from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import conditions, made
-from layerwise.measure.layers.job import base_profile
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.job import base_profile
+from layerwise.measure.timing import Stopwatch
 from layerwise.search.__main__ import main as search
 
 # And their batches.

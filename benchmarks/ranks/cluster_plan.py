@@ -25,7 +25,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
-from layerwise.measure.layers.cells import Wanted, wanted_cells
+from layerwise.measure.cells import Wanted, wanted_cells
 from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline

@@ -10,8 +10,8 @@ import numpy as np
 
 from layerwise.comm.base import Comm
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
-from layerwise.measure.links.measure import measure_overlap, operation_time
-from layerwise.measure.links.shapes import Shape, find_topology, pairs, shapes
+from layerwise.measure.link_times import measure_overlap, operation_time
+from layerwise.measure.topology import Shape, find_topology, pairs, shapes
 
 USED: tuple[Operation, ...] = ("message", "exchange", "all_reduce", "reduce_scatter")  # by gloo
 

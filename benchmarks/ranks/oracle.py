@@ -34,7 +34,7 @@ from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
-from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
+from layerwise.measure.cells import Key, Wanted, wanted_cells
 from layerwise.oracle.pipeline import cuts_of, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy

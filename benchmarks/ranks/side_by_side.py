@@ -26,11 +26,10 @@ from layerwise.machine.fields import Field
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
 from layerwise.machine.layer_times_json import read, written
 from layerwise.measure.bench import Mode, UpdateSpec
-from layerwise.measure.layers.cells import Key, Wanted, layer_cells
-from layerwise.measure.layers.measure import Measuring, timed
-from layerwise.measure.layers.overhead import COPIED, copied, overhead
-from layerwise.measure.stolen import stolen_s
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.cells import Key, Wanted, layer_cells
+from layerwise.measure.job import Measuring, timed
+from layerwise.measure.overhead import COPIED, copied, overhead
+from layerwise.measure.timing import Stopwatch, stolen_s
 
 ROUNDS = 5
 LEAST = 2  # steps, however slow

@@ -17,7 +17,7 @@ from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group, start
 from layerwise.errors import LayerwiseError
-from layerwise.measure.links.shapes import topology_of
+from layerwise.measure.topology import topology_of
 
 ALL = "a model is split over all ranks that torchrun has started: leave device_mesh out, or start as many as it has"
 

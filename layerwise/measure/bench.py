@@ -1,10 +1,12 @@
-"""Bench: one cell of one layer on this device, run as the runtime does: leaves, stages, this layer's own autograd."""
+"""Benches: the tensors of one task on this device (a layer's cell, an update, a loss), run as the runtime runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -184,3 +186,108 @@ def _reduction(spec: CellSpec) -> Callable[[Tensor], Tensor]:
         return total
 
     return reduce
+
+
+def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """As `layerwise.run` makes it."""
+    if name == "adam":
+        return torch.optim.Adam(parameters, 1e-3)
+    return torch.optim.SGD(parameters, 1e-3, 0.9 if name == "momentum" else 0.0)
+
+
+class UpdateBench:
+    """An optimizer's step. `forward` does it; there is no way back."""
+
+    def __init__(self, spec: UpdateSpec, mode: Mode) -> None:
+        self.parameters = [nn.Parameter(mode.filled((size,))) for size in spec.sizes]
+        self.values = [mode.filled((size,)) for size in spec.sizes]
+        self.optimizer = optimizer_of(spec.optimizer, self.parameters)
+
+    @property
+    def recent(self) -> tuple[Sequence[Tensor], None]:
+        """Gradients were made long ago, but for the last."""
+        return (), None
+
+    def forward(self) -> None:
+        """The step, without what any step costs however few parameters it has (`overhead`)."""
+        for p, g in zip(self.parameters, self.values, strict=True):
+            p.grad = g
+        self.optimizer.step()
+
+    def backward(self) -> None:
+        """Nothing."""
+
+    def forget(self) -> None:
+        """Nothing."""
+
+
+class LossBench:
+    """The loss as `layerwise.run` takes it: cross-entropy over dimension 1 in float32, means added up."""
+
+    def __init__(self, spec: LossSpec, mode: Mode) -> None:
+        dtypes = spec.dtypes or ("float32",) * len(spec.shapes)
+        self.outputs = [
+            mode.filled(shape, dtype).requires_grad_() for shape, dtype in zip(spec.shapes, dtypes, strict=True)
+        ]
+        self.targets = [
+            torch.randint(shape[1], (shape[0], *shape[2:]), device=mode.device) if len(shape) > 1 else None
+            for shape in spec.shapes
+        ]
+        self.total: Tensor | None = None
+
+    @property
+    def recent(self) -> tuple[Sequence[Tensor], None]:
+        """The outputs; and backward follows at once."""
+        return self.outputs, None
+
+    def forward(self) -> None:
+        """Outputs leave the runtime as copies."""
+        made = [out.clone() for out in self.outputs]
+        losses = [
+            x.mean() if target is None else nn.functional.cross_entropy(x.float() if x.itemsize < 4 else x, target)
+            for x, target in zip(made, self.targets, strict=True)
+        ]
+        self.total = torch.stack(losses).sum()
+
+    def backward(self) -> None:
+        """Their gradients are scaled to the mean over the global batch."""
+        assert self.total is not None
+        for gradient in torch.autograd.grad(self.total, self.outputs):
+            gradient.mul_(0.5)
+
+    def forget(self) -> None:
+        """Before the next step."""
+        self.total = None
+
+
+TIMES = 4  # the size of a core's own cache
+USUAL_BYTES = 2**20
+
+
+@cache
+def own_cache_bytes(where: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Of the largest cache that a core has to itself; a usual size where Linux does not say."""
+    try:
+        return int((where / "index2" / "size").read_text(encoding="ascii").strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return USUAL_BYTES
+
+
+@cache
+def _buffer() -> Tensor:
+    return torch.ones(TIMES * own_cache_bytes() // 4)
+
+
+def leave_only(recent: Sequence[Tensor] | None, device: torch.device) -> None:
+    """Puts these tensors in the place of all that is cached; None: leaves everything where it is.
+
+    A layer that is timed again and again finds all of its tensors in the cache, and looks faster than it is in a step,
+    where everything else has passed through it since. So a buffer is read before each sample, larger than what a core
+    has to itself, and then the tensors that the step would just have written. On a GPU nothing is done: kernels that
+    flush its cache would hide how long others take to launch.
+    """
+    if recent is None or device.type != "cpu":
+        return
+    _buffer().sum()
+    for tensor in recent:
+        tensor.sum()

@@ -25,7 +25,7 @@ from layerwise.api.world import join
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
-from layerwise.measure.links import timing
+from layerwise.measure import timing
 from tests.api.keywords import keywords
 from tests.api.script import BATCH, SEED, data, network
 from tests.traces import once

@@ -27,8 +27,8 @@ from layerwise.cost.price import measured_share
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import CellSpec
-from layerwise.measure.layers.cells import Wanted
-from layerwise.measure.layers.measure import Measuring
+from layerwise.measure.cells import Wanted
+from layerwise.measure.job import Measuring
 from layerwise.ops.stages import needed_box
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline

@@ -13,8 +13,8 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import CellSpec, UpdateSpec
-from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
-from layerwise.measure.layers.overhead import Overhead
+from layerwise.measure.cells import Key, Wanted, wanted_cells
+from layerwise.measure.overhead import Overhead
 from layerwise.search.baselines import baseline
 from tests.comm.thread import run_threads
 

@@ -22,7 +22,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph, Processor, Tile
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
-from layerwise.measure.layers.cells import Wanted, wanted_cells
+from layerwise.measure.cells import Wanted, wanted_cells
 from layerwise.ops.base import Op
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear, MatMul

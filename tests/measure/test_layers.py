@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
+from layerwise.measure import job as layers
 from layerwise.measure.bench import Mode, UpdateSpec
-from layerwise.measure.layers import measure as layers
-from layerwise.measure.layers.cells import Wanted
-from layerwise.measure.layers.measure import Measuring
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.cells import Wanted
+from layerwise.measure.job import Measuring
+from layerwise.measure.timing import Stopwatch
 
 MODE = Mode(torch.device("cpu"), torch.float32)
 START = LayerTimes(Conditions("device", "2.13.0", "float32"))

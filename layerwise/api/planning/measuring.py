@@ -28,12 +28,12 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load as load_profile
 from layerwise.machine import save
 from layerwise.machine.profile import Profile
+from layerwise.measure import links_profile
 from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import TYPES, conditions, cpu_name, mode_of, modes
-from layerwise.measure.layers.job import Job, base_profile
-from layerwise.measure.links import profile as links_profile
-from layerwise.measure.links.measure import measure_links
-from layerwise.measure.links.shapes import find_topology
+from layerwise.measure.job import Job, base_profile
+from layerwise.measure.link_times import measure_links
+from layerwise.measure.topology import find_topology
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.search.find import search

@@ -1,15 +1,31 @@
-"""Stopwatch: how long the parts of a step take, warm, repeated, as medians with their spread."""
+"""How long something takes, warm and repeated: on this device (Stopwatch), or by several ranks together (timed).
+
+Rounds of several ranks during which a machine's host took CPU time from it are repeated, and those with the least of it
+count, however long they took.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from pathlib import Path
+from statistics import median
 
 import torch
 
+from layerwise.comm.base import Comm
+from layerwise.run.trace import now_s
+
+STAT = Path("/proc/stat")
+ROUNDS = 5
+ROUND_S = 0.03  # short operations are repeated until a round takes about that
+MOST = 50  # repetitions a round
+STOLEN = 0.02  # of all cores' time: a round with more is repeated
+TRIES = 3  # times as many rounds at most
 Do = Callable[[], object]
 Parts = Sequence[Do]
 
@@ -85,3 +101,50 @@ class Stopwatch:
             rows.append(row)
         torch.cuda.synchronize(self.device)
         return [tuple(float(a.elapsed_time(b)) / 1e3 for a, b in row) for row in rows]
+
+
+def stolen_s() -> float:
+    """CPU seconds that the host of a virtual machine has kept from all its cores since it started; 0 where the kernel
+    does not tell.
+    """
+    try:
+        fields = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Seconds of one operation: the median of the rounds, and their spread, (largest - smallest) / median."""
+
+    seconds: float
+    spread: float
+
+
+def timed(comm: Comm, operation: Do | None, rounds: int = ROUNDS) -> Time:
+    """How long an operation takes the slowest rank. Every rank calls this; None: it takes no part."""
+    for _ in range(2):  # the first one connects and allocates
+        _, first = _slowest(comm, operation, 1)
+    times = max(1, min(MOST, round(ROUND_S / max(first, 1e-9))))
+    bearable_s = STOLEN * (os.cpu_count() or 1) * times * first
+    rounds_taken: list[tuple[float, float]] = []  # seconds stolen, and of the operation
+    while len(rounds_taken) < TRIES * rounds and sum(stolen <= bearable_s for stolen, _ in rounds_taken) < rounds:
+        rounds_taken.append(_slowest(comm, operation, times))
+    least = sorted(rounds_taken, key=lambda one: one[0])[:rounds]  # of those that are alike the earlier ones
+    seconds = [each for _, each in least]
+    middle = median(seconds)
+    return Time(middle, (max(seconds) - min(seconds)) / middle if middle else 0.0)
+
+
+def _slowest(comm: Comm, operation: Do | None, times: int) -> tuple[float, float]:
+    """Seconds that were stolen meanwhile from the rank that lost most, and seconds that the slowest rank took."""
+    before = stolen_s()
+    comm.barrier()
+    start = now_s(comm.device)
+    if operation is not None:
+        for _ in range(times):
+            operation()
+    mine = (now_s(comm.device) - start) / times if operation is not None else 0.0
+    everyone = comm.all_gather_object([stolen_s() - before, mine])
+    return max(stolen for stolen, _ in everyone), max(seconds for _, seconds in everyone)

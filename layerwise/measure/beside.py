@@ -10,9 +10,8 @@ import torch
 
 from layerwise.comm.base import Comm, Handle
 from layerwise.machine.curves import Operation, Overlap
-from layerwise.measure.links.shapes import Shape
-from layerwise.measure.links.timing import Do, timed
-from layerwise.measure.stolen import stolen_s
+from layerwise.measure.timing import Do, stolen_s, timed
+from layerwise.measure.topology import Shape
 
 # Samples, channels, height and width of the convolution whose gradients are computed beside an operation: some ms.
 KERNEL = {"cpu": (2, 64, 16, 16), "cuda": (64, 256, 32, 32)}

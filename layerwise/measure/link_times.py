@@ -1,8 +1,8 @@
-"""Measures links: exchanges and collectives as the runtime issues them, by size and shape, and beside computation."""
+"""Times of links: exchanges and collectives as the runtime issues them, by size and shape, as curves of few lines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -11,12 +11,44 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm, Group, Handle, Kind
+from layerwise.geometry.arrays import Floats
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
-from layerwise.measure.links.beside import BESIDE, BESIDE_S, Start, overlap
-from layerwise.measure.links.fit import Point, knots
-from layerwise.measure.links.shapes import Shape, Topology, pairs, shapes
-from layerwise.measure.links.timing import ROUNDS, Do, Time, timed
+from layerwise.measure.beside import BESIDE, BESIDE_S, Start, overlap
+from layerwise.measure.timing import ROUNDS, Do, Time, timed
+from layerwise.measure.topology import Shape, Topology, pairs, shapes
 from layerwise.partition.buckets import BUCKET_BYTES
+
+TOLERANCE = 0.05  # of the time: what a line may miss a point by
+Point = tuple[float, float]  # bytes, seconds
+
+
+def knots(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The fewest of these points that lines can be drawn through so that none is off by more than `TOLERANCE`.
+
+    Points by size, at least two. Times that fall as sizes grow are noise: they are raised to the one before.
+    """
+    sizes, seconds = np.array(points).T
+    seconds = np.maximum.accumulate(seconds)
+    best: list[tuple[int, float, int]] = [(0, 0.0, -1)]  # lines up to a point, how far they are off, the point before
+    for end in range(1, len(sizes)):
+        choices = []
+        for start in range(end):
+            off = _off(sizes[start : end + 1], seconds[start : end + 1])
+            if off <= TOLERANCE or start == end - 1:
+                choices.append((best[start][0] + 1, best[start][1] + off, start))
+        best.append(min(choices))
+    kept, last = [len(sizes) - 1], len(sizes) - 1
+    while last > 0:
+        last = best[last][2]
+        kept.insert(0, last)
+    return tuple((float(sizes[i]), float(seconds[i])) for i in kept)
+
+
+def _off(sizes: Floats, seconds: Floats) -> float:
+    """The largest relative distance of points from the line between the first and the last."""
+    line = np.interp(sizes, sizes[[0, -1]], seconds[[0, -1]])
+    return float((np.abs(line - seconds) / seconds).max())
+
 
 SIZES: tuple[int, ...] = tuple(1024 * 4**i for i in range(9))  # bytes: 1 KiB to 64 MiB
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")

@@ -13,10 +13,19 @@ from layerwise.config import Config
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine.layer_times import CellTime
-from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
-from layerwise.measure.layers.cold import leave_only, own_cache_bytes
-from layerwise.measure.layers.step import LossBench, UpdateBench, optimizer_of
-from layerwise.measure.stopwatch import Reading, Stopwatch
+from layerwise.measure.bench import (
+    Bench,
+    CellSpec,
+    LossBench,
+    LossSpec,
+    Mode,
+    UpdateBench,
+    UpdateSpec,
+    leave_only,
+    optimizer_of,
+    own_cache_bytes,
+)
+from layerwise.measure.timing import Reading, Stopwatch
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.fullest import fullest

@@ -13,8 +13,8 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import LinkLevel, Profile
 from layerwise.machine import load as load_profile
-from layerwise.measure.links.measure import Measured, Series
-from layerwise.measure.links.shapes import Topology
+from layerwise.measure.link_times import Measured, Series
+from layerwise.measure.topology import Topology
 
 SHARED = 1.5  # times as long as one pair: then the pairs of a node share its port
 
