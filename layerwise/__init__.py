@@ -38,7 +38,7 @@ _HOME = {
     "price": "layerwise.cost.price",
     "register_op": "layerwise.importers.registry",
     "save": "layerwise.api.save",
-    "split": "layerwise.api.data.split",
+    "split": "layerwise.api.split",
     "timeline": "layerwise.cost.timeline.simulate",
 }
 
@@ -76,11 +76,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from layerwise.api.data.split import split
     from layerwise.api.fit import fit
     from layerwise.api.options import ParallelOptions
     from layerwise.api.parallelize import parallelize
     from layerwise.api.save import save
+    from layerwise.api.split import split
     from layerwise.config import Config, SearchSpace
     from layerwise.cost.model import CostModel, CostOptions
     from layerwise.cost.price import price

@@ -15,7 +15,7 @@ from benchmarks.common.calibrated import calibrated
 from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.predictions import profile_of, with_times
 from benchmarks.ranks.side_by_side import Layers
-from layerwise.api.planning.measuring import ENOUGH
+from layerwise.api.machine import ENOUGH
 from layerwise.comm.base import Comm
 from layerwise.config import Config, SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions, Strategy

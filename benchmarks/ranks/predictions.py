@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.common.networks import SMALL, Network
 from benchmarks.ranks.links_again import LinksAgain
 from benchmarks.ranks.side_by_side import Layers, block, segments_of, slowest
-from layerwise.api.planning.measuring import strategies
+from layerwise.api.machine import strategies
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.config import SearchSpace

@@ -16,7 +16,7 @@ from statistics import mean, median
 
 import torch
 
-from layerwise.api.planning.measuring import module
+from layerwise.api.machine import module
 from layerwise.comm.base import Comm
 from layerwise.config import Config
 from layerwise.cost.compute.measured import COPY, LAYER, step_name

@@ -17,15 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
 from layerwise.api.arguments import at_least_1, check_autocast
-from layerwise.api.data.evaluation import Metric, evaluate
-from layerwise.api.data.feed import Feed, feed
-from layerwise.api.data.split import seat
-from layerwise.api.loop import losses
-from layerwise.api.loop.optimizers import Scheduling, Wanted, build, planned
-from layerwise.api.loop.optimizers import check as check_optimizer
+from layerwise.api.evaluation import Metric, check_loss, check_targets, evaluate
+from layerwise.api.feed import Feed, feed
+from layerwise.api.optimizers import Scheduling, Wanted, build, planned
+from layerwise.api.optimizers import check as check_optimizer
 from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
-from layerwise.api.planning.source import Model
+from layerwise.api.source import Model
+from layerwise.api.split import seat
 from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
@@ -133,7 +132,7 @@ def fit(
         >>> len(fitted.history)
         1
     """
-    losses.check(loss)
+    check_loss(loss)
     at_least_1("epochs", epochs)
     check_optimizer(optimizer, scheduler)
     _check_keywords(model, how)
@@ -150,7 +149,7 @@ def fit(
         raise LayerwiseError("held_out has no samples: leave it out, or give some")
     for one in (train, held):
         if one is not None and one.target is not None:
-            losses.check_targets(loss, one.target, one.name)
+            check_targets(loss, one.target, one.name)
     module = _module(model, train, batch, planned(optimizer), seed, autocast, how)
     made = build(optimizer, model, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(made)
@@ -248,7 +247,7 @@ class UserObjective:
         """This rank's samples of each batch."""
         mine = [numbers[self.module.share(len(numbers))].tolist() for numbers in batches]
         for inputs, target in self.train.batches(mine):
-            losses.check_targets(self.function, target, self.train.name)
+            check_targets(self.function, target, self.train.name)
             yield inputs, target.to(self.module.device)
 
     def loss(self, given: Batch, batch: int) -> Tensor:

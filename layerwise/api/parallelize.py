@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from layerwise.api import loaders as loaders_of
+from layerwise.api.accumulate import Accumulate, auto
 from layerwise.api.arguments import check, check_autocast, check_io, facts
 from layerwise.api.build import Task
-from layerwise.api.data import loaders as loaders_of
-from layerwise.api.loop.accumulate import Accumulate, auto
 from layerwise.api.options import ParallelOptions
-from layerwise.api.planning.choose import Request, Strategy
-from layerwise.api.planning.source import ExampleInputs, Model, device_of, examples_of
+from layerwise.api.planner import Request, Strategy
+from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
 from layerwise.api.world import join
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
@@ -167,15 +167,14 @@ def parallelize(
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
-    built = Task(model, call, samples, wanted, strategy, world, request, runtime, options).build()
-    module = built.module
+    module, shown = Task(model, call, samples, wanted, strategy, world, request, runtime, options).build()
     if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
         module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:
         module.eval().requires_grad_(False)
     notes = _accumulate(module, options.sync_every)
     if verbose and world.comm.rank == 0:
-        for one in (*built.shown, *map(Text, notes)):
+        for one in (*shown, *map(Text, notes)):
             console().print(one, soft_wrap=isinstance(one, Text))
     return (module, *loaders_of.shared(loaders, module)) if loaders else module
 

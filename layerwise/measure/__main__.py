@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 
@@ -43,7 +43,7 @@ from layerwise.measure.topology import find_topology
 from layerwise.report import as_json, text
 from layerwise.report.content import Column, Table, filled
 
-Subparsers = argparse._SubParsersAction  # of Parsers
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 EPILOG = """examples:
   python -m layerwise.measure layers vgg16 --gpus 4 --out mine.json
@@ -107,7 +107,7 @@ def _add_layers(subparsers: Subparsers) -> None:
 
 
 def _measure_layers(args: argparse.Namespace) -> int:
-    from layerwise.api.planning.measuring import module, strategies  # here, so that --help is quick
+    from layerwise.api.machine import module, strategies  # here, so that --help is quick
 
     device = device_of(args.device)
     mode = mode_of(device, args.dtype, args.channels_last)

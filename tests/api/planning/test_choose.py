@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from layerwise.api.planning.choose import Choice, Planner, Request, fixed_layers
-from layerwise.api.planning.machine import built_in, given
-from layerwise.api.planning.report import lines
+from layerwise.api.machine import built_in, given
+from layerwise.api.planner import Choice, Planner, Request, fixed_layers, lines
 from layerwise.api.world import World
 from layerwise.comm.base import Comm
 from layerwise.config import SearchSpace

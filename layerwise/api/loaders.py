@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from layerwise.api.data.split import Share
+from layerwise.api.split import Share
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input
 from layerwise.run.parallel import ParallelModule

@@ -1,23 +1,24 @@
-"""Measuring: a profile of these ranks, kept in a cache; what a plan needs and the cache lacks is measured."""
+"""Machine: the profile to plan with: what the user names, what was measured on these ranks, or a built-in one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from layerwise.api.planning.choose import Planner
+from layerwise.api.options import ParallelOptions
+from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
 from layerwise.cache import folder
-from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
 from layerwise.config import Config, SearchSpace
@@ -26,7 +27,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load as load_profile
-from layerwise.machine import save
+from layerwise.machine import names, save
 from layerwise.machine.profile import Profile
 from layerwise.measure import links_profile
 from layerwise.measure.bench import Mode
@@ -39,8 +40,40 @@ from layerwise.run.load import load
 from layerwise.search.find import search
 from layerwise.version import __version__
 
+# Part of the device's name, as CUDA has it -> built-in profile.
+KNOWN = {"h100": "h100", "p100": "p100", "v100": "v100", "a6000": "pcie", "cpu": "cpu"}
+NEAREST = "h100"  # for other GPUs
 ENOUGH = 0.95  # of the best plan's t_C measured: then nothing more is measured
+MEASURED = "what was measured on these ranks ({})"
 LINKS = 0.3  # of the budget is for links, where these are not known yet
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A profile, and what the user should know of it."""
+
+    profile: Profile
+    source: str  # where it comes from
+    notes: tuple[str, ...] = ()  # what else, a line each
+
+
+def given(wanted: Profile | str | os.PathLike[str]) -> Machine:
+    """The profile that the user names; LayerwiseError where there is none."""
+    if isinstance(wanted, Profile):
+        return Machine(wanted, f"profile {wanted.name}, as given")
+    return Machine(load_profile(wanted), f"profile {os.fspath(wanted)}, as given")
+
+
+def built_in(world: World) -> Machine:
+    """What fits the devices best without a measurement."""
+    name = next((known for part, known in KNOWN.items() if part in world.device.lower()), None)
+    if name is not None:
+        assert name in names()
+        return Machine(load_profile(name), f"built-in profile {name}; nothing was measured here")
+    return Machine(
+        load_profile(NEAREST),
+        f"built-in profile {NEAREST}, for want of one of {world.device}: ParallelOptions(profile=...) names another",
+    )
 
 
 def cache_file(world: World) -> Path:
@@ -50,24 +83,6 @@ def cache_file(world: World) -> Path:
     name = re.sub(r"\W+", "-", world.device.lower()).strip("-")
     digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
     return folder() / f"{name}-{world.nodes}x{world.gpus_per_node}-{digest}.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of these ranks."""
-
-    profile: Profile | None = None
-    path: Path | None = None  # the file that keeps it; None: no file does
-    notes: tuple[str, ...] = ()  # what went wrong, a line each
-
-
-def cached(world: World) -> Known:
-    """What is known of these ranks already; for rank 0. A file that is no profile counts as not there."""
-    path = cache_file(world)
-    try:
-        return Known(load_profile(path), path) if path.exists() else Known()
-    except (LayerwiseError, OSError) as error:
-        return Known(notes=(f"the cache's file {path} is of no use, as if it were not there: {error}",))
 
 
 @contextmanager
@@ -90,20 +105,47 @@ def _place(path: Path, known: Profile | None) -> Iterator[tuple[Path, tuple[str,
         yield passing, (note,)
 
 
-def measured(planner: Planner, budget_s: float) -> Known:
-    """The profile of these ranks, with what the best plans need. The planner's own profile is where to begin.
+def machine_of(
+    graph: LayerGraph, world: World, request: Request, options: ParallelOptions, *, measure: bool
+) -> Machine:
+    """What is known of these ranks, or (measure) is measured now. On ranks other than 0, which do not plan, any."""
+    if options.profile is not None:
+        return given(options.profile)
+    base, comm = built_in(world), world.comm
+    planner = Planner(graph, world, base.profile, request)
+    measure = measure and options.measure_s > 0 and world.size > 1 and planner.options.dtype in TYPES
+    if measure:
+        used = [] if comm.device.type == "cpu" else [comm.device]
+        with torch.random.fork_rng(used, device_type=comm.device.type):  # the script draws as without this
+            return _measured(planner, base, options.measure_s)
+    return _cached(base, cache_file(world)) if comm.rank == 0 and world.size > 1 else base
 
-    Every rank calls it; nothing on all but rank 0, which plans. LayerwiseError on all ranks where it cannot be.
+
+def _cached(base: Machine, path: Path) -> Machine:
+    """What the cache's file says of these ranks, else the base. A file that is no profile counts as not there."""
+    try:
+        return Machine(load_profile(path), MEASURED.format(path)) if path.exists() else base
+    except (LayerwiseError, OSError) as error:
+        return replace(base, notes=(f"the cache's file {path} is of no use, as if it were not there: {error}",))
+
+
+def _measured(planner: Planner, base: Machine, budget_s: float) -> Machine:
+    """What is known of these ranks, with what the best plans need. `base` is where to begin.
+
+    Every rank calls it; the base on all but rank 0, which plans. LayerwiseError on all ranks where it cannot be.
     """
-    world = planner.world
-    if world.comm.rank != 0:
+    if planner.world.comm.rank != 0:
         _measure(planner, None, None, budget_s)
-        return Known()
-    known = cached(world)
-    with _place(cache_file(world), known.profile) as (path, notes):
-        _measure(planner, known.profile, path, budget_s)
-        profile = load_profile(path) if path.exists() else None
-    return Known(profile, None if notes else path, (*known.notes, *notes))
+        return base
+    file = cache_file(planner.world)
+    cached = _cached(base, file)
+    known = None if cached.profile is base.profile else cached.profile
+    with _place(file, known) as (path, notes):
+        _measure(planner, known, path, budget_s)
+        notes = (*cached.notes, *notes)
+        if not path.exists():
+            return replace(base, notes=notes)
+        return Machine(load_profile(path), MEASURED.format(path if path == file else "not kept"), notes)
 
 
 def _measure(planner: Planner, known: Profile | None, path: Path | None, budget_s: float) -> None:
@@ -141,11 +183,6 @@ def _layers(planner: Planner, path: Path, budget_s: float) -> None:
             if sum(float(c.measured[0]) for c in costs) >= ENOUGH * sum(float(c.total[0]) for c in costs):
                 return
         Job(base, where, str(path), mode, graph, devices, options, space, budget_s).run(strategies, module, quiet=True)
-
-
-def measurable(dtype: str, comm: Comm) -> bool:
-    """Whether kernels of this type can be run here, and there is something to measure them for."""
-    return comm.size > 1 and dtype in TYPES
 
 
 def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:
