@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -29,16 +29,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from layerwise.checkpoint.blobs import write_blobs
 from layerwise.checkpoint.description import check_whole
 from layerwise.checkpoint.reader import FORMAT, METADATA, SEAL, VERSION, checksum
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.run.state.shard import Shard
-from layerwise.tensorfile import DTYPE_OF, DTYPES, dtype_name, sync_folder
+from layerwise.tensorfile import DTYPE_OF, DTYPES, dtype_name, sync_folder, torch_save
 from layerwise.version import __version__
 
+ALIGNED = 64  # bytes: torch.save puts elements at multiples of it, counted from where it begins
+Span = tuple[int, int]  # offset and length of a value's archive in the file, in bytes
 MODEL = "model"
 Told = Mapping[str, Any]  # what `write` returns, after its way through JSON
 
@@ -147,3 +148,46 @@ def _add(held: dict[str, TensorStorageMetadata | BytesStorageMetadata], name: st
 
 def _box(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)))
+
+
+def write_blobs(path: Path, values: Iterable[object]) -> tuple[str, list[Span]]:
+    """Writes the file, on disk when this returns. Returns its SHA-256, and where each value is.
+
+    Values, most of them tensors on any device, are taken one by one: one copy is in memory at a time. OSError where
+    that is impossible.
+    """
+    spans: list[Span] = []
+    with path.open("wb") as file:
+        out = _Hashed(file)
+        for value in values:
+            out.write(b"\0" * (-out.length % ALIGNED))
+            start = out.length
+            torch_save(_alone(value), cast(IO[bytes], out))
+            spans.append((start, out.length - start))
+            del value  # before the next one comes
+        file.flush()
+        os.fsync(file.fileno())
+    return out.sha256.hexdigest(), spans
+
+
+def _alone(value: object) -> object:
+    """A tensor on the CPU, with memory of its own: torch.save writes all of what it is a part of."""
+    if not isinstance(value, Tensor):
+        return value
+    own = value.detach().cpu().contiguous()
+    return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
+
+
+class _Hashed:
+    """What is written goes into a file, and into its SHA-256."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.sha256, self.length = file, hashlib.sha256(), 0
+
+    def write(self, part: bytes) -> int:
+        self.sha256.update(part)
+        self.length += len(part)
+        return self.file.write(part)
+
+    def flush(self) -> None:
+        self.file.flush()

@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from layerwise.checkpoint.contribution import MODEL, Entry, finish, of_model, write
 from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, of_groups, prepare
 from layerwise.checkpoint.reader import SEAL, Reader
-from layerwise.checkpoint.sole_writer import sole_writer
-from layerwise.checkpoint.step_folders import begin, commit, find, latest
+from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
 from layerwise.comm.base import Comm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from layerwise.checkpoint.sole_writer import sole_writer
+from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import MODEL_HELP, Parser, check_files, console, count, global_batch, positive, run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
