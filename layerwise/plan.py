@@ -54,20 +54,19 @@ class Plan:
         (2, (0, 1))
     """
 
-    model: str  # as given on the command line
-    digest: str  # of the fused graph at `batch` samples
+    model: str
+    digest: str
     batch: int
     gpus: int
     gpus_per_node: int
     io: Literal["sample", "free", "boxes"]
     fused: bool
-    strategy: Mapping[str, Config]  # of every layer but inputs and sink
-    device_order: tuple[int, ...] = ()  # the rank that is each of the planned devices
-    predicted: Mapping[str, float] = field(default_factory=dict)  # seconds and bytes a step
-    provenance: Mapping[str, object] = field(default_factory=dict)  # versions, profile, options and proof of the search
-    # Seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
+    strategy: Mapping[str, Config]
+    device_order: tuple[int, ...] = ()
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, object] = field(default_factory=dict)
     predicted_layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    halos_sent: tuple[str, ...] = ()  # inputs of which a rank reads its own cell (io boxes); older plans have none
+    halos_sent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.device_order:

@@ -124,6 +124,12 @@ def parallelize(
     Raises:
         LayerwiseError: The model, the inputs, the strategy, the plan or the memory will not do.
         CommError: Ranks are missing, or were given something else.
+
+    Examples:
+        >>> import layerwise
+        >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
+        >>> model(torch.randn(8, 4)).shape, model.plan.gpus
+        (torch.Size([8, 2]), 1)
     """
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")

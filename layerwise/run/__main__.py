@@ -37,9 +37,8 @@ from layerwise.search.make_plan import plan_for
 from layerwise.train import compare_times, data
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.loop import OPTIMIZERS, Settings
-from layerwise.train.out_of_memory import enough_memory
 from layerwise.train.report import Result, beginning, ending, steps_shown
-from layerwise.train.session import Session
+from layerwise.train.session import Session, enough_memory
 
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 

@@ -1,8 +1,11 @@
-"""Session: one run of the command line, from loading the plan's network to what came of it."""
+"""Session: one run of the command line, from loading the plan's network to what came of it, and the memory it took."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +26,6 @@ from layerwise.train.compare import Difference, Outcome, arithmetic, difference,
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.objective import Fed, TaskObjective, cross_entropy
-from layerwise.train.out_of_memory import peak_resident_bytes
 from layerwise.train.report import KINDS, Result
 from layerwise.train.score import evaluate, held_out_loss, predicting
 from layerwise.version import __version__
@@ -183,3 +185,27 @@ class Session:
         if any(not abs(step.loss) < float("inf") for step in self.steps):
             notes.append("the loss is no finite number any more: try a smaller --lr")
         return notes
+
+
+ON_CPU = "DefaultCPUAllocator"  # torch's error there is a plain RuntimeError that names it
+
+
+def peak_resident_bytes() -> int:
+    """The most memory of the host that this process has had so far, PyTorch itself included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def enough_memory(plan: Plan, rank: int) -> Iterator[None]:
+    """torch's errors of too little memory become a LayerwiseError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and ON_CPU not in str(error):
+            raise
+        predicted = plan.predicted.get("memory_bytes")
+        need = "" if predicted is None else f" (the plan predicts {predicted / 1e9:.3g} GB, beside PyTorch itself)"
+        raise LayerwiseError(
+            f"rank {rank} ran out of memory{need}: search for more GPUs, a smaller batch or other --dims, or give "
+            f"--checkpoint-activations; {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error

@@ -13,7 +13,7 @@ from layerwise.ops.ends import Input
 from layerwise.ops.nn.embed import Embedding
 from layerwise.ops.nn.loss import Loss
 from layerwise.tensor import TensorSpec
-from layerwise.volumes.classes import classes_of
+from layerwise.volumes.reading import classes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.run.parallel import ParallelModule
-from layerwise.volumes.classes import classes_of
-from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput, Crop, Intensity, generator
+from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput, Crop, Intensity, classes_of, generator
 from layerwise.volumes.sources import source_of
 
 
@@ -42,6 +41,12 @@ class BoxLoader:
     Raises:
         LayerwiseError: Sources and model do not fit; what is read is not finite, or is no class of the loss or one-hot
             encoding that takes it as it is (with the file, if there is one, and the number of the sample).
+
+    Examples:
+        >>> import layerwise, numpy, torch
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 1), torch.randn(2, 4), io="boxes", verbose=False)
+        >>> [x.shape for (x,) in BoxLoader(model, numpy.ones((4, 4), numpy.float32))]
+        [torch.Size([2, 4]), torch.Size([2, 4])]
     """
 
     def __init__(

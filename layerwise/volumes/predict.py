@@ -40,6 +40,14 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
     Raises:
         LayerwiseError: The loader shuffles, changes samples or leaves some out; the plan has no such output; `out` has
             another shape, takes whole numbers only of an output that has others, or cannot be written.
+
+    Examples:
+        >>> import layerwise
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 1), torch.randn(2, 4), io="boxes", verbose=False)
+        >>> out = np.zeros((6, 1), np.float32)
+        >>> predict(model, BoxLoader(model, np.ones((6, 4), np.float32)), out)
+        >>> bool((out == out[0]).all() and out[0] != 0)
+        True
     """
     boxes = model.output_boxes()
     if not 0 <= output < len(boxes):
