@@ -220,9 +220,9 @@ def seconds(text: str) -> float:
     return value
 
 
-def global_batch(batch: int | None, whole: int | None, gpus: int) -> int:
+def global_batch(batch: int | None, over_all: int | None, gpus: int) -> int:
     """Samples a step."""
-    total = whole if whole is not None else (32 if batch is None else batch) * gpus
+    total = over_all if over_all is not None else (32 if batch is None else batch) * gpus
     if total < 1:
         raise LayerwiseError(f"the global batch is {total} samples; give --batch or --global-batch of at least 1")
     if total > MAX_BATCH:

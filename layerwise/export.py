@@ -73,7 +73,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     saved_as = {name.removeprefix(inside): name for name in reader.description.tensors if name.startswith(inside)}
 
     def read(name: str) -> Tensor:
-        return reader.whole(saved_as[name])
+        return reader.full(saved_as[name])
 
     with writing(out) as temporary:
         write_tensors(temporary, {name: reader.spec(saved) for name, saved in saved_as.items()}, read)
@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(asdict(done)))
     else:
-        told = f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, of step {done.steps} ({done.checkpoint})"
-        print(shown(f"{done.out}: {told}"))
+        summary = f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, of step {done.steps} ({done.checkpoint})"
+        print(shown(f"{done.out}: {summary}"))
     return 0
 
 

@@ -65,12 +65,12 @@ def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     Its name cannot be foretold and it did not exist: in a folder that others write to, a name that they know of before
     may be a link of theirs, which leads to a file of ours.
     """
-    given = Path(path)
-    if given.is_dir():
+    named = Path(path)
+    if named.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if given.exists() and not given.is_file():
-        return given, given
-    target = Path(os.path.realpath(given))
+    if named.exists() and not named.is_file():
+        return named, named
+    target = Path(os.path.realpath(named))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     return target, temporary
@@ -103,7 +103,7 @@ def parse_json(text: str, where: str) -> Any:
             object_pairs_hook=_without_repeats,
             parse_constant=_no_constant,
             parse_float=_finite,
-            parse_int=_whole,
+            parse_int=_integer,
         )
         if _depth(text) > MAX_DEPTH:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
@@ -134,7 +134,7 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
     _finite(digits)  # more than that is no size of anything, and converts to nothing
     return int(digits)
 

@@ -202,9 +202,9 @@ def checksum(body: Mapping[str, object]) -> str:
 
 def as_json(config: Config) -> dict[str, Any]:
     """`{"n": 4, "placement": "strided", "recompute": true}`: of what is not a degree only what is not the default."""
-    made: dict[str, Any] = dict(config.degrees)
+    degrees: dict[str, Any] = dict(config.degrees)
     default = Config()
-    return made | {k: v for k in NOT_DEGREES if (v := getattr(config, k)) != getattr(default, k)}
+    return degrees | {k: v for k in NOT_DEGREES if (v := getattr(config, k)) != getattr(default, k)}
 
 
 def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, Config]:
@@ -234,9 +234,9 @@ def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, 
     return result
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

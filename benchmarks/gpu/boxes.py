@@ -87,7 +87,7 @@ def steps(setting: Setting, name: str, batch: int) -> Found:
                 strategy = {layer.name: best[layer.name] for layer in graph.inner}
                 cells = wanted_cells(model, {key: (config,) for key, config in strategy.items()})
                 measuring.measure(measuring.left(cells.values()))
-                measured = CostModel(graph, replace(devices, layers=(measuring.known,)), model.options)
+                measured = CostModel(graph, replace(devices, layers=(measuring.times,)), model.options)
                 plan = Plan(name, graph.digest, batch, size, size, io, True, strategy)
                 one: Found = {"devices": size, "plan": kind, "s": step_s(plan, network, setting)}
                 for how, by in (("roofline_s", model), ("layers_s", measured)):

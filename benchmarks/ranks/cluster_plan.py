@@ -25,7 +25,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
-from layerwise.measure.cells import Wanted, wanted_cells
+from layerwise.measure.cells import CellTask, wanted_cells
 from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
@@ -111,7 +111,7 @@ def _spec(name: str) -> str:
     return f"benchmarks.common.networks:{name}"
 
 
-def _cells(model: CostModel, strategy: Strategy) -> Collection[Wanted]:
+def _cells(model: CostModel, strategy: Strategy) -> Collection[CellTask]:
     return wanted_cells(model, {layer.name: [strategy[layer.name]] for layer in model.graph.inner}).values()
 
 

@@ -88,7 +88,7 @@ class Task:
         chosen = plan is not None or isinstance(self.strategy, str)
         machine = machine_of(graph, world, request, self.options, measure=not chosen)
         planner = Planner(graph, world, machine.profile, request)
-        choice = alone(world.comm, lambda: planner.choose(self.strategy) if plan is None else planner.given(plan))
+        choice = alone(world.comm, lambda: planner.choose(self.strategy) if plan is None else planner.priced(plan))
         agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
         runtime = replace(self.runtime, dtype=dtype, local_batch_norm=uses_local_batch_norm(agreed))
         module = build_module(agreed, imported, world.comm, runtime)

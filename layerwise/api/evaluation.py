@@ -79,25 +79,25 @@ def evaluate(module: ParallelModule, held_out: Feed, loss: Metric, metrics: Mapp
             for (_, counts), (inputs, target) in zip(batches, loaded, strict=True):
                 check_targets(loss, target[counts], held_out.name)
                 out = module(*inputs, batch=module.plan.batch)
-                kept, wanted = _kept(out, counts), target.to(module.device)[counts]
+                counted, targets = _counted(out, counts), target.to(module.device)[counts]
                 if not int(counts.sum()):
                     continue
-                default = {"accuracy": accuracy} if classes(kept, wanted) else {}
+                default = {"accuracy": accuracy} if classes(counted, targets) else {}
                 for name, metric in {**default, **metrics, "loss": loss}.items():
-                    totals[name] = totals.get(name, 0.0) + float(metric(kept, wanted)) * int(counts.sum())
+                    totals[name] = totals.get(name, 0.0) + float(metric(counted, targets)) * int(counts.sum())
     finally:
         module.train(training)
     everyone = module.comm.all_gather_object(totals)
-    names = dict.fromkeys(name for one in everyone for name in one)
+    names = dict.fromkeys(name for of_rank in everyone for name in of_rank)
     ranks = everyone[:1] if module.io == "free" else everyone
-    return {name: sum(one.get(name, 0.0) for one in ranks) / held_out.count for name in names}
+    return {name: sum(of_rank.get(name, 0.0) for of_rank in ranks) / held_out.count for name in names}
 
 
-def _kept(out: Any, counts: Tensor) -> Any:
+def _counted(out: Any, counts: Tensor) -> Any:
     """The outputs of the samples that count."""
     if isinstance(out, Tensor):
         return out[counts]
     if isinstance(out, Mapping):
-        return {name: _kept(value, counts) for name, value in out.items()}
+        return {name: _counted(value, counts) for name, value in out.items()}
     assert isinstance(out, tuple | list), type(out)
-    return type(out)(_kept(value, counts) for value in out)
+    return type(out)(_counted(value, counts) for value in out)

@@ -57,16 +57,16 @@ class Machine:
     notes: tuple[str, ...] = ()  # what else, a line each
 
 
-def given(wanted: Profile | str | os.PathLike[str]) -> Machine:
+def named_profile(profile: Profile | str | os.PathLike[str]) -> Machine:
     """The profile that the user names; LayerwiseError where there is none."""
-    if isinstance(wanted, Profile):
-        return Machine(wanted, f"profile {wanted.name}, as given")
-    return Machine(load_profile(wanted), f"profile {os.fspath(wanted)}, as given")
+    if isinstance(profile, Profile):
+        return Machine(profile, f"profile {profile.name}, as given")
+    return Machine(load_profile(profile), f"profile {os.fspath(profile)}, as given")
 
 
 def built_in(world: World) -> Machine:
     """What fits the devices best without a measurement."""
-    name = next((known for part, known in KNOWN.items() if part in world.device.lower()), None)
+    name = next((profile for part, profile in KNOWN.items() if part in world.device.lower()), None)
     if name is not None:
         assert name in names()
         return Machine(load_profile(name), f"built-in profile {name}; nothing was measured here")
@@ -86,12 +86,12 @@ def cache_file(world: World) -> Path:
 
 
 @contextmanager
-def _place(path: Path, known: Profile | None) -> Iterator[tuple[Path, tuple[str, ...]]]:
+def _place(path: Path, cached: Profile | None) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Where rank 0 writes: the cache's file, or a passing one where that cannot be written, and a note that says so."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_writable(path)
-        if known is None:
+        if cached is None:
             path.unlink(missing_ok=True)
     except (LayerwiseError, OSError) as error:
         note = f"what is measured is not kept, the cache's file {path} cannot be written: {error}"
@@ -100,8 +100,8 @@ def _place(path: Path, known: Profile | None) -> Iterator[tuple[Path, tuple[str,
         return
     with tempfile.TemporaryDirectory(prefix="layerwise-") as folder:
         passing = Path(folder) / path.name
-        if known is not None:
-            save(known, passing)
+        if cached is not None:
+            save(cached, passing)
         yield passing, (note,)
 
 
@@ -110,7 +110,7 @@ def machine_of(
 ) -> Machine:
     """What is known of these ranks, or (measure) is measured now. On ranks other than 0, which do not plan, any."""
     if options.profile is not None:
-        return given(options.profile)
+        return named_profile(options.profile)
     base, comm = built_in(world), world.comm
     planner = Planner(graph, world, base.profile, request)
     measure = measure and options.measure_s > 0 and world.size > 1 and planner.options.dtype in TYPES
@@ -139,24 +139,24 @@ def _measured(planner: Planner, base: Machine, budget_s: float) -> Machine:
         return base
     file = cache_file(planner.world)
     cached = _cached(base, file)
-    known = None if cached.profile is base.profile else cached.profile
-    with _place(file, known) as (path, notes):
-        _measure(planner, known, path, budget_s)
+    profile = None if cached.profile is base.profile else cached.profile
+    with _place(file, profile) as (path, notes):
+        _measure(planner, profile, path, budget_s)
         notes = (*cached.notes, *notes)
         if not path.exists():
             return replace(base, notes=notes)
         return Machine(load_profile(path), MEASURED.format(path if path == file else "not kept"), notes)
 
 
-def _measure(planner: Planner, known: Profile | None, path: Path | None, budget_s: float) -> None:
+def _measure(planner: Planner, profile: Profile | None, path: Path | None, budget_s: float) -> None:
     """Links, unless rank 0 has them, then layers; the others (without a path) take part in the first."""
     comm = planner.world.comm
-    if comm.broadcast_text(str(known is not None and known.links is not None)) == "False":
+    if comm.broadcast_text(str(profile is not None and profile.links is not None)) == "False":
         topology = find_topology(comm)
         links = measure_links(comm, topology, LINKS * budget_s)
         if path is not None:
             facts = links_profile.conditions(comm, topology)
-            save(links_profile.with_links(known or planner.profile, links, topology, facts), path)
+            save(links_profile.with_links(profile or planner.profile, links, topology, facts), path)
         budget_s *= 1 - LINKS
 
     def layers() -> None:

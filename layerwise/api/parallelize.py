@@ -144,10 +144,10 @@ def parallelize(
     if options.comm is None and device_mesh is not None and not (dist.is_available() and dist.is_initialized()):
         raise LayerwiseError("device_mesh needs torch.distributed's process group: start the script with torchrun")
     world = join(device, device_mesh, options.comm, options.timeout_s)
-    wanted = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
-    check_io(io, wanted, loaders)
-    boxes = io == "boxes" or (wanted is not None and wanted.io == "boxes")
-    samples = _batch(batch, examples, wanted, 1 if boxes else world.size)
+    user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
+    check_io(io, user_plan, loaders)
+    boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
+    samples = _batch(batch, examples, user_plan, 1 if boxes else world.size)
     arguments = {
         "layerwise": __version__,
         "torch": torch.__version__,
@@ -165,23 +165,23 @@ def parallelize(
         "profile": "by itself" if options.profile is None else "given",
         "names of inputs": ", ".join(call[1]),
     }
-    world.comm.handshake(facts(wanted, examples, arguments))  # before the work that they are for
-    own = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
-    memory = own if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
+    world.comm.handshake(facts(user_plan, examples, arguments))  # before the work that they are for
+    available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
+    memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm
     request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference)
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
-    module, shown = Task(model, call, samples, wanted, strategy, world, request, runtime, options).build()
+    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options).build()
     if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
         module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:
         module.eval().requires_grad_(False)
     notes = _accumulate(module, options.sync_every)
     if verbose and world.comm.rank == 0:
-        for one in (*shown, *map(Text, notes)):
-            console().print(one, soft_wrap=isinstance(one, Text))
+        for line in (*shown, *map(Text, notes)):
+            console().print(line, soft_wrap=isinstance(line, Text))
     return (module, *loaders_of.shared(loaders, module)) if loaders else module
 
 

@@ -129,7 +129,7 @@ class Planner:
         best = replace(result.best, name=strategy) if isinstance(strategy, str) else result.best
         return Choice(plan, model, best, result.baselines["data"], searched, (*notes, *_unproven(result)))
 
-    def given(self, plan: Plan) -> Choice:
+    def priced(self, plan: Plan) -> Choice:
         """A plan of the user's, priced on this machine."""
         size = self.world.size
         if plan.gpus != size:

@@ -80,42 +80,42 @@ def write(folder: Path, rank: int, entries: Sequence[Entry]) -> dict[str, JSON]:
             )
     file = f"__{rank}_0.distcp"
     digest, spans = write_blobs(folder / file, (entry.value for entry in entries))
-    rows: list[JSON] = []
+    described: list[JSON] = []
     for entry, span in zip(entries, spans, strict=True):
         box: JSON = None
         if isinstance(entry.value, Tensor):
             box = [dtype_name(entry.value.dtype), entry.shape, entry.lo, entry.value.shape]
-        rows.append([entry.keys, entry.aliases, box, span])
-    return {"file": [file, digest], "rows": rows}
+        described.append([entry.keys, entry.aliases, box, span])
+    return {"file": [file, digest], "rows": described}
 
 
 def finish(folder: Path, about: Mapping[str, JSON], written: Sequence[Told]) -> None:
     """Completes the folder. LayerwiseError where the ranks contradict each other, or elements are missing."""
-    held: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     nested: dict[str, tuple[str | int, ...]] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    for told in written:
-        for keys, aliases, box, (offset, length) in told["rows"]:
-            info = _StorageInfo(told["file"][0], offset, length)
+    for rank in written:
+        for keys, aliases, box, (offset, length) in rank["rows"]:
+            info = _StorageInfo(rank["file"][0], offset, length)
             for last in (keys[-1], *aliases):
                 names = (*keys[:-1], last)
                 name = ".".join(map(str, names))
                 nested[name] = names
                 if box is None:
-                    held[name] = BytesStorageMetadata()
+                    metadata[name] = BytesStorageMetadata()
                     places[MetadataIndex(name)] = info
                     continue
-                _add(held, name, box)
+                _add(metadata, name, box)
                 places[MetadataIndex(name, box[2])] = info
-    for name, one in held.items():
-        if isinstance(one, TensorStorageMetadata):
+    for name, stored in metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
             try:
-                check_whole(name, tuple(one.size), [_box(chunk) for chunk in one.chunks])
+                check_whole(name, tuple(stored.size), [_box(chunk) for chunk in stored.chunks])
             except ValueError as error:
                 raise LayerwiseError(f"the ranks do not hold all of the state: {error}") from None
-    described = pickle.dumps(Metadata(dict(held), nested, places))
+    described = pickle.dumps(Metadata(dict(metadata), nested, places))
     _write(folder / METADATA, described)
-    files = dict(told["file"] for told in written if told["file"])
+    files = dict(rank["file"] for rank in written if rank["file"])
     files[METADATA] = hashlib.sha256(described).hexdigest()
     body: dict[str, JSON] = {
         "format": FORMAT,
@@ -136,14 +136,14 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(out.fileno())
 
 
-def _add(held: dict[str, TensorStorageMetadata | BytesStorageMetadata], name: str, box: Sequence[Any]) -> None:
+def _add(metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata], name: str, box: Sequence[Any]) -> None:
     dtype, shape, lo, sizes = box
     new = TensorStorageMetadata(TensorProperties(dtype=DTYPE_OF[dtype]), torch.Size(shape), [])
-    known = held.setdefault(name, new)
-    alike = isinstance(known, TensorStorageMetadata) and known.properties.dtype == new.properties.dtype
-    if not (isinstance(known, TensorStorageMetadata) and alike and known.size == new.size):
+    earlier = metadata.setdefault(name, new)
+    alike = isinstance(earlier, TensorStorageMetadata) and earlier.properties.dtype == new.properties.dtype
+    if not (isinstance(earlier, TensorStorageMetadata) and alike and earlier.size == new.size):
         raise LayerwiseError(f"{name!r} differs in element type or shape between ranks")
-    known.chunks.append(ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)))
+    earlier.chunks.append(ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)))
 
 
 def _box(chunk: ChunkStorageMetadata) -> Box:
@@ -174,8 +174,8 @@ def _alone(value: object) -> object:
     """A tensor on the CPU, with memory of its own: torch.save writes all of what it is a part of."""
     if not isinstance(value, Tensor):
         return value
-    own = value.detach().cpu().contiguous()
-    return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
+    copied = value.detach().cpu().contiguous()
+    return copied if copied.untyped_storage().nbytes() == copied.nbytes else copied.clone()
 
 
 class _Hashed:

@@ -70,26 +70,26 @@ class Description:
 
 def read_description(content: bytes) -> Description:
     """Of a `.metadata`. ValueError and the like where it is none, or contradicts itself."""
-    found = _members(unpickled(content, KNOWN), "Metadata")
+    metadata = _members(unpickled(content, KNOWN), "Metadata")
     places = dict[tuple[str, tuple[int, ...] | None], FileSpan]()
-    for index, info in found["storage_data"]:
+    for index, info in metadata["storage_data"]:
         key = _members(index, "MetadataIndex")
         offset = key.get("offset")  # of what is no tensor there is none
         places[_text(key["fqn"]), None if offset is None else _numbers(offset)] = _place(info)
-    made = Description({}, {})
-    for name, one in found["state_dict_metadata"].members().items():
-        if _kind(one) == "BytesStorageMetadata":
-            made.values[name] = places[name, None]
+    description = Description({}, {})
+    for name, record in metadata["state_dict_metadata"].members().items():
+        if _kind(record) == "BytesStorageMetadata":
+            description.values[name] = places[name, None]
             continue
-        stored = _members(one, "TensorStorageMetadata")
+        stored = _members(record, "TensorStorageMetadata")
         shape, dtype = _numbers(stored["size"]), stored["properties"].state[0]
         if type(dtype) is not Name or _kind(stored["properties"]) != "TensorProperties":
             raise ValueError(f"{name!r} has no type")
         boxes = [_box(name, _members(chunk, "ChunkStorageMetadata"), shape) for chunk in stored["chunks"]]
         spec = shape, DTYPE_OF[dtype.removeprefix("torch.")]
-        made.tensors[name] = Stored(spec, [(box, places[name, box.lo]) for box in boxes])
+        description.tensors[name] = Stored(spec, [(box, places[name, box.lo]) for box in boxes])
         check_whole(name, shape, boxes)
-    return made
+    return description
 
 
 def check_whole(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
@@ -147,11 +147,11 @@ def _box(name: str, chunk: dict[str, Any], shape: tuple[int, ...]) -> Box:
 
 
 def _place(info: Any) -> FileSpan:
-    told = _members(info, "_StorageInfo")
-    file, offset, length = _text(told["relative_path"]), told["offset"], told["length"]
+    storage = _members(info, "_StorageInfo")
+    file, offset, length = _text(storage["relative_path"]), storage["offset"], storage["length"]
     if not FILE.fullmatch(file):
         raise ValueError(f"file {file!r}")
-    if told.get("transform_descriptors"):
+    if storage.get("transform_descriptors"):
         raise ValueError("it is compressed")
     if not (type(offset) is type(length) is int and offset >= 0 and length >= 0):
         raise ValueError(f"a part of {file!r} is nowhere")
@@ -181,7 +181,7 @@ class Record:
     state: Any = None
 
 
-def unpickled(content: bytes, known: Collection[str]) -> Any:
+def unpickled(content: bytes, allowed: Collection[str]) -> Any:
     """The value of a pickle: numbers, text, None, lists, tuples, Pairs, and of what is in `known` Names and Records.
 
     ValueError or IndexError where there is anything else in it, or where it ends early.
@@ -226,7 +226,7 @@ def unpickled(content: bytes, known: Collection[str]) -> Any:
             _of(Pairs, stack[-1]).extend(zip(items[::2], items[1::2], strict=True))
         elif name == "STACK_GLOBAL":
             text = f"{_of(str, stack.pop(-2))}.{_of(str, stack.pop())}"
-            if text not in known:
+            if text not in allowed:
                 raise ValueError(f"{text} has no place in it")
             stack.append(Name(text))
         elif name in ("NEWOBJ", "REDUCE"):

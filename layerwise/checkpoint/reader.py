@@ -65,7 +65,7 @@ class Reader:
             raise self._unreadable(METADATA, "it is not what was written (SHA-256)")
         with self.sense(METADATA):
             self.description: Description = read_description(content)
-        places = [place for one in self.description.tensors.values() for _, place in one.boxes]
+        places = [place for stored in self.description.tensors.values() for _, place in stored.boxes]
         for name in {place.file for place in (*places, *self.description.values.values())}:
             self._check_own(name)
 
@@ -134,7 +134,7 @@ class Reader:
             except (OSError, ValueError, BadZipFile, RuntimeError) as error:  # RuntimeError: of another shape
                 raise self._unreadable(place.file, str(error)) from None
 
-    def whole(self, name: str) -> Tensor:
+    def full(self, name: str) -> Tensor:
         """All of a tensor."""
         shape, dtype = self.spec(name)
         tensor = torch.zeros(shape, dtype=dtype)

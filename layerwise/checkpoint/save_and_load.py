@@ -85,12 +85,12 @@ def save(
         answer: dict[str, Any] = {"steps": module.steps, "folder": name, "optimizer": facts}
         return [*of_model(module.shards()), *states], answer
 
-    def write_mine() -> tuple[None, JSON]:
+    def write_local() -> tuple[None, JSON]:
         if any(answer["steps"] != module.steps for answer in answers):
             raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
         ranks = [answer["optimizer"] for answer in answers]
         groups = of_groups(optimizer, ranks) if optimizer is not None and any(ranks) else []
-        return None, write(temporary, comm.rank, [*mine, *groups] if comm.rank == 0 else mine)
+        return None, write(temporary, comm.rank, [*entries, *groups] if comm.rank == 0 else entries)
 
     def complete() -> tuple[None, JSON]:
         if comm.rank:
@@ -105,10 +105,10 @@ def save(
         return None, commit(temporary, module.steps, keep).name
 
     with ExitStack() as alone:
-        mine, answers = agree(comm, start, failed)
+        entries, answers = agree(comm, start, failed)
         temporary = folder / answers[0]["folder"]
         try:
-            _, written = agree(comm, write_mine, failed)
+            _, written = agree(comm, write_local, failed)
             _, names = agree(comm, complete, failed)
         except BaseException:
             if comm.rank == 0:
@@ -244,9 +244,9 @@ def _check_model(reader: Reader, ours: Mapping[str, Any]) -> str:
     for name in ours:
         if name not in saved:
             raise LayerwiseError(f"{where} it has no {name!r}{nearest(name, saved)}")
-    known = {further for name, (*_, aliases) in ours.items() for further in (name, *aliases)}
+    names = {further for name, (*_, aliases) in ours.items() for further in (name, *aliases)}
     for name in sorted(saved) if nested else ():
-        if name not in known:
+        if name not in names:
             raise LayerwiseError(f"{where} it has {name!r}, which this model lacks{nearest(name, ours)}")
     for name, (shape_here, dtype_here, _) in ours.items():
         shape, dtype = reader.spec(prefix + name)

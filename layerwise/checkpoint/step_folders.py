@@ -27,7 +27,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.tensorfile import sync_folder
 
 MARK: Final = ".writer"
-_held: set[Path] = set()  # by this process
+_locked: set[Path] = set()  # by this process
 _COMPLETE = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-\w+")
 
@@ -139,25 +139,25 @@ def sole_writer(directory: str | os.PathLike[str]) -> Iterator[None]:
     """
     folder = Path(os.path.realpath(directory))
     mark = folder / MARK
-    if mark in _held:
+    if mark in _locked:
         yield
         return
-    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(mark, os.fspath(directory))
-        _held.add(mark)
+        _locked.add(mark)
         try:
             yield
         finally:
-            _held.discard(mark)
+            _locked.discard(mark)
             with suppress(OSError):
                 mark.unlink()  # while it is locked: whoever has opened it meanwhile sees that it is gone
             os.close(lock)
     finally:
-        for one in made:
+        for path in created:
             with suppress(OSError):  # there are checkpoints in it
-                one.rmdir()
+                path.rmdir()
 
 
 def _lock(mark: Path, directory: str) -> int:

@@ -26,7 +26,7 @@ class CellSpec:
     layer: Layer
     cell: Box  # of the layer's iteration space
     owned: Box  # of its output; another one where the contraction dimension is split
-    wanted: tuple[bool, ...]  # which inputs' gradients are asked for
+    needs_grad: tuple[bool, ...]  # which inputs' gradients are asked for
     shared: tuple[bool, ...]  # which stages sum statistics with other cells
     uses: int  # how many gradients of the output are added up
 
@@ -82,18 +82,20 @@ class Bench:
             mode.filled(needed_box(maps, spec.owned if epilogue else spec.cell).shape, tensor.dtype, _bound(layer))
             for tensor, maps, epilogue in needs
         ]
-        given: list[Tensor] = []
+        values: list[Tensor] = []
         for p in space.parameters:
             shape = needed_box(p.maps, spec.owned if p.epilogue else spec.cell).shape
-            given.append(mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype))
-        inputs += [given[i] for i in layer.tied]  # tied parameters come in over an edge
+            values.append(
+                mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype)
+            )
+        inputs += [values[i] for i in layer.tied]  # tied parameters come in over an edge
         self.inputs = inputs
         self.parameters = [
             None if i in layer.tied else nn.Parameter(value) if p.trainable else value
-            for i, (p, value) in enumerate(zip(space.parameters, given, strict=True))
+            for i, (p, value) in enumerate(zip(space.parameters, values, strict=True))
         ]
         self.trained = [p for p in self.parameters if isinstance(p, nn.Parameter)]
-        self.differentiable = layer.out.differentiable and (bool(self.trained) or any(spec.wanted))
+        self.differentiable = layer.out.differentiable and (bool(self.trained) or any(spec.needs_grad))
         self.reduce = (
             _reduction(spec) if spec.cell.hi[: len(layer.out.shape)] != spec.owned.hi or _partial(spec) else None
         )
@@ -112,17 +114,17 @@ class Bench:
         """As `Executor.forward` does for one layer."""
         with torch.set_grad_enabled(self.differentiable):
             self.leaves = [
-                x.detach().requires_grad_() if wanted else x.detach()
-                for x, wanted in zip(self.inputs, self.spec.wanted, strict=True)
+                x.detach().requires_grad_() if needs_grad else x.detach()
+                for x, needs_grad in zip(self.inputs, self.spec.needs_grad, strict=True)
             ]
             count = len(self.spec.layer.specs)
             tied = iter(self.leaves[count:])
-            given = [next(tied) if p is None else p for p in self.parameters]
+            values = [next(tied) if p is None else p for p in self.parameters]
             with self.mode.mixed():
                 self.out = run_stages(
                     self.stages,
                     self.leaves[:count],
-                    given,
+                    values,
                     training=True,
                     seed=lambda number: number,
                     reduce=self.reduce,
@@ -175,11 +177,11 @@ def _reduction(spec: CellSpec) -> Callable[[Tensor], Tensor]:
     cell = Box(spec.cell.lo[:rank], spec.cell.hi[:rank])
     axis = next((i for i in range(rank) if cell.shape[i] != spec.owned.shape[i]), 0)
     others = cell.shape[axis] // max(1, spec.owned.shape[axis]) - 1
-    own = spec.owned.slices(cell)
+    owned = spec.owned.slices(cell)
 
     def reduce(partial: Tensor) -> Tensor:
         rest = [p.contiguous() for p in partial.detach().chunk(others + 1, axis)]
-        total = partial[own].clone()
+        total = partial[owned].clone()
         for part in rest[1:]:
             if part.shape == total.shape:
                 total = total + part
@@ -242,10 +244,10 @@ class LossBench:
 
     def forward(self) -> None:
         """Outputs leave the runtime as copies."""
-        made = [out.clone() for out in self.outputs]
+        copies = [out.clone() for out in self.outputs]
         losses = [
             x.mean() if target is None else nn.functional.cross_entropy(x.float() if x.itemsize < 4 else x, target)
-            for x, target in zip(made, self.targets, strict=True)
+            for x, target in zip(copies, self.targets, strict=True)
         ]
         self.total = torch.stack(losses).sum()
 

@@ -27,8 +27,8 @@ from layerwise.machine import DEFAULT, DeviceGraph, Profile, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
 from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, UpdateBench, UpdateSpec, leave_only
-from layerwise.measure.cells import Key, Wanted, wanted_cells
-from layerwise.measure.conditions import made
+from layerwise.measure.cells import CellTask, Key, wanted_cells
+from layerwise.measure.conditions import provenance
 from layerwise.measure.overhead import COPIED, MakeModule, copied, optimizer_call_s, overhead
 from layerwise.measure.timing import Stopwatch
 
@@ -54,7 +54,7 @@ class Timed(Protocol):
 class Measuring:
     """What was measured so far, and how long that took."""
 
-    known: LayerTimes  # grows by whatever `measure` takes
+    times: LayerTimes  # grows by whatever `measure` takes
     mode: Mode
     save: Callable[[LayerTimes], None]  # writes it
     budget_s: float
@@ -66,13 +66,13 @@ class Measuring:
 
     def has(self, key: Key) -> bool:
         """Whether a cell needs no measuring (any more)."""
-        return key[1] in self.known.cells.get(key[0], {}) or key in self.failed
+        return key[1] in self.times.cells.get(key[0], {}) or key in self.failed
 
-    def left(self, cells: Iterable[Wanted]) -> list[Wanted]:
+    def left(self, cells: Iterable[CellTask]) -> list[CellTask]:
         """Of these, what is not measured yet, the longest first."""
         return sorted((cell for cell in cells if not self.has(cell.key)), key=lambda cell: -cell.predicted_s)
 
-    def measure(self, cells: Iterable[Wanted], after: Callable[[Wanted], None] = lambda _: None) -> None:
+    def measure(self, cells: Iterable[CellTask], after: Callable[[CellTask], None] = lambda _: None) -> None:
         """Measures in order what fits into the rest of the budget; `after` each, measured or not."""
         try:
             for cell in cells:
@@ -82,10 +82,10 @@ class Measuring:
                     self._take(cell, stopwatch)
                 after(cell)
         finally:
-            self.known = replace(self.known, held_out_error=held_out_error(self.known))
+            self.times = replace(self.times, held_out_error=held_out_error(self.times))
             self.keep()
 
-    def _take(self, cell: Wanted, stopwatch: Stopwatch) -> None:
+    def _take(self, cell: CellTask, stopwatch: Stopwatch) -> None:
         started = time.monotonic()
         try:
             cell_time = timed(cell, self.mode, stopwatch)
@@ -108,14 +108,14 @@ class Measuring:
     def add(self, key: Key, cell_time: CellTime) -> None:
         """Takes a time into `known`."""
         name, extents = key
-        cells: dict[str, Mapping[Extents, CellTime]] = dict(self.known.cells)
+        cells: dict[str, Mapping[Extents, CellTime]] = dict(self.times.cells)
         cells[name] = {**cells.get(name, {}), extents: cell_time}
-        self.known = replace(self.known, cells=cells)
+        self.times = replace(self.times, cells=cells)
         self.taken += 1
 
     def keep(self) -> None:
         """Writes what there is."""
-        self.save(self.known)
+        self.save(self.times)
         self._saved_at = time.monotonic()
 
 
@@ -126,7 +126,7 @@ def bench_of(spec: CellSpec | UpdateSpec | LossSpec, mode: Mode) -> Timed:
     return LossBench(spec, mode) if isinstance(spec, LossSpec) else Bench(spec, mode)
 
 
-def timed(cell: Wanted, mode: Mode, stopwatch: Stopwatch) -> CellTime:
+def timed(cell: CellTask, mode: Mode, stopwatch: Stopwatch) -> CellTime:
     """Measures one cell. MemoryError, or torch's, where it does not fit; ValueError, RuntimeError of its kernels."""
     if cell.bytes > free_bytes(mode.device):
         raise MemoryError
@@ -143,8 +143,8 @@ def free_bytes(device: torch.device) -> float:
         return 0.9 * torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        rows = dict(line.split(":") for line in lines)  # MemAvailable: what others' caches hold counts as free
-        return 0.8 * float(rows["MemAvailable"].split()[0]) * 1024
+        fields = dict(line.split(":") for line in lines)  # MemAvailable: what others' caches hold counts as free
+        return 0.8 * float(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return float("inf")
 
@@ -190,15 +190,15 @@ class Job:
     options: CostOptions
     space: SearchSpace
     budget_s: float
-    cells: dict[Key, Wanted] = field(default_factory=dict)
+    cells: dict[Key, CellTask] = field(default_factory=dict)
 
     def run(self, strategies: Strategies, make_module: MakeModule, *, quiet: bool) -> Summary:
         """Measures what the budget allows. What was measured is kept whatever happens."""
-        before = next((one for one in self.base.layers if one.conditions == self.where), LayerTimes(self.where))
-        measuring = Measuring(replace(before, made=made(self.mode.device)), self.mode, self._save, self.budget_s)
+        before = next((times for times in self.base.layers if times.conditions == self.where), LayerTimes(self.where))
+        measuring = Measuring(replace(before, made=provenance(self.mode.device)), self.mode, self._save, self.budget_s)
         self._overhead(measuring, make_module)
         for _ in range(ROUNDS):
-            model = self._model(measuring.known)
+            model = self._model(measuring.times)
             best = strategies(model, self.space)
             candidates = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
             first = measuring.left(wanted_cells(model, candidates).values())
@@ -206,17 +206,17 @@ class Job:
                 break
         # The best plans of earlier rounds are of the space, or one of the baselines, which stay the same.
         every = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
-        model = self._model(measuring.known)
+        model = self._model(measuring.times)
         self.cells = wanted_cells(model, {name: (*configs, *candidates[name]) for name, configs in every.items()})
         self._measure(measuring, measuring.left(self.cells.values()), "all other pieces", quiet=quiet)
         return self._summary(measuring, best[0])
 
-    def _measure(self, measuring: Measuring, cells: list[Wanted], what: str, *, quiet: bool) -> int:
+    def _measure(self, measuring: Measuring, cells: list[CellTask], what: str, *, quiet: bool) -> int:
         """How many of them were taken."""
         before, done = measuring.taken, 0
         with progress_bar(f"measuring {what}", quiet=quiet) as progress:
 
-            def after(_: Wanted) -> None:
+            def after(_: CellTask) -> None:
                 nonlocal done
                 done += 1
                 if progress:
@@ -246,15 +246,15 @@ class Job:
     def _save(self, times: LayerTimes) -> None:
         """Writes the profile; this set goes last, where a search looks first."""
         if self.out is not None and times.count:
-            others = tuple(one for one in self.base.layers if one.conditions != self.where)
+            others = tuple(other for other in self.base.layers if other.conditions != self.where)
             save(replace(self.base, layers=(*others, times)), self.out)
 
     def _summary(self, measuring: Measuring, best: Mapping[str, Config]) -> Summary:
-        model, known = self._model(measuring.known), measuring.known
-        times = [model.node_cost(layer, (best[layer.name],)).compute for layer in model.graph.inner]
+        model, times = self._model(measuring.times), measuring.times
+        costs = [model.node_cost(layer, (best[layer.name],)).compute for layer in model.graph.inner]
         missing = measuring.left(self.cells.values())
         measured = [
-            known.cells[name][extents]
+            times.cells[name][extents]
             for name, extents in self.cells
             if measuring.has((name, extents)) and (name, extents) not in measuring.failed
         ]
@@ -267,21 +267,23 @@ class Job:
             failed=sorted(set(measuring.failed.values())),
             spent_s=measuring.spent_s,
             spread=statistics.median([time.spread for time in measured] or [0.0]),
-            held_out_error=held_out_error(known),
-            best_share=sum(float(t.measured[0]) for t in times) / max(sum(float(t.total[0]) for t in times), 1e-30),
+            held_out_error=held_out_error(times),
+            best_share=sum(float(t.measured[0]) for t in costs) / max(sum(float(t.total[0]) for t in costs), 1e-30),
             out=self.out,
-            times=known,
+            times=times,
         )
 
 
-def base_profile(out: str | None, given: str | None, where: Conditions, device: torch.device) -> Profile:
+def base_profile(out: str | None, fallback: str | None, where: Conditions, device: torch.device) -> Profile:
     """What is added to: the file `out` where it is there, else the profile `given`, as one of this device.
 
     LayerwiseError where the file holds times of another device.
     """
     if out is not None and Path(out).exists():
         base = load_profile(out)
-        other = next((one.conditions.device for one in base.layers if one.conditions.device != where.device), None)
+        other = next(
+            (times.conditions.device for times in base.layers if times.conditions.device != where.device), None
+        )
         if other is not None:
             raise LayerwiseError(
                 f"profile {out} has times of another device, {other!r}; this is {where.device!r}: give another --out"
@@ -289,7 +291,7 @@ def base_profile(out: str | None, given: str | None, where: Conditions, device: 
         if base.layers:
             return base
     else:
-        source = given or ("cpu" if device.type == "cpu" else DEFAULT)
+        source = fallback or ("cpu" if device.type == "cpu" else DEFAULT)
         base = replace(
             load_profile(source),
             name=Path(out).stem if out else "measured",

@@ -66,8 +66,8 @@ def with_links(profile: Profile, measured: Measured, where: Topology, facts: dic
             level = _measured_level(level, number, series, where, source, sources)
         levels[number] = level if number == 0 else replace(level, devices=None)  # beyond the nodes it is everything
     gone = (*(f"levels[{number}]." for number in range(2, len(profile.levels))), "levels[1].devices ")
-    kept = {path: text for path, text in sources.items() if not f"{path} ".startswith(gone)}
-    return replace(profile, levels=tuple(levels), links=measured.links(facts), sources=kept)
+    remaining = {path: text for path, text in sources.items() if not f"{path} ".startswith(gone)}
+    return replace(profile, levels=tuple(levels), links=measured.links(facts), sources=remaining)
 
 
 def port_series(measured: Measured, level: int) -> list[Series]:

@@ -54,7 +54,7 @@ class _Chains:
     """What chains of layers of one width took."""
 
     steps: Reading  # of the short chain
-    whole: tuple[float, float]  # seconds of a layer, forward and backward
+    layer_s: tuple[float, float]  # seconds of a layer, forward and backward
     each: CellTime  # of a layer beside its kernels
 
 
@@ -82,7 +82,7 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock |
     update = _update(optimizer, mode, (WIDTH * WIDTH, WIDTH), stopwatch)
     steps, inside = tiny.steps, (tiny.each.forward_s, tiny.each.backward_s)
     rest = [
-        max(0.0, steps.seconds[i] - SHORT * tiny.whole[i] - first.seconds[i] - inside[i] - loss.seconds[i])
+        max(0.0, steps.seconds[i] - SHORT * tiny.layer_s[i] - first.seconds[i] - inside[i] - loss.seconds[i])
         for i in range(2)
     ]
     rest[1] += max(0.0, steps.seconds[2] - sum(update.seconds)) + call_s
@@ -94,16 +94,16 @@ def copied(mode: Mode, stopwatch: Stopwatch) -> CellTime:
 
     As `run.schedule.redistribute` does it.
     """
-    kept = mode.filled((16, 32, COPIED // mode.dtype.itemsize // 512))
-    room = kept.new_empty((16, 34, kept.shape[2]))
+    local = mode.filled((16, 32, COPIED // mode.dtype.itemsize // 512))
+    room = local.new_empty((16, 34, local.shape[2]))
 
     def put() -> None:
-        kept.new_empty(room.shape)[:, 1:-1] = kept
+        local.new_empty(room.shape)[:, 1:-1] = local
 
     def cut() -> None:
         room[:, 1:-1].clone()
 
-    reading = stopwatch([put, cut], [partial(leave_only, (one,), mode.device) for one in (kept, room)])
+    reading = stopwatch([put, cut], [partial(leave_only, (tensor,), mode.device) for tensor in (local, room)])
     forward, backward = reading.seconds
     return CellTime(forward, backward, reading.spread, reading.samples)
 
@@ -151,8 +151,8 @@ class _Runtime:
         """A layer by itself: the seconds of its forward, and of its backward pass."""
         layer = graph[name]
         cell = fullest(layer, layout((Config(),), layer.space, 1))
-        wanted = graph.flows_back(layer)
-        bench = Bench(CellSpec(layer, cell.cell(0), cell.owned(0, 2), wanted, (False,), 1), self.mode)
+        needs_grad = graph.flows_back(layer)
+        bench = Bench(CellSpec(layer, cell.cell(0), cell.owned(0, 2), needs_grad, (False,), 1), self.mode)
         recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3
         before = [partial(leave_only, tensors, self.mode.device) for tensors in recent]
         reading = self.stopwatch([bench.forward, bench.backward, bench.forget], before)

@@ -67,15 +67,15 @@ class Stopwatch:
         sample(pairs, 1)
         estimate = time.perf_counter() - start
         count = min(self.most, max(self.least, int(self.budget_s / max(estimate, 1e-6))))
-        rows = sample(pairs, count)
-        totals = sorted(sum(row) for row in rows)
+        samples = sample(pairs, count)
+        totals = sorted(sum(row) for row in samples)
         median = statistics.median(totals)
         middle = totals[-1 - count // 4] - totals[count // 4]
-        seconds = tuple(statistics.median(column) for column in zip(*rows, strict=True))
+        seconds = tuple(statistics.median(column) for column in zip(*samples, strict=True))
         return Reading(seconds, middle / median if median > 0 else 0.0, count)
 
     def _clocked(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
-        rows, now = [], self.clock or time.perf_counter
+        samples, now = [], self.clock or time.perf_counter
         for _ in range(count):
             row = []
             for prepare, part in pairs:
@@ -83,12 +83,12 @@ class Stopwatch:
                 start = now()
                 part()
                 row.append(now() - start)
-            rows.append(tuple(row))
-        return rows
+            samples.append(tuple(row))
+        return samples
 
     def _events(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
         torch.cuda.synchronize(self.device)
-        rows: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+        samples: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         for _ in range(count):
             row = []
             for prepare, part in pairs:
@@ -98,9 +98,9 @@ class Stopwatch:
                 part()
                 end.record()
                 row.append((start, end))
-            rows.append(row)
+            samples.append(row)
         torch.cuda.synchronize(self.device)
-        return [tuple(float(a.elapsed_time(b)) / 1e3 for a, b in row) for row in rows]
+        return [tuple(float(a.elapsed_time(b)) / 1e3 for a, b in row) for row in samples]
 
 
 def stolen_s() -> float:
@@ -131,7 +131,7 @@ def timed(comm: Comm, operation: Do | None, rounds: int = ROUNDS) -> Time:
     rounds_taken: list[tuple[float, float]] = []  # seconds stolen, and of the operation
     while len(rounds_taken) < TRIES * rounds and sum(stolen <= bearable_s for stolen, _ in rounds_taken) < rounds:
         rounds_taken.append(_slowest(comm, operation, times))
-    least = sorted(rounds_taken, key=lambda one: one[0])[:rounds]  # of those that are alike the earlier ones
+    least = sorted(rounds_taken, key=lambda taken: taken[0])[:rounds]  # of those that are alike the earlier ones
     seconds = [each for _, each in least]
     middle = median(seconds)
     return Time(middle, (max(seconds) - min(seconds)) / middle if middle else 0.0)
@@ -145,6 +145,6 @@ def _slowest(comm: Comm, operation: Do | None, times: int) -> tuple[float, float
     if operation is not None:
         for _ in range(times):
             operation()
-    mine = (now_s(comm.device) - start) / times if operation is not None else 0.0
-    everyone = comm.all_gather_object([stolen_s() - before, mine])
+    local_s = (now_s(comm.device) - start) / times if operation is not None else 0.0
+    everyone = comm.all_gather_object([stolen_s() - before, local_s])
     return max(stolen for stolen, _ in everyone), max(seconds for _, seconds in everyone)

@@ -182,7 +182,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         trace = session.module.trace
         if comm.rank == 0:
             out = console(stderr=args.json)
-            started = beginning(plan, data=session.data_text(), how=session.how_text(steps))
+            started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
             out.print(text.parts([started]))
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"

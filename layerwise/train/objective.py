@@ -42,14 +42,14 @@ class TaskObjective:
         """This rank's samples of each batch, or its boxes of it."""
         module = self.module
         for numbers in batches:
-            given, target = full_or_boxes(module, self.task, self.samples, numbers[module.share(len(numbers))])
-            inputs, left = self.task.feed(given, target, module.options.dtype)
+            inputs_read, target = full_or_boxes(module, self.task, self.samples, numbers[module.share(len(numbers))])
+            inputs, left = self.task.feed(inputs_read, target, module.options.dtype)
             yield tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
 
-    def loss(self, given: Fed, batch: int) -> Tensor:
+    def loss(self, local: Fed, batch: int) -> Tensor:
         """LayerwiseError where the network refuses a batch of this size."""
         try:
-            return self._loss(*given, batch)
+            return self._loss(*local, batch)
         except LayerwiseError:
             raise
         except ValueError as error:  # PyTorch's own, where the model runs as it is written: batch norm of one value

@@ -60,8 +60,8 @@ class Session:
         self.data = load_data(data, graph, options.seed)
         self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)
         comm.handshake({"data": self.data.fingerprint()[:12]})
-        wanted = self.data.task
-        if plan.io == "boxes" and not wanted.own and (len(wanted.predictions) > 1 or wanted.rows > 1):
+        task = self.data.task
+        if plan.io == "boxes" and not task.has_loss and (len(task.predictions) > 1 or task.positions > 1):
             raise LayerwiseError(
                 f"the plan has io 'boxes', where no rank has whole outputs, and {plan.model} has neither a loss of its "
                 "own nor one output (samples, classes, ...): end the model in a loss, or search with --io free"
@@ -145,7 +145,7 @@ class Session:
         """Bytes a whole step, of all ranks together."""
         ranks = self.comm.all_gather_object(self.trainer.sent)
         full = self.trainer.full
-        return {kind: sum(one.get(kind, 0) for one in ranks) / full for kind in KINDS} if full else None
+        return {kind: sum(rank.get(kind, 0) for rank in ranks) / full for kind in KINDS} if full else None
 
     def _difference(self, planned: Outcome) -> Difference:
         """Takes the same steps on one device. On rank 0."""
@@ -158,13 +158,13 @@ class Session:
 
     def data_text(self) -> str:
         """`digits: 1,438 samples to train on, 359 held out`."""
-        held = self.data.held_out
+        held_out = self.data.held_out
         text = f"{self.data.name}: {self.data.train.count:,} samples to train on"
-        text += "" if held is None else f", {held.count:,} held out"
+        text += "" if held_out is None else f", {held_out.count:,} held out"
         left = self.sampler.left_out
         return text + (f"; the last {left} of an epoch are left out, too few for the plan's cuts" if left else "")
 
-    def how_text(self, steps: int) -> str:
+    def training_text(self, steps: int) -> str:
         """`170 steps (2 epochs of 85), sgd, float32 on cpu`."""
         each, batches = self.sampler.per_epoch, self.sampler.accumulate
         size = f" of {batches} batches" if batches > 1 else ""
