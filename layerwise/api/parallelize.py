@@ -31,7 +31,6 @@ from layerwise.run.compiling import settings_of
 from layerwise.run.module import LayeredModule
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule
-from layerwise.version import __version__
 
 DEFAULT = ParallelOptions()
 
@@ -149,23 +148,11 @@ def parallelize(
     boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
     samples = _batch(batch, examples, user_plan, 1 if boxes else world.size)
     arguments = {
-        "layerwise": __version__,
-        "torch": torch.__version__,
-        "batch": samples,
-        "strategy": repr(strategy),
-        "io": io,
-        "inference": inference,
-        "sync_every": options.sync_every,
-        "optimizer": optimizer,
-        "local_batch_norm": options.local_batch_norm,
-        "autocast": autocast,
-        "compile": settings is not None,
-        "memory_limit": memory_limit,
-        "measure_s > 0": options.measure_s > 0,
-        "profile": "by itself" if options.profile is None else "given",
+        "batch": samples, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
+        "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "names of inputs": ", ".join(call[1]),
-    }
-    world.comm.handshake(facts(user_plan, examples, arguments))  # before the work that they are for
+    }  # fmt: skip
+    world.comm.handshake(facts(user_plan, examples, options, arguments))  # before the work that they are for
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm

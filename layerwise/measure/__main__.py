@@ -33,10 +33,10 @@ from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
 from layerwise.machine import DEFAULT, Profile, save
+from layerwise.machine import load as load_profile
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.job import Job, Summary, base_profile, terminable
 from layerwise.measure.link_times import measure_links
-from layerwise.measure.links_profile import base_profile as links_base
 from layerwise.measure.links_profile import check_nodes, with_links
 from layerwise.measure.links_profile import conditions as link_conditions
 from layerwise.measure.topology import find_topology
@@ -200,7 +200,8 @@ def _links(args: argparse.Namespace) -> int:
 
 
 def _base(args: argparse.Namespace, *, cuda: bool) -> Profile:
-    return links_base(args.out, args.profile or (DEFAULT if cuda else "cpu"))
+    """What the links are added to: the profile in the file, or where there is none yet, one to begin with."""
+    return load_profile(args.out if Path(args.out).is_file() else args.profile or (DEFAULT if cuda else "cpu"))
 
 
 def _measure_links(args: argparse.Namespace) -> int:

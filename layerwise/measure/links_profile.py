@@ -5,23 +5,16 @@ from __future__ import annotations
 import platform
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import LinkLevel, Profile
-from layerwise.machine import load as load_profile
 from layerwise.measure.link_times import Measured, Series
 from layerwise.measure.topology import Topology
 
 SHARED = 1.5  # times as long as one pair: then the pairs of a node share its port
-
-
-def base_profile(out: str, fallback: str) -> Profile:
-    """What the links are added to: the profile in the file, or where there is none yet, the fallback."""
-    return load_profile(out if Path(out).is_file() else fallback)
 
 
 def conditions(comm: Comm, where: Topology) -> dict[str, object]:
