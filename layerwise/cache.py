@@ -184,7 +184,7 @@ def _code() -> str:
 
 
 def _plain(value: object) -> object:
-    """Of equal values the same, of others another."""
+    """The value as JSON has it: equal values give the same, others another."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     name = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Console(Console):
-    """Whose text is `shown`: the codes that it writes to a terminal are its own."""
+    """A console that writes only what `shown` lets through: control codes are its own."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shown(text), **options)  # before widths are measured
@@ -75,7 +75,7 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal or $COLUMNS, in a pipe and in a file PIPED_WIDTH. Names in text are never markup."""
+    """A console as wide as the terminal or $COLUMNS; to a pipe or a file PIPED_WIDTH. Names are never markup."""
     piped = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
     width = PIPED_WIDTH if piped else None
     return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)

@@ -81,7 +81,17 @@ def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, price, print."""
+    """Prints what every other configuration and form of a layer of a plan would cost.
+
+    Args:
+        argv: The command line behind the command's name. None: this process's.
+
+    Returns:
+        0.
+
+    Raises:
+        LayerwiseError: The plan has no such layer, or cannot be priced anew.
+    """
     args = parser().parse_args(argv)
     check_files({"--html": args.html})
     plan = load_plan(args.plan)

@@ -54,7 +54,18 @@ and then, without layerwise:
 
 
 def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Exported:
-    """Writes the state dict. LayerwiseError where the checkpoint is missing or damaged, or OUT cannot be written."""
+    """Writes a checkpoint as the state dict of the original model, in one safetensors file.
+
+    Args:
+        checkpoint: A folder that `--checkpoint` named, or that of one step.
+        out: The file, which appears whole or not at all.
+
+    Returns:
+        What was written.
+
+    Raises:
+        LayerwiseError: The checkpoint is missing, damaged or not layerwise's, or `out` cannot be written.
+    """
     from torch import Tensor  # here, so that --help is quick
 
     from layerwise.checkpoint.contribution import MODEL
@@ -82,7 +93,17 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, export, say what was written."""
+    """Exports a checkpoint, and prints what was written.
+
+    Args:
+        argv: The command line behind the command's name. None: this process's.
+
+    Returns:
+        0.
+
+    Raises:
+        LayerwiseError: The checkpoint is missing or damaged, or the file cannot be written.
+    """
     args = parser().parse_args(argv)
     done = export(args.checkpoint, args.out)
     if args.json:

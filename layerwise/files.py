@@ -22,8 +22,7 @@ MAX_DEPTH = 200  # of JSON: what walks through it must not run out of stack
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write what shall be at `path`: a new file beside it, renamed at the end, removed where that is not
-    reached.
+    """Yields where to write what shall be at `path`: a new file beside it, renamed at the end, or removed.
 
     Symbolic links are followed; a pipe or a device is written to as it is. LayerwiseError where that is impossible.
     """
@@ -60,7 +59,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Where the text shall be, and where it is written first: an empty file beside it, to rename.
+    """The file that is asked for, and that which is written first: an empty one beside it, to rename.
 
     Its name cannot be foretold and it did not exist: in a folder that others write to, a name that they know of before
     may be a link of theirs, which leads to a file of ours.

@@ -257,7 +257,7 @@ class UserObjective:
             return self.function(self.module(*inputs, batch=batch), target)
 
     def arithmetic(self) -> AbstractContextManager[object]:
-        """In which model and loss are computed."""
+        """Returns the context that model and loss are computed in: autocast's, or none."""
         return nullcontext() if self.autocast is None else torch.autocast(self.module.device.type, self.autocast)
 
 

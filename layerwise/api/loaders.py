@@ -157,7 +157,7 @@ class Feeding:
 
 
 class Shares(Sampler[list[int]]):
-    """Of every batch that `theirs` draws on rank 0 this rank's share (full: all of it). sizes: of those batches."""
+    """Draws this rank's share (full: all) of every batch that `theirs` draws on rank 0. sizes: of those batches."""
 
     def __init__(self, theirs: Iterable[list[int]], feeding: Feeding, *, full: bool) -> None:
         self.theirs, self.feeding, self.full = theirs, feeding, full

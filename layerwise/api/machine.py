@@ -77,7 +77,7 @@ def built_in(world: World) -> Machine:
 
 
 def cache_file(world: World) -> Path:
-    """Where the profile of ranks like these is kept."""
+    """The file that has the profile of ranks like these."""
     shape = [world.nodes, world.gpus_per_node, world.size, "nccl" if world.comm.collectives else "gloo"]
     facts = json.dumps([world.device, cpu_name(), torch.get_num_threads(), torch.__version__, __version__, *shape])
     name = re.sub(r"\W+", "-", world.device.lower()).strip("-")
@@ -87,7 +87,7 @@ def cache_file(world: World) -> Path:
 
 @contextmanager
 def _place(path: Path, cached: Profile | None) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Where rank 0 writes: the cache's file, or a passing one where that cannot be written, and a note that says so."""
+    """Yields the file that rank 0 writes: the cache's, or a passing one where that cannot be written; and a note."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_writable(path)

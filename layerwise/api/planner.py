@@ -92,7 +92,7 @@ class Planner:
 
     @property
     def space(self) -> SearchSpace:
-        """All that is searched."""
+        """The configurations that are searched."""
         return SearchSpace(self.world.size, spread=self.world.nodes > 1)
 
     @property
@@ -145,7 +145,7 @@ class Planner:
         return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), None, ())
 
     def _nothing_fits(self, model: CostModel, result: SearchResult) -> LayerwiseError:
-        """For a search that found no plan that fits."""
+        """The error for a search that found no plan that fits."""
         try:
             more = self._device_graph(2 * self.world.size)
         except LayerwiseError:  # the machine cannot have so many
@@ -187,7 +187,7 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
 
 
 def _over_memory(model: CostModel, best: Candidate) -> LayerwiseError:
-    """For a strategy of the user's that does not fit."""
+    """The error for a strategy of the user's that does not fit."""
     need, have = units(best.price.memory_bytes, "B"), units(model.devices.processor.memory_bytes, "B")
     instead = (
         "use more ranks or a smaller batch" if model.devices.count == 1 else "name another with strategy= or plan="

@@ -42,7 +42,7 @@ def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tens
 
 
 def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
-    """Where to compute: where the model or its example inputs are, else on the CPU, as with DistributedDataParallel."""
+    """The device of the model or its example inputs, else the CPU, as with DistributedDataParallel."""
     tensors = list(examples)
     if isinstance(model, nn.Module):
         tensors += [*model.parameters(), *model.buffers()]
@@ -52,7 +52,7 @@ def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
 
 
 def dtype_of(network: Network) -> torch.dtype:
-    """Of the parameters (they must have one), else the network's."""
+    """The element type of the parameters (they must have one), else the network's."""
     names: dict[torch.dtype, str] = {}
     for layer in network.graph.layers:
         for name in (name for name, p in layer.own_parameters() if p.trainable or name in layer.frozen):

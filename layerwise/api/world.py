@@ -100,7 +100,7 @@ def _join(device: torch.device, timeout_s: float) -> Comm:
 
 
 def _leave(comm: Comm, process: int, *, wait: bool) -> None:
-    """At the end of a script: the ranks are told of the error that ends this one, else wait for each other.
+    """Ends a script: tells the ranks of the error that ends this one, else waits for them.
 
     wait: not where the script has made the network itself. process: not in one that was forked from that.
     """

@@ -129,7 +129,7 @@ def finish(folder: Path, about: Mapping[str, JSON], written: Sequence[Told]) -> 
 
 
 def _write(path: Path, content: bytes) -> None:
-    """On disk when this returns."""
+    """Writes the content, which is on disk when this returns."""
     with path.open("wb") as out:
         out.write(content)
         out.flush()

@@ -45,7 +45,7 @@ TUPLES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Where something is that torch.save wrote."""
+    """A part of a file that torch.save wrote."""
 
     file: str
     offset: int  # in bytes
@@ -62,14 +62,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """By name what a checkpoint holds: tensors, and values that are none."""
+    """The tensors of a checkpoint, and its values that are none, by name."""
 
     tensors: dict[str, Stored]
     values: dict[str, FileSpan]
 
 
 def read_description(content: bytes) -> Description:
-    """Of a `.metadata`. ValueError and the like where it is none, or contradicts itself."""
+    """Returns what a `.metadata` describes. ValueError and the like where it is none, or contradicts itself."""
     metadata = _members(unpickled(content, KNOWN), "Metadata")
     places = dict[tuple[str, tuple[int, ...] | None], FileSpan]()
     for index, info in metadata["storage_data"]:
@@ -132,7 +132,7 @@ def _text(value: Any) -> str:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """Of a torch.Size, or a tuple."""
+    """The numbers of a torch.Size, or of a tuple."""
     numbers = value.arguments[0] if _kind(value) == "Size" else value
     if type(numbers) is not tuple or len(numbers) > MOST_DIMS or not all(type(number) is int for number in numbers):
         raise ValueError(f"a {_kind(value)} stands where sizes belong")
@@ -166,7 +166,7 @@ class Pairs(list[tuple[Any, Any]]):
     """The items of a dictionary, whose keys are not hashed: of tuples in tuples that takes as long as one likes."""
 
     def members(self) -> dict[str, Any]:
-        """By key. ValueError where one is no text."""
+        """Returns the values by key. ValueError where a key is no text."""
         if not all(isinstance(key, str) for key, _ in self):
             raise ValueError("a key is no text")
         return dict(self)

@@ -167,7 +167,7 @@ def _state(
 
 
 def _saved_groups(reader: Reader) -> list[dict[str, Any]]:
-    """In order."""
+    """The settings of each group of parameters, in order."""
     groups: dict[int, dict[str, Any]] = {}
     every = (*reader.description.values, *reader.description.tensors)
     for name in every:

@@ -135,7 +135,7 @@ class Reader:
                 raise self._unreadable(place.file, str(error)) from None
 
     def full(self, name: str) -> Tensor:
-        """All of a tensor."""
+        """Returns all of a tensor."""
         shape, dtype = self.spec(name)
         tensor = torch.zeros(shape, dtype=dtype)
         self.fill(name, Box((0,) * len(shape), shape), tensor)
@@ -166,7 +166,7 @@ class Reader:
 
 
 def checksum(body: Mapping[str, JSON]) -> str:
-    """Of what is written into `checkpoint.json`."""
+    """SHA-256 of what is written into `checkpoint.json`."""
     return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
 
 

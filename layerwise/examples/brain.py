@@ -76,7 +76,7 @@ def parted(brain: Brain, extent: int) -> tuple[Brain, Brain]:
 
 @dataclass(frozen=True, slots=True)
 class Crops:
-    """Where a crop lies, and how it is mirrored, follows from the seed and its number."""
+    """Crops of an image by number: where one lies, and how it is mirrored, follows from the seed and its number."""
 
     reading: BatchReader  # of an image and its classes
     count: int
@@ -87,7 +87,7 @@ class Crops:
         return self.boxes(numbers, *(Box((0,) * len(shape), shape) for shape in shapes))
 
     def boxes(self, numbers: Tensor, *boxes: Box) -> Batch:
-        """Of the image and of the classes of these samples: no more is read."""
+        """Reads boxes of the image and of the classes of these samples, and no more."""
         inputs = tuple(replace(feed, box=box) for feed, box in zip(self.reading.inputs, boxes, strict=True))
         image, classes = replace(self.reading, inputs=inputs).batch(numbers.tolist(), epoch=0)
         return (image,), classes

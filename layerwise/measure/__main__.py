@@ -76,7 +76,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes and prints what the arguments ask for; 0."""
+    """Measures layers or links of this machine, writes them into a profile, and prints them.
+
+    Args:
+        argv: The command line behind the command's name. None: this process's.
+
+    Returns:
+        0. With several ranks it does not return, but ends the process.
+
+    Raises:
+        LayerwiseError: The machine, the model or the profile will not do.
+    """
     args = parser().parse_args(argv)
     return _links(args) if args.command == "links" else _measure_layers(args)
 
@@ -136,7 +146,7 @@ def _measure_layers(args: argparse.Namespace) -> int:
         with terminable():
             summary = job.run(strategies, module, quiet=args.json)
     if args.json:
-        print(as_json.text(summary.as_dict()))
+        print(as_json.text(summary))
     else:
         console().print(_summary_text(summary), soft_wrap=True)
     return 0

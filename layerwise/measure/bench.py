@@ -66,7 +66,7 @@ class Mode:
         return x.contiguous(memory_format=formats[x.dim()]) if self.channels_last and x.dim() in formats else x
 
     def mixed(self) -> AbstractContextManager[object]:
-        """Where kernels run."""
+        """The context that kernels run in."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
 
@@ -111,7 +111,7 @@ class Bench:
         return self.inputs, self.gradients
 
     def forward(self) -> None:
-        """As `Executor.forward` does for one layer."""
+        """Computes the output as `Executor.forward` does for one layer."""
         with torch.set_grad_enabled(self.differentiable):
             self.leaves = [
                 x.detach().requires_grad_() if needs_grad else x.detach()
@@ -131,7 +131,7 @@ class Bench:
                 )
 
     def backward(self) -> None:
-        """As `Executor.backward` does for one layer; gradients of parameters stay, as a step keeps them."""
+        """Computes gradients as `Executor.backward` does for one layer; those of parameters stay, as in a step."""
         if not self.differentiable:
             return
         assert self.out is not None
@@ -147,7 +147,7 @@ class Bench:
         self.leaves = []
 
     def forget(self) -> None:
-        """Before the next step: as `zero_grad` does."""
+        """Drops output and gradients, as `zero_grad` does before the next step."""
         self.out = None
         for p in self.trained:
             p.grad = None
@@ -191,7 +191,7 @@ def _reduction(spec: CellSpec) -> Callable[[Tensor], Tensor]:
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """As `layerwise.run` makes it."""
+    """The optimizer that `layerwise.run` makes."""
     if name == "adam":
         return torch.optim.Adam(parameters, 1e-3)
     return torch.optim.SGD(parameters, 1e-3, 0.9 if name == "momentum" else 0.0)
@@ -268,7 +268,7 @@ USUAL_BYTES = 2**20
 
 @cache
 def own_cache_bytes(where: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Of the largest cache that a core has to itself; a usual size where Linux does not say."""
+    """Bytes of the largest cache that a core has to itself; a usual size where Linux does not say."""
     try:
         return int((where / "index2" / "size").read_text(encoding="ascii").strip().removesuffix("K")) * 1024
     except (OSError, ValueError):

@@ -52,9 +52,7 @@ def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> d
 
 
 def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[CellTask]:
-    """Those of one layer: its operator's, and its parameters' updates; at the end of a network the loss, however it is
-    split.
-    """
+    """The cells of a layer: its operator's, and its parameters' updates; of a network's end the loss, however it is split."""
     if layer.role is Role.SINK:
         return _losses(model, layer)
     return [] if layer.end else [*_cells(model, layer, configs), *_updates(model, layer, configs)]
@@ -88,7 +86,7 @@ def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Ce
 
 
 def _bytes(layer: Layer, row: Extents, stages: int) -> float:
-    """Of inputs, parameters and the stages' results, and of their gradients, in the largest type."""
+    """Bytes of inputs, parameters and the stages' results, and of their gradients, in the largest type."""
     dims, rank = len(layer.space.dims), max(1, len(layer.out.shape))
     shapes = [*(spec.shape for spec in layer.specs), *(p.shape for p in layer.space.parameters)]
     ends = np.cumsum([dims + rank, *map(len, shapes)]).tolist()

@@ -8,7 +8,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -69,7 +69,7 @@ class Measuring:
         return key[1] in self.times.cells.get(key[0], {}) or key in self.failed
 
     def left(self, cells: Iterable[CellTask]) -> list[CellTask]:
-        """Of these, what is not measured yet, the longest first."""
+        """The cells among these that are not measured yet, the longest first."""
         return sorted((cell for cell in cells if not self.has(cell.key)), key=lambda cell: -cell.predicted_s)
 
     def measure(self, cells: Iterable[CellTask], after: Callable[[CellTask], None] = lambda _: None) -> None:
@@ -170,11 +170,6 @@ class Summary:
     held_out_error: float | None
     best_share: float  # of the best strategy's t_C that is measured
     out: str | None
-    times: LayerTimes = field(repr=False)
-
-    def as_dict(self) -> dict[str, object]:
-        """For `--json`: all but the times."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "times"}
 
 
 @dataclass(slots=True)
@@ -226,7 +221,7 @@ class Job:
         return measuring.taken - before
 
     def _overhead(self, measuring: Measuring, make_module: MakeModule) -> None:
-        """Of the runtime on a CPU. On a GPU the host runs ahead of the kernels, and what it does takes no time."""
+        """Measures the runtime on a CPU. On a GPU the host runs ahead of the kernels: what it does takes no time."""
         optimizer = self.options.optimizer
         step, copy = (step_name(optimizer), ()), (COPY, (COPIED,))
         if self.mode.device.type == "cpu" and not measuring.has(copy):
@@ -270,7 +265,6 @@ class Job:
             held_out_error=held_out_error(times),
             best_share=sum(float(t.measured[0]) for t in costs) / max(sum(float(t.total[0]) for t in costs), 1e-30),
             out=self.out,
-            times=times,
         )
 
 

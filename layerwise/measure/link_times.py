@@ -74,7 +74,7 @@ class Measured:
     overlaps: tuple[Overlap, ...]
 
     def links(self, conditions: dict[str, object]) -> Links:
-        """For the profile."""
+        """Returns what a profile keeps of it."""
         return Links(tuple(s.curve for s in self.series), self.overlaps, conditions)
 
 
@@ -128,7 +128,7 @@ def carried_by(operation: Operation, shape: GroupShape) -> int:
 
 
 def operation_time(comm: Comm, operation: Operation, shape: GroupShape, size: float, rounds: int = ROUNDS) -> Time:
-    """Of the slowest rank; `size` as in `Curve`. Every rank calls this."""
+    """The slowest rank's time of an operation; `size` as in `Curve`. Every rank calls this."""
     group, each = shape.of(comm.rank), round(size / carried_by(operation, shape))
     time = timed(comm, None if group is None else prepared(comm, operation, group, each), rounds)
     return replace(time, seconds=time.seconds / 2) if operation == "message" else time  # there and back

@@ -90,7 +90,7 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock |
 
 
 def copied(mode: Mode, stopwatch: Stopwatch) -> CellTime:
-    """Of `COPIED` bytes that a rank keeps of a tensor that travels: into one with room for a halo, and back out of it.
+    """Times a copy of the `COPIED` bytes that a rank has of a tensor into one with room for a halo, and back.
 
     As `run.schedule.redistribute` does it.
     """

@@ -31,7 +31,7 @@ Parts = Sequence[Do]
 
 
 def nothing() -> None:
-    """Before a part that needs no preparation."""
+    """Prepares nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class GroupShape:
 
 
 def find_topology(comm: Comm) -> Topology:
-    """From the ranks' host names, or where all have the same one (nodes in one machine), from LOCAL_WORLD_SIZE.
+    """The topology by the ranks' host names, or where all have the same one (nodes in a machine), by LOCAL_WORLD_SIZE.
 
     Every rank calls this. LayerwiseError where nodes differ in size or their ranks are not numbered one after another.
     """
@@ -51,7 +51,7 @@ def find_topology(comm: Comm) -> Topology:
 
 
 def topology_of(hosts: Sequence[str]) -> Topology:
-    """From the name of each rank's node."""
+    """The topology by the name of each rank's node."""
     names = list(dict.fromkeys(hosts))
     local = hosts.count(names[0])
     if list(hosts) != [name for name in names for _ in range(local)]:

@@ -61,7 +61,7 @@ class Comparison:
         return reasons
 
     def as_dict(self) -> dict[str, object]:
-        """For --json."""
+        """Returns it as JSON has it."""
 
         def row(part: Part) -> dict[str, object]:
             values: dict[str, object] = {"predicted_s": part.predicted_s, "measured_s": part.measured_s}

@@ -170,7 +170,7 @@ class Trainer(Generic[LocalBatch]):
         return _Local(number, samples, losses, seconds)
 
     def _weight(self, part: int, total: int) -> float:
-        """Of the loss of some samples in that of all; a loss that is a sum needs none."""
+        """The weight of some samples' loss in that of all; a loss that is a sum needs none."""
         return 1.0 if self.objective.summed else part / total
 
     def _gather(self, waiting: list[_Local]) -> list[Step]:

@@ -35,7 +35,7 @@ class TaskObjective:
 
     @property
     def summed(self) -> bool:
-        """Of a loss of PyTorch's that sums."""
+        """Whether the model's own loss is one of PyTorch's that sums."""
         return self.task.loss is not None and self.task.loss.reduction == "sum"
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Fed]:
@@ -75,7 +75,7 @@ def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor,
 
 
 def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedSamples, numbers: Tensor) -> Batch:
-    """Of the samples that this rank shares in (`ParallelModule.share`) what it is to be given: all, or its boxes."""
+    """Reads what this rank needs of the samples that it shares in (`ParallelModule.share`): all, or its boxes."""
     if module.io != "boxes":
         return samples.batch(numbers)
     boxes = list(module.read_boxes().values())

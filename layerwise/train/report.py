@@ -49,7 +49,7 @@ class Result:
 
     @property
     def dice(self) -> dict[str, float | None] | None:
-        """By class, of those that have names; None of a class that is nowhere."""
+        """The Dice score by class, of those that have names; None of a class that is nowhere."""
         if self.score is None or not self.classes:
             return None
         return dict(zip(self.classes, self.score.dice, strict=False))
@@ -60,7 +60,7 @@ class Result:
         return {k: None if (each := self.planned[k]) is None else _integer(each) for k in KINDS}
 
     def as_dict(self) -> dict[str, object]:
-        """For --json. What is not a number is null, as JSON has it."""
+        """Returns the result for programs. What is not a number is null, as JSON has it."""
         compare = None if self.compare is None else {k: _finite(v) for k, v in self.compare.as_dict().items()}
         return {
             "model": self.plan.model,
@@ -81,7 +81,7 @@ class Result:
 
 
 def _halos(plan: Plan) -> dict[str, object] | None:
-    """Of which inputs halos are sent; seconds of a step with reading, either way. None where there was no choice."""
+    """The inputs whose halos are sent; seconds of a step with reading, either way. None where there was no choice."""
     halos = plan.provenance.get("halos")
     if not isinstance(halos, dict):
         return {"sent": list(plan.halos_sent)} if plan.halos_sent else None
@@ -157,7 +157,7 @@ def line(step: Step, steps: int) -> str:
 
 
 def rate_text(samples_per_s: float) -> str:
-    """Of less than ten two digits: a volume takes seconds."""
+    """`983 samples/s`; less than ten with two digits, for a volume takes seconds."""
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 10 else f"{samples_per_s:.2g} samples/s"
 
 

@@ -36,7 +36,7 @@ class Score:
 
     @property
     def dice(self) -> tuple[float | None, ...]:
-        """Of each class, over all that was held out; None of one that is nowhere and was not found."""
+        """The Dice score of each class over all that was held out; None of one that neither is there nor predicted."""
         both = (self.actual + self.predicted).tolist()
         return tuple(2 * correct / of if of else None for correct, of in zip(self.correct.tolist(), both, strict=True))
 
@@ -127,7 +127,7 @@ def _target_samples(module: ParallelModule) -> slice:
 
 
 def _local_target(module: ParallelModule, target: Tensor) -> Tensor:
-    """Of the target that this rank has that of its part of the output."""
+    """The target of this rank's part of the output."""
     if module.io != "free":
         return target
     box = module.output_boxes()[0]

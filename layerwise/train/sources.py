@@ -33,7 +33,7 @@ class Boxed(Protocol):
     """Samples of which boxes can be read."""
 
     def boxes(self, numbers: Tensor, *boxes: Box) -> Batch:
-        """Of the batch that these samples are, a box of each input, then one of the target."""
+        """Reads a box of each input of the batch that these samples are, then one of its target."""
 
 
 def read(samples: NumberedSamples, numbers: Tensor, *boxes: Box) -> Batch:

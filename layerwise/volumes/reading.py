@@ -120,7 +120,7 @@ class BatchReader:
         return tensor
 
     def _drawn(self, index: int, epoch: int) -> _Drawn:
-        """Where a sample is cut, and what is mirrored: the same for all its inputs, on all ranks."""
+        """Draws where a sample is cut, and what is mirrored: the same for all its inputs, on all ranks."""
         room: dict[str, int] = {}
         for feed in self.inputs:
             room |= self._room(feed, index, room)
@@ -151,7 +151,7 @@ class BatchReader:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Of one sample: where what is taken begins, and which dimensions are mirrored, by label."""
+    """The crop of one sample: where it begins, and which dimensions are mirrored, by label."""
 
     begins: dict[str, int]
     mirrored: set[str] = field(default_factory=set)

@@ -41,7 +41,7 @@ class SampleSource(Protocol):
     def __len__(self) -> int: ...
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """Of one sample."""
+        """Returns the shape of one sample."""
         ...
 
     def read(self, index: int, slices: Slices) -> Array:
