@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -25,7 +25,6 @@ from layerwise.checkpoint.contribution import MODEL, Entry, finish, of_model, wr
 from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, of_groups, prepare
 from layerwise.checkpoint.reader import SEAL, Reader
 from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
-from layerwise.comm.base import Comm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
@@ -34,30 +33,15 @@ from layerwise.graph.cells import without_cells
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.plan import nearest
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.parts import is_dtensor, local_part
 from layerwise.run.state.shard import Shard
 from layerwise.tensorfile import dtype_name
 
 
-class Saveable(Protocol):
-    """What a checkpoint needs of a module."""
-
-    steps: int  # training forwards done, which drive the random numbers
-
-    @property
-    def comm(self) -> Comm: ...
-
-    @property
-    def graph(self) -> LayerGraph: ...
-
-    def shards(self) -> list[Shard]: ...
-
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]: ...
-
-
 def save(
     directory: str | os.PathLike[str],
-    module: Saveable,
+    module: ParallelModule,
     optimizer: Optimizer | None,
     progress: Mapping[str, JSON],
     keep: int = 2,
@@ -117,7 +101,9 @@ def save(
     return folder / str(names[0])
 
 
-def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def load(
+    directory: str | os.PathLike[str], module: ParallelModule, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
     """Gives module and optimizer what was saved in a step's folder, or in the latest of DIR, by all ranks together.
 
     Whatever plan and number of ranks saved it: each rank reads the parts of saved boxes that fall into its own. Also a
@@ -165,7 +151,7 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
 
 def resume(
     directory: str | os.PathLike[str],
-    module: Saveable,
+    module: ParallelModule,
     optimizer: Optimizer,
     facts: Mapping[str, JSON],
     otherwise: str = "",
@@ -196,7 +182,7 @@ def model_digest(graph: LayerGraph) -> str:
         return graph.digest
 
 
-def _owned(module: Saveable) -> Owned:
+def _owned(module: ParallelModule) -> Owned:
     """The module's parameters with their shards: empty ones of parameters that only other ranks have a part of.
 
     (A parameter without elements that is not the model's may stand for a rank that holds nothing.)
@@ -214,7 +200,7 @@ def _owned(module: Saveable) -> Owned:
     return owned
 
 
-def _check_about(reader: Reader, module: Saveable) -> None:
+def _check_about(reader: Reader, module: ParallelModule) -> None:
     """LayerwiseError where the rest of what `save` wrote makes no sense, or is of another network."""
     about = reader.about or {}
     with reader.sense(SEAL):

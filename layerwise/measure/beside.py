@@ -97,7 +97,7 @@ def _beside(compute: Do, start: Start, alone_s: float, each_s: float) -> tuple[f
     return beside_s, _share((count * each_s - (end - began - beside_s)) / beside_s)
 
 
-def _by_totals(comm: Comm, start: Start | None, rounds: int = 3) -> tuple[float, float]:
+def _by_totals(comm: Comm, start: Start | None) -> tuple[float, float]:
     """An operation under twice as long a computation, and computation under twice as long operations.
 
     With u, the seconds that the first pair takes longer than its computation alone, a second of operation, and v, those
@@ -115,7 +115,7 @@ def _by_totals(comm: Comm, start: Start | None, rounds: int = 3) -> tuple[float,
             for handle in handles:
                 handle.wait()
 
-        return timed(comm, None if start is None else both, rounds).seconds
+        return timed(comm, None if start is None else both, rounds=3).seconds
 
     two, one = seconds(0, 2), seconds(0, 1)
     equal = max(1, round(one / (seconds(8, 0) / 8)))  # convolutions that take as long as an operation

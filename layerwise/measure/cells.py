@@ -52,7 +52,7 @@ def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> d
 
 
 def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[CellTask]:
-    """The cells of a layer: its operator's, and its parameters' updates; of a network's end the loss, however it is split."""
+    """The cells of a layer: its operator's, and its parameters' updates; of a network's end the loss."""
     if layer.role is Role.SINK:
         return _losses(model, layer)
     return [] if layer.end else [*_cells(model, layer, configs), *_updates(model, layer, configs)]

@@ -6,15 +6,13 @@ import signal
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from layerwise.cli import progress_bar
 from layerwise.config import Config, SearchSpace
@@ -34,20 +32,6 @@ from layerwise.measure.timing import Stopwatch
 
 SAVE_S = 2.0  # how often what was measured is written
 CELL_S = 0.25  # about what one cell gets, beyond its least number of samples
-
-
-class Timed(Protocol):
-    """What can be measured: two parts, and what lies between one step and the next."""
-
-    @property
-    def recent(self) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None]:
-        """What a step has just made when forward, and when backward begins; None: all that is needed."""
-
-    def forward(self) -> None: ...
-
-    def backward(self) -> None: ...
-
-    def forget(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -119,7 +103,7 @@ class Measuring:
         self._saved_at = time.monotonic()
 
 
-def bench_of(spec: CellSpec | UpdateSpec | LossSpec, mode: Mode) -> Timed:
+def bench_of(spec: CellSpec | UpdateSpec | LossSpec, mode: Mode) -> Bench | UpdateBench | LossBench:
     """The tensors of a task, ready to be timed."""
     if isinstance(spec, UpdateSpec):
         return UpdateBench(spec, mode)

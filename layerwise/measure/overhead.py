@@ -49,15 +49,6 @@ class Overhead:
     call_s: float  # of an optimizer's step, however few its parameters
 
 
-@dataclass(frozen=True, slots=True)
-class _Chains:
-    """What chains of layers of one width took."""
-
-    steps: Reading  # of the short chain
-    layer_s: tuple[float, float]  # seconds of a layer, forward and backward
-    each: CellTime  # of a layer beside its kernels
-
-
 def optimizer_call_s(optimizer: str, mode: Mode, clock: Clock | None = None) -> float:
     """Seconds of an optimizer's step over no parameters at all: of one tiny tensor twice, less of two."""
     stopwatch = Stopwatch(mode.device, 0.2, clock=clock)
@@ -73,16 +64,16 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock |
     """
     stopwatch = Stopwatch(mode.device, 0.5, most=100, clock=clock)
     runtime = _Runtime(optimizer, mode, make_module, stopwatch)
-    tiny = runtime.chains(WIDTH)
+    steps, layer_s, tiny = runtime.chains(WIDTH)
     wide = own_cache_bytes() // (4 * BATCH) if mode.device.type == "cpu" else WIDTH
-    layer = runtime.chains(wide).each if wide > WIDTH else tiny.each
+    layer = runtime.chains(wide)[2] if wide > WIDTH else tiny
     first = runtime.alone(_chain(SHORT, WIDTH), "first")
     call_s = optimizer_call_s(optimizer, mode, clock)
     loss = stopwatch([(bench := LossBench(LossSpec(((BATCH, WIDTH),)), mode)).forward, bench.backward])
     update = _update(optimizer, mode, (WIDTH * WIDTH, WIDTH), stopwatch)
-    steps, inside = tiny.steps, (tiny.each.forward_s, tiny.each.backward_s)
+    inside = tiny.forward_s, tiny.backward_s
     rest = [
-        max(0.0, steps.seconds[i] - SHORT * tiny.layer_s[i] - first.seconds[i] - inside[i] - loss.seconds[i])
+        max(0.0, steps.seconds[i] - SHORT * layer_s[i] - first.seconds[i] - inside[i] - loss.seconds[i])
         for i in range(2)
     ]
     rest[1] += max(0.0, steps.seconds[2] - sum(update.seconds)) + call_s
@@ -117,14 +108,14 @@ class _Runtime:
     make_module: MakeModule
     stopwatch: Stopwatch
 
-    def chains(self, width: int) -> _Chains:
-        """A short and a long chain, against one layer by itself."""
+    def chains(self, width: int) -> tuple[Reading, tuple[float, float], CellTime]:
+        """The steps of a short chain; against a long one the seconds of a layer, and what it takes beside kernels."""
         short, long = (self.steps(_chain(count, width)) for count in (SHORT, LONG))
         forward, backward = ((b - a) / (LONG - SHORT) for a, b in zip(short.seconds[:2], long.seconds[:2], strict=True))
         alone = self.alone(_chain(SHORT, width), "link").seconds
         spread = max(short.spread, long.spread)
         each = CellTime(max(0.0, forward - alone[0]), max(0.0, backward - alone[1]), spread, long.samples)
-        return _Chains(short, (forward, backward), each)
+        return short, (forward, backward), each
 
     def steps(self, graph: LayerGraph) -> Reading:
         """Forward with the loss, backward, update of the runtime's own steps."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from layerwise.config import Config
 from layerwise.importers.load import load_planned
 from layerwise.importers.torch.read.structure import tensors
 from layerwise.importers.with_loss import parted
-from layerwise.plan import Plan
 from layerwise.run.load import build_module
 from layerwise.run.outputs import without_classes
 from layerwise.run.parallel import ParallelModule
@@ -106,14 +104,10 @@ def predicting(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data
     for name in graph.layers[-1].inputs:
         strategy[name] = _of_all_classes(strategy[name])
     without = replace(plan, model=model, digest=graph.digest, strategy=strategy, predicted={}, predicted_layers={})
-    predictor = _built(without, network, module)
+    loss_here = cross_entropy if plan.io != "sample" else None  # with which outputs stay where they are
+    predictor = build_module(without, network, module.comm, replace(module.options, compile=None), loss=loss_here)
     predictor.load_state_dict(module.full_state_dict())
     return predictor, replace(data, task=task(graph))
-
-
-def _built(plan: Plan, network: Any, module: ParallelModule) -> ParallelModule:
-    loss = cross_entropy if plan.io != "sample" else None  # with which outputs stay where they are
-    return build_module(plan, network, module.comm, replace(module.options, compile=None), loss=loss)
 
 
 def _of_all_classes(config: Config) -> Config:

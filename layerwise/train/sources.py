@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,14 +43,6 @@ def read(samples: NumberedSamples, numbers: Tensor, *boxes: Box) -> Batch:
     inputs, target = samples.batch(numbers)
     *local_inputs, local_target = (x[box.slices()] for x, box in zip((*inputs, target), boxes, strict=True))
     return tuple(local_inputs), local_target
-
-
-class MapStyle(Protocol):
-    """A map-style torch Dataset of (input, target) or ((input, ...), target)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +117,9 @@ class CheckedTensors:
 
 @dataclass(frozen=True, slots=True)
 class CheckedDataset:
-    """A map-style dataset, whose items are checked against the task as they come."""
+    """A map-style dataset of (input, target) or ((input, ...), target), checked against the task as they come."""
 
-    items: MapStyle
+    items: Any
     task: TrainingTask
     where: str
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
@@ -35,24 +35,6 @@ def foreign(what: str) -> Iterator[None]:
         raise LayerwiseError(f"{what}: {in_a_line(error)}") from error
 
 
-class SampleSource(Protocol):
-    """Samples, of which boxes are read."""
-
-    def __len__(self) -> int: ...
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        """Returns the shape of one sample."""
-        ...
-
-    def read(self, index: int, slices: Slices) -> Array:
-        """A box of one sample."""
-        ...
-
-    def file(self, index: int) -> str | None:
-        """The file that a sample lies in."""
-        ...
-
-
 class StackedArray:
     """An array (samples, ...): numpy's, also mapped from a file, h5py's, zarr's. `where` is how errors call it."""
 
@@ -65,13 +47,16 @@ class StackedArray:
         return int(self.array.shape[0])
 
     def shape(self, index: int) -> tuple[int, ...]:
+        """Returns the shape of one sample."""
         return tuple(int(extent) for extent in self.array.shape[1:])
 
     def read(self, index: int, slices: Slices) -> Array:
+        """Returns a box of one sample."""
         with foreign(f"{self.where}, sample {index}"):  # such as a tensor that needs a gradient, or of bfloat16
             return np.asarray(self.array[(index, *slices)])
 
     def file(self, index: int) -> str | None:
+        """Returns the file that a sample lies in, for sentences of errors."""
         return None
 
 
@@ -160,6 +145,9 @@ class Computed:
 
     def file(self, index: int) -> str | None:
         return None
+
+
+SampleSource = StackedArray | File | SeparateSamples | Computed
 
 
 def source_of(value: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:
