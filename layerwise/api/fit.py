@@ -116,7 +116,7 @@ def fit(
         resume: Whether to go on from the checkpoint, also on another number of ranks.
         seed: Of the samples' order, and of `ParallelOptions`.
         progress: Rank 0 prints a line an epoch.
-        keywords: As `parallelize` takes it.
+        keywords: Further arguments of `parallelize`, which plan the model.
 
     Returns:
         The parallel module, trained, its optimizer, and what each epoch came to.

@@ -49,7 +49,7 @@ def test_every_cell_runs(network: LayerGraph, sizes: tuple[int, ...], data: st.D
             assert bench.out is not None
             assert tuple(bench.out.shape) == cell.spec.owned.shape, layer.name
             leaves = bench.leaves
-            assert [leaf.requires_grad for leaf in leaves] == list(cell.spec.wanted)
+            assert [leaf.requires_grad for leaf in leaves] == list(cell.spec.needs_grad)
             bench.backward()
             if bench.differentiable:
                 assert all(p.grad is not None and p.grad.shape == p.shape for p in bench.trained)
