@@ -27,9 +27,9 @@ from layerwise.graph.layer import Layer
 from layerwise.machine import load
 from layerwise.machine.layer_times import CellTime
 from layerwise.measure.bench import CellSpec
-from layerwise.measure.layers.cells import Key, layer_cells
-from layerwise.measure.layers.measure import timed
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.cells import Key, layer_cells
+from layerwise.measure.job import timed
+from layerwise.measure.timing import Stopwatch
 
 Split = dict[str, int]
 

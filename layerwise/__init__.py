@@ -38,68 +38,44 @@ _HOME = {
     "price": "layerwise.cost.price",
     "register_op": "layerwise.importers.registry",
     "save": "layerwise.api.save",
-    "split": "layerwise.api.data.split",
+    "split": "layerwise.api.split",
     "timeline": "layerwise.cost.timeline.simulate",
 }
 
-__all__ = [
-    "Box",
-    "BoxLoader",
-    "Config",
-    "CostModel",
-    "CostOptions",
-    "DeviceGraph",
-    "Grid",
-    "Layer",
-    "LayerGraph",
-    "LayerwiseError",
-    "Op",
-    "ParallelOptions",
-    "Plan",
-    "SearchSpace",
-    "TensorSpec",
-    "__version__",
-    "fit",
-    "from_onnx",
-    "from_torch",
-    "fuse",
-    "load_model",
-    "load_plan",
-    "load_profile",
-    "parallelize",
-    "predict",
-    "price",
-    "register_op",
-    "save",
-    "split",
-    "timeline",
-]
+__all__ = ["__version__", *_HOME]
 
-if TYPE_CHECKING:
-    from layerwise.api.data.split import split
-    from layerwise.api.fit import fit
-    from layerwise.api.options import ParallelOptions
-    from layerwise.api.parallelize import parallelize
-    from layerwise.api.save import save
-    from layerwise.config import Config, SearchSpace
-    from layerwise.cost.model import CostModel, CostOptions
-    from layerwise.cost.price import price
-    from layerwise.cost.timeline.simulate import timeline
-    from layerwise.errors import LayerwiseError
-    from layerwise.geometry import Box, Grid
-    from layerwise.graph.fuse import fuse
-    from layerwise.graph.layer import Layer, LayerGraph
-    from layerwise.importers.load import load_model
-    from layerwise.importers.onnx.from_onnx import from_onnx
-    from layerwise.importers.registry import register_op
-    from layerwise.importers.torch.from_torch import from_torch
-    from layerwise.machine import DeviceGraph
-    from layerwise.machine import load as load_profile
-    from layerwise.ops.base import Op
-    from layerwise.plan import Plan, load_plan
-    from layerwise.tensor import TensorSpec
-    from layerwise.volumes.loader import BoxLoader
-    from layerwise.volumes.predict import predict
+if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
+    from layerwise.api.fit import fit as fit
+    from layerwise.api.options import ParallelOptions as ParallelOptions
+    from layerwise.api.parallelize import parallelize as parallelize
+    from layerwise.api.save import save as save
+    from layerwise.api.split import split as split
+    from layerwise.config import Config as Config
+    from layerwise.config import SearchSpace as SearchSpace
+    from layerwise.cost.model import CostModel as CostModel
+    from layerwise.cost.model import CostOptions as CostOptions
+    from layerwise.cost.price import price as price
+    from layerwise.cost.timeline.simulate import timeline as timeline
+    from layerwise.errors import LayerwiseError as LayerwiseError
+    from layerwise.geometry import Box as Box
+    from layerwise.geometry import Grid as Grid
+    from layerwise.graph.fuse import fuse as fuse
+    from layerwise.graph.layer import Layer as Layer
+    from layerwise.graph.layer import LayerGraph as LayerGraph
+    from layerwise.importers.load import load_model as load_model
+    from layerwise.importers.onnx.from_onnx import from_onnx as from_onnx
+    from layerwise.importers.registry import register_op as register_op
+    from layerwise.importers.torch.from_torch import from_torch as from_torch
+    from layerwise.machine import DeviceGraph as DeviceGraph
+    from layerwise.machine import load
+    from layerwise.ops.base import Op as Op
+    from layerwise.plan import Plan as Plan
+    from layerwise.plan import load_plan as load_plan
+    from layerwise.tensor import TensorSpec as TensorSpec
+    from layerwise.volumes.loader import BoxLoader as BoxLoader
+    from layerwise.volumes.predict import predict as predict
+
+    load_profile = load
 
 
 def __getattr__(name: str) -> Any:

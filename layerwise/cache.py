@@ -51,10 +51,10 @@ def folder() -> Path:
         place = Path(tempfile.gettempdir()) / f"layerwise-{os.getuid()}"
         with contextlib.suppress(OSError):  # where it cannot be, whoever writes there says so
             place.mkdir(mode=0o700)
-        found = place.lstat() if os.path.lexists(place) else None
-        if found and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022):
-            told = "is a link, or others may write into it: set LAYERWISE_CACHE to a folder of your own"
-            raise LayerwiseError(f"the cache's folder {os.fspath(place)!r} {told}") from None
+        status = place.lstat() if os.path.lexists(place) else None
+        if status and (not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022):
+            reason = "is a link, or others may write into it: set LAYERWISE_CACHE to a folder of your own"
+            raise LayerwiseError(f"the cache's folder {os.fspath(place)!r} {reason}") from None
         return place
 
 
@@ -68,8 +68,8 @@ class Answers:
         """The answer, as JSON; None where there is none."""
         path = self._path(key)
         try:
-            said, _, text = path.read_text(encoding="utf-8").partition("\n")
-            if said != _digest(text):
+            digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+            if digest != _digest(text):
                 raise LayerwiseError("it was altered since it was written")
             answer = parse_json(text, "it")
         except FileNotFoundError:
@@ -93,15 +93,15 @@ class Answers:
 
     def recalled(self, key: str, find: Callable[[], T], write: Callable[[T], object], read: Callable[[Any], T]) -> T:
         """The answer that is kept; where none is, or `read` cannot read it, what `find` finds, which is kept."""
-        kept = self.find(key)
-        if kept is not None:
+        cached = self.find(key)
+        if cached is not None:
             try:
-                return read(kept)
+                return read(cached)
             except (AttributeError, IndexError, KeyError, LayerwiseError, TypeError, ValueError) as error:
                 self._of_no_use(key, f"{type(error).__name__}: {error}")
-        found = find()
-        self.keep(key, write(found))
-        return found
+        answer = find()
+        self.keep(key, write(answer))
+        return answer
 
     def _of_no_use(self, key: str, why: str) -> None:
         """Says that an answer is found anew, and why."""
@@ -112,13 +112,13 @@ class Answers:
 
     def _make_room(self) -> None:
         """Removes the oldest files while all of them are too many bytes. Others may do the same."""
-        held = list[tuple[float, int, Path]]()
+        files = list[tuple[float, int, Path]]()
         for path in self.place.glob("*.json"):
             with contextlib.suppress(FileNotFoundError):
-                found = path.stat()
-                held.append((found.st_mtime, found.st_size, path))
-        total = sum(size for _, size, _ in held)
-        for _, size, path in sorted(held)[:-1]:
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files)[:-1]:
             if total <= self.most_bytes:
                 break
             path.unlink(missing_ok=True)
@@ -152,7 +152,7 @@ def restored(kind: Any, value: Any) -> Any:
             return kind(**{name: restored(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
     elif get_origin(kind) is tuple and type(value) is list:
         kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-        return tuple(restored(one, item) for one, item in zip(kinds, value, strict=True))
+        return tuple(restored(part, item) for part, item in zip(kinds, value, strict=True))
     elif get_origin(kind) is dict and type(value) is dict:
         return {name: restored(parts[1], item) for name, item in value.items()}
     elif get_origin(kind) is UnionType:
@@ -184,7 +184,7 @@ def _code() -> str:
 
 
 def _plain(value: object) -> object:
-    """Of equal values the same, of others another."""
+    """The value as JSON has it: equal values give the same, others another."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     name = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -58,15 +58,15 @@ def _process(rank: int, spans: RankSpans, zero: int) -> Iterator[dict[str, objec
                 }
 
 
-def _about(rank: int, track: int, what: str, **said: object) -> dict[str, object]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": said}
+def _about(rank: int, track: int, what: str, **arguments: object) -> dict[str, object]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": arguments}
 
 
 def tracks(rows: Sequence[Row]) -> list[list[Row]]:
     """Spread spans (by start; of equal start the longest first) over tracks in which any two are apart or nested."""
     result: list[tuple[list[Row], list[int]]] = []  # a track's rows; ends of its open spans, the innermost last
     for row in rows:
-        track, open_until = next((one for one in result if _room(one[1], row)), ([], []))
+        track, open_until = next((candidate for candidate in result if _room(candidate[1], row)), ([], []))
         if not track:
             result.append((track, open_until))
         track.append(row)

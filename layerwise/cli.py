@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Console(Console):
-    """Whose text is `shown`: the codes that it writes to a terminal are its own."""
+    """A console that writes only what `shown` lets through: control codes are its own."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shown(text), **options)  # before widths are measured
@@ -75,7 +75,7 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal or $COLUMNS, in a pipe and in a file PIPED_WIDTH. Names in text are never markup."""
+    """A console as wide as the terminal or $COLUMNS; to a pipe or a file PIPED_WIDTH. Names are never markup."""
     piped = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
     width = PIPED_WIDTH if piped else None
     return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
@@ -220,9 +220,9 @@ def seconds(text: str) -> float:
     return value
 
 
-def global_batch(batch: int | None, whole: int | None, gpus: int) -> int:
+def global_batch(batch: int | None, over_all: int | None, gpus: int) -> int:
     """Samples a step."""
-    total = whole if whole is not None else (32 if batch is None else batch) * gpus
+    total = over_all if over_all is not None else (32 if batch is None else batch) * gpus
     if total < 1:
         raise LayerwiseError(f"the global batch is {total} samples; give --batch or --global-batch of at least 1")
     if total > MAX_BATCH:

@@ -25,7 +25,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, compare, print."""
+    """Prints where two plans differ.
+
+    Args:
+        argv: The command line behind the command's name. None: this process's.
+
+    Returns:
+        0.
+
+    Raises:
+        LayerwiseError: A plan cannot be read, or they are of networks that have nothing in common.
+    """
     args = parser().parse_args(argv)
     check_files({"--html": args.html})
     a, b = load_plan(args.a), load_plan(args.b)

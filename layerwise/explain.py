@@ -71,9 +71,9 @@ def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) ->
         space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1)
     except (KeyError, TypeError) as error:
         raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
-    for option, known in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES, **CHOICES}.items():
-        if (value := getattr(options, option)) not in known:
-            raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(known)}")
+    for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES, **CHOICES}.items():
+        if (value := getattr(options, option)) not in choices:
+            raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(choices)}")
     raw = load_model(planned_model(plan.model, model), plan.batch, planned_shape(shape))
     graph = plan.layers(raw)
     plan.check(graph)
@@ -81,7 +81,17 @@ def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, price, print."""
+    """Prints what every other configuration and form of a layer of a plan would cost.
+
+    Args:
+        argv: The command line behind the command's name. None: this process's.
+
+    Returns:
+        0.
+
+    Raises:
+        LayerwiseError: The plan has no such layer, or cannot be priced anew.
+    """
     args = parser().parse_args(argv)
     check_files({"--html": args.html})
     plan = load_plan(args.plan)

@@ -54,7 +54,18 @@ and then, without layerwise:
 
 
 def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Exported:
-    """Writes the state dict. LayerwiseError where the checkpoint is missing or damaged, or OUT cannot be written."""
+    """Writes a checkpoint as the state dict of the original model, in one safetensors file.
+
+    Args:
+        checkpoint: A folder that `--checkpoint` named, or that of one step.
+        out: The file, which appears whole or not at all.
+
+    Returns:
+        What was written.
+
+    Raises:
+        LayerwiseError: The checkpoint is missing, damaged or not layerwise's, or `out` cannot be written.
+    """
     from torch import Tensor  # here, so that --help is quick
 
     from layerwise.checkpoint.contribution import MODEL
@@ -73,7 +84,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     saved_as = {name.removeprefix(inside): name for name in reader.description.tensors if name.startswith(inside)}
 
     def read(name: str) -> Tensor:
-        return reader.whole(saved_as[name])
+        return reader.full(saved_as[name])
 
     with writing(out) as temporary:
         write_tensors(temporary, {name: reader.spec(saved) for name, saved in saved_as.items()}, read)
@@ -82,14 +93,24 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, export, say what was written."""
+    """Exports a checkpoint, and prints what was written.
+
+    Args:
+        argv: The command line behind the command's name. None: this process's.
+
+    Returns:
+        0.
+
+    Raises:
+        LayerwiseError: The checkpoint is missing or damaged, or the file cannot be written.
+    """
     args = parser().parse_args(argv)
     done = export(args.checkpoint, args.out)
     if args.json:
         print(json.dumps(asdict(done)))
     else:
-        told = f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, of step {done.steps} ({done.checkpoint})"
-        print(shown(f"{done.out}: {told}"))
+        summary = f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, of step {done.steps} ({done.checkpoint})"
+        print(shown(f"{done.out}: {summary}"))
     return 0
 
 

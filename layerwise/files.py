@@ -22,8 +22,7 @@ MAX_DEPTH = 200  # of JSON: what walks through it must not run out of stack
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write what shall be at `path`: a new file beside it, renamed at the end, removed where that is not
-    reached.
+    """Yields where to write what shall be at `path`: a new file beside it, renamed at the end, or removed.
 
     Symbolic links are followed; a pipe or a device is written to as it is. LayerwiseError where that is impossible.
     """
@@ -60,17 +59,17 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Where the text shall be, and where it is written first: an empty file beside it, to rename.
+    """The file that is asked for, and that which is written first: an empty one beside it, to rename.
 
     Its name cannot be foretold and it did not exist: in a folder that others write to, a name that they know of before
     may be a link of theirs, which leads to a file of ours.
     """
-    given = Path(path)
-    if given.is_dir():
+    named = Path(path)
+    if named.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if given.exists() and not given.is_file():
-        return given, given
-    target = Path(os.path.realpath(given))
+    if named.exists() and not named.is_file():
+        return named, named
+    target = Path(os.path.realpath(named))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     return target, temporary
@@ -103,7 +102,7 @@ def parse_json(text: str, where: str) -> Any:
             object_pairs_hook=_without_repeats,
             parse_constant=_no_constant,
             parse_float=_finite,
-            parse_int=_whole,
+            parse_int=_integer,
         )
         if _depth(text) > MAX_DEPTH:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
@@ -134,7 +133,7 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
     _finite(digits)  # more than that is no size of anything, and converts to nothing
     return int(digits)
 

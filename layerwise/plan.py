@@ -54,20 +54,19 @@ class Plan:
         (2, (0, 1))
     """
 
-    model: str  # as given on the command line
-    digest: str  # of the fused graph at `batch` samples
+    model: str
+    digest: str
     batch: int
     gpus: int
     gpus_per_node: int
     io: Literal["sample", "free", "boxes"]
     fused: bool
-    strategy: Mapping[str, Config]  # of every layer but inputs and sink
-    device_order: tuple[int, ...] = ()  # the rank that is each of the planned devices
-    predicted: Mapping[str, float] = field(default_factory=dict)  # seconds and bytes a step
-    provenance: Mapping[str, object] = field(default_factory=dict)  # versions, profile, options and proof of the search
-    # Seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
+    strategy: Mapping[str, Config]
+    device_order: tuple[int, ...] = ()
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, object] = field(default_factory=dict)
     predicted_layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    halos_sent: tuple[str, ...] = ()  # inputs of which a rank reads its own cell (io boxes); older plans have none
+    halos_sent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.device_order:
@@ -203,9 +202,9 @@ def checksum(body: Mapping[str, object]) -> str:
 
 def as_json(config: Config) -> dict[str, Any]:
     """`{"n": 4, "placement": "strided", "recompute": true}`: of what is not a degree only what is not the default."""
-    made: dict[str, Any] = dict(config.degrees)
+    degrees: dict[str, Any] = dict(config.degrees)
     default = Config()
-    return made | {k: v for k in NOT_DEGREES if (v := getattr(config, k)) != getattr(default, k)}
+    return degrees | {k: v for k in NOT_DEGREES if (v := getattr(config, k)) != getattr(default, k)}
 
 
 def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, Config]:
@@ -235,9 +234,9 @@ def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, 
     return result
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

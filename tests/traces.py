@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from layerwise.api.planning.choose import Choice, Planner, Strategy
+from layerwise.api.planner import Choice, Planner, Strategy
 from layerwise.comm.base import Comm
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers import load

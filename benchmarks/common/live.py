@@ -18,7 +18,7 @@ from layerwise.comm.base import Comm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.structure import tensors
-from layerwise.measure.layers.step import optimizer_of
+from layerwise.measure.bench import optimizer_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor

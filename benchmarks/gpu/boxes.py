@@ -22,12 +22,11 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, load_network
 from layerwise.machine import load as load_profile
 from layerwise.machine.layer_times import LayerTimes
-from layerwise.measure.bench import Mode
+from layerwise.measure.bench import Mode, optimizer_of
+from layerwise.measure.cells import wanted_cells
 from layerwise.measure.conditions import conditions, modes
-from layerwise.measure.layers.cells import wanted_cells
-from layerwise.measure.layers.measure import Measuring
-from layerwise.measure.layers.step import optimizer_of
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.job import Measuring
+from layerwise.measure.timing import Stopwatch
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.search.baselines import baseline
@@ -88,7 +87,7 @@ def steps(setting: Setting, name: str, batch: int) -> Found:
                 strategy = {layer.name: best[layer.name] for layer in graph.inner}
                 cells = wanted_cells(model, {key: (config,) for key, config in strategy.items()})
                 measuring.measure(measuring.left(cells.values()))
-                measured = CostModel(graph, replace(devices, layers=(measuring.known,)), model.options)
+                measured = CostModel(graph, replace(devices, layers=(measuring.times,)), model.options)
                 plan = Plan(name, graph.digest, batch, size, size, io, True, strategy)
                 one: Found = {"devices": size, "plan": kind, "s": step_s(plan, network, setting)}
                 for how, by in (("roofline_s", model), ("layers_s", measured)):

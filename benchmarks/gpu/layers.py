@@ -23,10 +23,10 @@ from layerwise.machine import load
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.__main__ import main as measure
 from layerwise.measure.bench import Mode
+from layerwise.measure.cells import Key, layer_cells, wanted_cells
 from layerwise.measure.conditions import modes
-from layerwise.measure.layers.cells import Key, layer_cells, wanted_cells
-from layerwise.measure.layers.measure import timed
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.job import timed
+from layerwise.measure.timing import Stopwatch
 
 NETWORKS = {"vgg16": 128, "resnet50": 128, "inception_v3": 128, "unet3d:64": 16}  # and samples on 16 devices
 MODES = {  # flags of `layerwise measure layers`

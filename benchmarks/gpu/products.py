@@ -13,7 +13,7 @@ import torch
 
 from layerwise.cost.compute.roofline import gemm_s
 from layerwise.machine import Processor
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.timing import Stopwatch
 from layerwise.ops.facts import Gemm
 
 SHAPES = [  # rows, columns, depth: cubes, linear and convolution layers

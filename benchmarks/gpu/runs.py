@@ -21,9 +21,9 @@ from benchmarks.gpu.products import SHAPES, TORCH, constants, fitted, product_s,
 from benchmarks.gpu.rows import Found, Row, Setting, printed, tensor_cores
 from layerwise.machine import save
 from layerwise.measure.bench import Mode
-from layerwise.measure.conditions import conditions, made
-from layerwise.measure.layers.job import base_profile
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.conditions import conditions, provenance
+from layerwise.measure.job import base_profile
+from layerwise.measure.timing import Stopwatch
 from layerwise.search.__main__ import main as search
 
 # And their batches.
@@ -50,7 +50,7 @@ def rows(setting: Setting) -> list[Row]:
 
 def device(setting: Setting) -> Found:
     """What is here."""
-    found: Found = made(setting.where) | {"versions": {name: importlib.metadata.version(name) for name in NEEDED}}
+    found: Found = provenance(setting.where) | {"versions": {name: importlib.metadata.version(name) for name in NEEDED}}
     if setting.device == "cuda":
         found |= {"name": torch.cuda.get_device_name(), "free_total_bytes": torch.cuda.mem_get_info()}
         found |= {"nccl": torch.cuda.nccl.version(), "capability": torch.cuda.get_device_capability()}
@@ -68,7 +68,9 @@ def profile(setting: Setting) -> Found:
         tensor_cores(dtype == "tf32")
         measured += products(setting.where, dtype, budget_s, SMALL_SHAPES if setting.tiny else SHAPES)
     processor = fitted(measured, replace(known.processor, **found))
-    source = f"python -m benchmarks.gpu, torch {torch.__version__} on {where.device}, {made(setting.where)['date']}"
+    source = (
+        f"python -m benchmarks.gpu, torch {torch.__version__} on {where.device}, {provenance(setting.where)['date']}"
+    )
     paths = [f"device.{name}" for name in found]
     paths += [f"device.tiles[{i}].{n}" for i in range(len(processor.tiles)) for n in ("rows", "columns", "efficiency")]
     sources = {**known.sources, **dict.fromkeys(paths, source)}

@@ -15,7 +15,7 @@ from benchmarks.common.calibrated import calibrated
 from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.predictions import profile_of, with_times
 from benchmarks.ranks.side_by_side import Layers
-from layerwise.api.planning.measuring import ENOUGH
+from layerwise.api.machine import ENOUGH
 from layerwise.comm.base import Comm
 from layerwise.config import Config, SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions, Strategy
@@ -25,7 +25,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
-from layerwise.measure.layers.cells import Wanted, wanted_cells
+from layerwise.measure.cells import CellTask, wanted_cells
 from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
@@ -111,7 +111,7 @@ def _spec(name: str) -> str:
     return f"benchmarks.common.networks:{name}"
 
 
-def _cells(model: CostModel, strategy: Strategy) -> Collection[Wanted]:
+def _cells(model: CostModel, strategy: Strategy) -> Collection[CellTask]:
     return wanted_cells(model, {layer.name: [strategy[layer.name]] for layer in model.graph.inner}).values()
 
 

@@ -34,7 +34,7 @@ from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
-from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
+from layerwise.measure.cells import CellTask, Key, wanted_cells
 from layerwise.oracle.pipeline import cuts_of, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
@@ -100,11 +100,11 @@ def cells_of(oracle: Oracle, model: CostModel, ranks: int, job: Job) -> list:
     return list(cells.values())
 
 
-def pipeline_cells(model: CostModel) -> dict[Key, Wanted]:
+def pipeline_cells(model: CostModel) -> dict[Key, CellTask]:
     """Every layer's over a segment of the batch."""
     graph = model.graph.rebatch(-(-model.graph.batch // SEGMENTS))
     whole = {layer.name: (Config(),) for layer in graph.layers}
-    cells: dict[Key, Wanted] = {}
+    cells: dict[Key, CellTask] = {}
     for optimizer in (OPTIMIZER, "sgd"):  # as which gradients of segments are added up
         part = CostModel(graph, model.devices, replace(model.options, optimizer=optimizer))
         cells |= wanted_cells(part, whole)

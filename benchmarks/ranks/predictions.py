@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.common.networks import SMALL, Network
 from benchmarks.ranks.links_again import LinksAgain
 from benchmarks.ranks.side_by_side import Layers, block, segments_of, slowest
-from layerwise.api.planning.measuring import strategies
+from layerwise.api.machine import strategies
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.config import SearchSpace
@@ -29,10 +29,10 @@ from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
-from layerwise.measure.layers.cells import wanted_cells
-from layerwise.measure.links.measure import measure_links
-from layerwise.measure.links.profile import conditions, with_links
-from layerwise.measure.links.shapes import find_topology
+from layerwise.measure.cells import wanted_cells
+from layerwise.measure.link_times import measure_links
+from layerwise.measure.links_profile import conditions, with_links
+from layerwise.measure.topology import find_topology
 from layerwise.plan import Plan
 from layerwise.run.load import load as load_module
 from layerwise.run.trace import Trace

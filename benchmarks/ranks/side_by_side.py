@@ -16,7 +16,7 @@ from statistics import mean, median
 
 import torch
 
-from layerwise.api.planning.measuring import module
+from layerwise.api.machine import module
 from layerwise.comm.base import Comm
 from layerwise.config import Config
 from layerwise.cost.compute.measured import COPY, LAYER, step_name
@@ -26,11 +26,10 @@ from layerwise.machine.fields import Field
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
 from layerwise.machine.layer_times_json import read, written
 from layerwise.measure.bench import Mode, UpdateSpec
-from layerwise.measure.layers.cells import Key, Wanted, layer_cells
-from layerwise.measure.layers.measure import Measuring, timed
-from layerwise.measure.layers.overhead import COPIED, copied, overhead
-from layerwise.measure.stolen import stolen_s
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.cells import CellTask, Key, layer_cells
+from layerwise.measure.job import Measuring, timed
+from layerwise.measure.overhead import COPIED, copied, overhead
+from layerwise.measure.timing import Stopwatch, stolen_s
 
 ROUNDS = 5
 LEAST = 2  # steps, however slow
@@ -67,27 +66,27 @@ class Layers:
         for name, cost in ((LAYER, beside.layer), (step_name(optimizer), beside.step)):
             self.measuring.add((name, ()), cost)
         self.measuring.add((COPY, (COPIED,)), copied(MODE, self._stopwatch(CELL_S)))
-        self.measuring.known = self._as_first(self.known)
+        self.measuring.times = self._as_first(self.known)
 
     @property
     def known(self) -> LayerTimes:
         """All of them."""
-        return self.measuring.known
+        return self.measuring.times
 
-    def take(self, cells: Sequence[Wanted], budget_s: float) -> None:
+    def take(self, cells: Sequence[CellTask], budget_s: float) -> None:
         """Measures what fits into the budget: each rank a part of the cells, all at the same time, for all of them."""
         began, mine = time.perf_counter(), Measuring(LayerTimes(self.known.conditions), MODE, lambda _: None, 0.0)
         for cell in cells[self.comm.rank :: self.comm.size]:
             if time.perf_counter() > began + budget_s:
                 break
             mine.add(cell.key, self._timed(cell, CELL_S))
-        for times in self.comm.all_gather_object(written([mine.known])):
+        for times in self.comm.all_gather_object(written([mine.times])):
             for name, by_extents in read(Field("measured", "", times))[0].cells.items():
                 for extents, cost in by_extents.items():
                     self.measuring.add((name, extents), cost)
 
     def turn_about(
-        self, steps: Mapping[str, Step], cells: Sequence[Wanted], seconds: float, between: Step
+        self, steps: Mapping[str, Step], cells: Sequence[CellTask], seconds: float, between: Step
     ) -> tuple[dict[str, list[float]], list[LayerTimes]]:
         """Seconds of steps of each, for about `seconds`, and each rank's times of the cells; `between` is done, too."""
         counts = {name: self._count(step, seconds) for name, step in steps.items()}
@@ -105,10 +104,10 @@ class Layers:
             measuring = Measuring(self.known, MODE, lambda _: None, 0.0)
             for cell, last, forward, backward in zip(cells, taken, medians, medians, strict=True):
                 measuring.add(cell.key, replace(last, forward_s=forward, backward_s=backward))
-            ranks.append(self._as_first(measuring.known))
+            ranks.append(self._as_first(measuring.times))
         return times, ranks
 
-    def _timed(self, cell: Wanted, seconds: float) -> CellTime:
+    def _timed(self, cell: CellTask, seconds: float) -> CellTime:
         cost = timed(cell, MODE, self._stopwatch(seconds))
         if isinstance(cell.spec, UpdateSpec):
             cost = replace(cost, forward_s=max(0.0, cost.forward_s - self.measuring.call_s))
@@ -158,7 +157,7 @@ def slowest(ranks: Sequence[LayerTimes], segments: Sequence[Sequence[Part]]) -> 
     for key, both in longest.items():
         ways = [mean(times) if times else first for times, first in zip(both, _ways(ranks[0], key), strict=True)]
         measuring.add(key, replace(ranks[0].cells[key[0]][key[1]], forward_s=ways[0], backward_s=ways[1]))
-    return measuring.known
+    return measuring.times
 
 
 def _ways(rank: LayerTimes, key: Key) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layerwise.api.options import ParallelOptions
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
@@ -14,6 +15,7 @@ from layerwise.quantities import parse_bytes
 from layerwise.run.options import plan_digest
 from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import dtype_name
+from layerwise.version import __version__
 
 
 def check(model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object) -> None:
@@ -66,11 +68,22 @@ def at_least_1(name: str, value: object) -> None:
         raise LayerwiseError(f"{name} is {value!r}; it must be at least 1, and a whole number")
 
 
-def facts(plan: Plan | None, examples: tuple[Tensor, ...], others: Mapping[str, object]) -> dict[str, str]:
+def facts(
+    plan: Plan | None, examples: tuple[Tensor, ...], options: ParallelOptions, arguments: Mapping[str, object]
+) -> dict[str, str]:
     """What all ranks must be given alike, for the handshake."""
-    shapes = ", ".join(f"{dtype_name(x.dtype)} {list(x.shape)}" for x in examples)
-    digest = "" if plan is None else plan_digest(plan)
-    return {name: str(value) for name, value in others.items()} | {"plan": digest, "example_inputs": shapes}
+    every = {
+        "layerwise": __version__,
+        "torch": torch.__version__,
+        **arguments,
+        "sync_every": options.sync_every,
+        "local_batch_norm": options.local_batch_norm,
+        "measure_s > 0": options.measure_s > 0,
+        "profile": "by itself" if options.profile is None else "given",
+        "plan": "" if plan is None else plan_digest(plan),
+        "example_inputs": ", ".join(f"{dtype_name(x.dtype)} {list(x.shape)}" for x in examples),
+    }
+    return {name: str(value) for name, value in every.items()}
 
 
 def _whole(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -11,19 +12,17 @@ from rich.text import Text
 from torch import nn
 
 from layerwise.api.arguments import check_autocast
+from layerwise.api.machine import machine_of
 from layerwise.api.options import ParallelOptions
-from layerwise.api.planning import as_written
-from layerwise.api.planning.choose import Planner, Request, Strategy
-from layerwise.api.planning.machine import Machine, built_in
-from layerwise.api.planning.machine import given as given_profile
-from layerwise.api.planning.measuring import cached, measurable, measured
-from layerwise.api.planning.report import report
-from layerwise.api.planning.source import Model, dtype_of, network, network_as_written
+from layerwise.api.planner import Planner, Request, Strategy, report
+from layerwise.api.source import Model, dtype_of, network, network_as_written
 from layerwise.api.world import World
 from layerwise.comm.together import alone
+from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.as_written import LAYER
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.plan import Plan, parse_plan
@@ -32,14 +31,9 @@ from layerwise.run.guards.hooks import NotByLayersError, without_hooks
 from layerwise.run.load import build_module
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
 from layerwise.run.parallel import ParallelModule
+from layerwise.version import __version__
 
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """A parallel module, and what rank 0 shows of it."""
-
-    module: ParallelModule
-    shown: tuple[RenderableType, ...]
+Built = tuple[ParallelModule, tuple[RenderableType, ...]]  # and what rank 0 shows of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,7 @@ class Task:
     options: ParallelOptions
 
     def build(self) -> Built:
-        """By layers, or as it is written where it cannot be taken apart into layers."""
+        """The module by layers, or as it is written where it cannot be taken apart into layers."""
         try:
             imported, dtype = self._import()
         except LayerwiseError as why:
@@ -71,8 +65,13 @@ class Task:
                 raise
             return self._as_written(LayerwiseError(f"the model {untraced[0]}") if untraced else error)
 
+    @property
+    def _planned_as_written(self) -> bool:
+        """Whether the user's plan is one of `_data_plan`."""
+        return self.plan is not None and self.plan.strategy.keys() == {LAYER}
+
     def _import(self) -> tuple[Network, torch.dtype]:
-        if as_written.planned(self.plan):
+        if self._planned_as_written:
             raise LayerwiseError("the plan has it so")
         a_module = isinstance(self.model, nn.Module)
         with without_hooks(self.model) if isinstance(self.model, nn.Module) else nullcontext():
@@ -86,47 +85,57 @@ class Task:
         graph = fuse(imported.graph) if plan is None else plan.layers(imported.graph)
         check_autocast(self.request.autocast, dtype)
         request = replace(self.request, dtype=dtype)
-        machine = self._machine(graph, request)
+        chosen = plan is not None or isinstance(self.strategy, str)
+        machine = machine_of(graph, world, request, self.options, measure=not chosen)
         planner = Planner(graph, world, machine.profile, request)
-        choice = alone(world.comm, lambda: planner.choose(self.strategy) if plan is None else planner.given(plan))
+        choice = alone(world.comm, lambda: planner.choose(self.strategy) if plan is None else planner.priced(plan))
         agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
         runtime = replace(self.runtime, dtype=dtype, local_batch_norm=uses_local_batch_norm(agreed))
         module = build_module(agreed, imported, world.comm, runtime)
         if choice is None:
-            return Built(module, ())
+            return module, ()
         noted = replace(choice, notes=(*choice.notes, *machine.notes))
-        return Built(module, (text(report(noted, world, machine.source)),))
+        return module, (text(report(noted, world, machine.source)),)
 
     def _as_written(self, why: LayerwiseError) -> Built:
         """Raises `why` where more than splitting samples is asked for."""
-        if not isinstance(self.model, nn.Module) or not (self.plan is None or as_written.planned(self.plan)):
-            raise why
-        as_written.check(self.request, self.strategy, self.world, self.batch, why)
-        imported = network_as_written(self.model, self.call, self.batch, why)
-        graph, world = imported.graph, self.world
-        world.comm.handshake({"model": graph.digest, "what keeps it from being split": str(why)})
-        agreed = self.plan or as_written.data_plan(graph, world, self.request)
-        dtype, local = getattr(torch, graph.dtype), uses_local_batch_norm(agreed)
-        runtime = replace(self.runtime, dtype=dtype, local_batch_norm=local)
-        lines = as_written.lines(agreed, world, why)
-        return Built(build_module(agreed, imported, world.comm, runtime), tuple(map(Text, lines)))
-
-    def _machine(self, graph: LayerGraph, request: Request) -> Machine:
-        """What is known of these ranks, or is measured now. On ranks other than 0, which do not plan, any."""
         world = self.world
-        if self.options.profile is not None:
-            return given_profile(self.options.profile)
-        base = built_in(world)
-        planner = Planner(graph, world, base.profile, request)
-        chosen = self.plan is not None or isinstance(self.strategy, str)
-        if self.options.measure_s > 0 and not chosen and measurable(planner.options.dtype, world.comm):
-            used = [] if world.comm.device.type == "cpu" else [world.comm.device]
-            with torch.random.fork_rng(used, device_type=world.comm.device.type):  # the script draws as without this
-                known = measured(planner, self.options.measure_s)
-        elif world.comm.rank == 0 and world.size > 1:
-            known = cached(world)
-        else:
-            return base
-        if known.profile is None:
-            return replace(base, notes=known.notes)
-        return Machine(known.profile, f"what was measured on these ranks ({known.path or 'not kept'})", known.notes)
+        if not isinstance(self.model, nn.Module) or not (self.plan is None or self._planned_as_written):
+            raise why
+        if self.request.io is not None or self.strategy not in (None, "data"):
+            raise LayerwiseError(f"{why}. strategy='data' runs the model as it is written") from why
+        if self.batch < world.size:
+            needs = f"needs a sample on every rank, and there are {self.batch} for {world.size}"
+            raise LayerwiseError(f"{why}. The model as it is written {needs}") from why
+        imported = network_as_written(self.model, self.call, self.batch, why)
+        graph = imported.graph
+        world.comm.handshake({"model": graph.digest, "what keeps it from being split": str(why)})
+        agreed = self.plan or _data_plan(graph, world, self.request)
+        dtype, local = getattr(torch, graph.dtype), uses_local_batch_norm(agreed)
+        module = build_module(agreed, imported, world.comm, replace(self.runtime, dtype=dtype, local_batch_norm=local))
+        return module, tuple(map(Text, _as_written_lines(agreed, world, why)))
+
+
+def _data_plan(graph: LayerGraph, world: World, request: Request) -> Plan:
+    """Samples over all ranks. Nothing is predicted."""
+    facts = {"chosen": "data", "layerwise": __version__, "cost_options": {"local_batch_norm": request.local_batch_norm}}
+    strategy = {LAYER: Config.of({"n": world.size})}
+    size, order = world.size, world.device_order
+    return Plan(
+        request.name, graph.digest, graph.batch, size, min(world.gpus_per_node, size), "sample", True, strategy, order,
+        provenance=facts,
+    )  # fmt: skip
+
+
+def _as_written_lines(plan: Plan, world: World, why: LayerwiseError) -> Iterator[str]:
+    """What is run, why, and whose samples its code sees."""
+    yield f"layerwise: {plan.model} on {world.size} × {world.device}, {plan.batch:,} samples a step: data parallelism"
+    yield f"the model is run as it is written, and samples alone are split, because {why}"
+    if world.size > 1:
+        local = plan.provenance["cost_options"] == {"local_batch_norm": True}
+        norms = "each rank's own samples" if local else "all ranks' samples"
+        yield (
+            f"modules of batch norm take the statistics of {norms}; all else that its code makes of several samples, "
+            "its random numbers, and branches that look at data are each rank's own, and its buffers are rank 0's, as "
+            "with DistributedDataParallel; time and memory are not predicted"
+        )

@@ -17,15 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
 from layerwise.api.arguments import at_least_1, check_autocast
-from layerwise.api.data.evaluation import Metric, evaluate
-from layerwise.api.data.feed import Feed, feed
-from layerwise.api.data.split import seat
-from layerwise.api.loop import losses
-from layerwise.api.loop.optimizers import Scheduling, Wanted, build, planned
-from layerwise.api.loop.optimizers import check as check_optimizer
+from layerwise.api.evaluation import Metric, check_loss, check_targets, evaluate
+from layerwise.api.feed import Feed, feed
+from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
+from layerwise.api.optimizers import check as check_optimizer
 from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
-from layerwise.api.planning.source import Model
+from layerwise.api.source import Model
+from layerwise.api.split import seat
 from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
@@ -74,21 +73,21 @@ def fit(
     model: Model | ParallelModule,
     data: object,
     loss: Metric,
-    optimizer: Wanted,
+    optimizer: OptimizerLike,
     *,
     epochs: int = 1,
     batch: int | None = None,
     held_out: object = None,
     metrics: Mapping[str, Metric] | None = None,
     shuffle: bool | None = None,
-    scheduler: Scheduling | None = None,
+    scheduler: SchedulerLike | None = None,
     clip_norm: float | None = None,
     autocast: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
     seed: int = 0,
     progress: bool = True,
-    **how: Any,
+    **keywords: Any,
 ) -> Fitted:
     """Trains `model` for `epochs` passes over `data`, on the ranks that torchrun started, or on one device.
 
@@ -117,7 +116,7 @@ def fit(
         resume: Whether to go on from the checkpoint, also on another number of ranks.
         seed: Of the samples' order, and of `ParallelOptions`.
         progress: Rank 0 prints a line an epoch.
-        how: As `parallelize` takes it.
+        keywords: Further arguments of `parallelize`, which plan the model.
 
     Returns:
         The parallel module, trained, its optimizer, and what each epoch came to.
@@ -133,10 +132,10 @@ def fit(
         >>> len(fitted.history)
         1
     """
-    losses.check(loss)
+    check_loss(loss)
     at_least_1("epochs", epochs)
     check_optimizer(optimizer, scheduler)
-    _check_keywords(model, how)
+    _check_keywords(model, keywords)
     check_autocast(autocast)
     if autocast == torch.float16:
         raise LayerwiseError(
@@ -145,37 +144,37 @@ def fit(
     if resume and checkpoint is None:
         raise LayerwiseError("resume=True needs checkpoint=FOLDER")
     train = feed(data, "data")
-    held = None if held_out is None else feed(held_out, "held_out")
-    if held is not None and held.count < 1:
+    evaluation = None if held_out is None else feed(held_out, "held_out")
+    if evaluation is not None and evaluation.count < 1:
         raise LayerwiseError("held_out has no samples: leave it out, or give some")
-    for one in (train, held):
-        if one is not None and one.target is not None:
-            losses.check_targets(loss, one.target, one.name)
-    module = _module(model, train, batch, planned(optimizer), seed, autocast, how)
-    made = build(optimizer, model, module)
-    schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(made)
-    fitted, said = Fitted(module, made), module.comm.rank == 0 and progress
+    for source in (train, evaluation):
+        if source is not None and source.target is not None:
+            check_targets(loss, source.target, source.name)
+    module = _module(model, train, batch, planned(optimizer), seed, autocast, keywords)
+    built = build(optimizer, model, module)
+    schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(built)
+    fitted, printing = Fitted(module, built), module.comm.rank == 0 and progress
     facts = {"samples": train.count, "batch": module.plan.batch, "seed": seed}
-    resumed = checkpoints.resume(checkpoint, module, made, facts) if resume and checkpoint is not None else None
+    resumed = checkpoints.resume(checkpoint, module, built, facts) if resume and checkpoint is not None else None
     done = 0 if resumed is None else int(resumed[1]["epochs"])
     if resumed is not None and schedule is not None:
         schedule.load_state_dict(resumed[1]["scheduler"])
     shuffle = train.shuffle is not False if shuffle is None else shuffle
     objective = UserObjective(module, train, loss, autocast)
-    trainer = Trainer(module, objective, _sampler(train, module, seed, shuffle), made, clip_norm)
+    trainer = Trainer(module, objective, _sampler(train, module, seed, shuffle), built, clip_norm)
     for number in range(done, epochs):
-        value, seconds, samples = _epoch(trainer, number, quiet=not said)
+        value, seconds, samples = _epoch(trainer, number, quiet=not printing)
         if schedule is not None:
             schedule.step()
         with objective.arithmetic():
-            results = {} if held is None else evaluate(module, held, loss, metrics or {})
+            results = {} if evaluation is None else evaluate(module, evaluation, loss, metrics or {})
         epoch = Epoch(number + 1, value, seconds, samples, results)
         fitted.history.append(epoch)
-        if said:
+        if printing:
             console().print(epoch.line(epochs), soft_wrap=True)
         if checkpoint is not None:
             state = {} if schedule is None else {"scheduler": schedule.state_dict()}
-            checkpoints.save(checkpoint, module, made, {"epochs": number + 1, **facts, **state})
+            checkpoints.save(checkpoint, module, built, {"epochs": number + 1, **facts, **state})
     if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
         model.load_state_dict(fitted.state_dict())
         release_original(model)
@@ -189,7 +188,7 @@ def _module(
     optimizer: str,
     seed: int,
     autocast: torch.dtype | None,
-    how: Mapping[str, Any],
+    keywords: Mapping[str, Any],
 ) -> ParallelModule:
     if isinstance(model, ParallelModule):
         if batch not in (None, model.plan.batch):
@@ -197,33 +196,33 @@ def _module(
                 f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
             )
         return model
-    options = how.get("options", ParallelOptions())
+    options = keywords.get("options", ParallelOptions())
     ranks = seat()[1] if options.comm is None else options.comm.size
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
     if batch is not None:
         at_least_1("batch", batch)
-    whole = batch if batch is not None else (train.batch or BATCH) * (ranks if train.per_rank else 1)
+    samples = batch if batch is not None else (train.batch or BATCH) * (ranks if train.per_rank else 1)
     ((examples, _),) = train.batches([range(min(2, train.count))])
     # The data is loaded to the CPU; where there are GPUs, this rank's computes.
     device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
-    inputs, whole = tuple(x.to(device) for x in examples), min(whole, train.count)
-    kept = {**how, "options": replace(options, seed=seed)}
-    return parallelize(model, inputs, batch=whole, optimizer=optimizer, autocast=autocast, **kept)
+    inputs, samples = tuple(x.to(device) for x in examples), min(samples, train.count)
+    settings = {**keywords, "options": replace(options, seed=seed)}
+    return parallelize(model, inputs, batch=samples, optimizer=optimizer, autocast=autocast, **settings)
 
 
-def _check_keywords(model: object, how: Mapping[str, Any]) -> None:
+def _check_keywords(model: object, keywords: Mapping[str, Any]) -> None:
     """LayerwiseError for what parallelize does not take, and for all of it where the model is parallel already."""
-    known = set(signature(parallelize).parameters) - {"model", "example_inputs", "held_out"}
-    for name in how:
-        if name in known and isinstance(model, ParallelModule):
+    accepted = set(signature(parallelize).parameters) - {"model", "example_inputs", "held_out"}
+    for name in keywords:
+        if name in accepted and isinstance(model, ParallelModule):
             raise LayerwiseError(
                 f"{name}= says how to make a model parallel, but this one is already: give {name}= to the call of "
                 "parallelize that made it"
             )
-        if name not in known:
+        if name not in accepted:
             raise LayerwiseError(
-                f"fit has no argument {name!r}{nearest(name, known)}, and parallelize has none of that name, either"
+                f"fit has no argument {name!r}{nearest(name, accepted)}, and parallelize has none of that name, either"
             )
 
 
@@ -246,19 +245,19 @@ class UserObjective:
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Batch]:
         """This rank's samples of each batch."""
-        mine = [numbers[self.module.share(len(numbers))].tolist() for numbers in batches]
-        for inputs, target in self.train.batches(mine):
-            losses.check_targets(self.function, target, self.train.name)
+        local = [numbers[self.module.share(len(numbers))].tolist() for numbers in batches]
+        for inputs, target in self.train.batches(local):
+            check_targets(self.function, target, self.train.name)
             yield inputs, target.to(self.module.device)
 
-    def loss(self, given: Batch, batch: int) -> Tensor:
+    def loss(self, local: Batch, batch: int) -> Tensor:
         """The function's value."""
-        inputs, target = given
+        inputs, target = local
         with self.arithmetic():
             return self.function(self.module(*inputs, batch=batch), target)
 
     def arithmetic(self) -> AbstractContextManager[object]:
-        """In which model and loss are computed."""
+        """Returns the context that model and loss are computed in: autocast's, or none."""
         return nullcontext() if self.autocast is None else torch.autocast(self.module.device.type, self.autocast)
 
 

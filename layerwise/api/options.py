@@ -27,6 +27,10 @@ class ParallelOptions:
         compare_ranks: In some of the first steps and every 100th, ranks that have the same parameters compare a sample
             of them, so that a rank whose loop differs is named.
         comm: How ranks talk, where torch.distributed is not it (None).
+
+    Examples:
+        >>> ParallelOptions(profile="h100", measure_s=0).seed
+        0
     """
 
     profile: Profile | str | os.PathLike[str] | None = None

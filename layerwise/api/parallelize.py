@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from layerwise.api import loaders as loaders_of
+from layerwise.api.accumulate import Accumulate, auto
 from layerwise.api.arguments import check, check_autocast, check_io, facts
 from layerwise.api.build import Task
-from layerwise.api.data import loaders as loaders_of
-from layerwise.api.loop.accumulate import Accumulate, auto
 from layerwise.api.options import ParallelOptions
-from layerwise.api.planning.choose import Request, Strategy
-from layerwise.api.planning.source import ExampleInputs, Model, device_of, examples_of
+from layerwise.api.planner import Request, Strategy
+from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
 from layerwise.api.world import join
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
@@ -31,7 +31,6 @@ from layerwise.run.compiling import settings_of
 from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule
-from layerwise.version import __version__
 
 DEFAULT = ParallelOptions()
 
@@ -124,6 +123,12 @@ def parallelize(
     Raises:
         LayerwiseError: The model, the inputs, the strategy, the plan or the memory will not do.
         CommError: Ranks are missing, or were given something else.
+
+    Examples:
+        >>> import layerwise
+        >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
+        >>> model(torch.randn(8, 4)).shape, model.plan.gpus
+        (torch.Size([8, 2]), 1)
     """
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
@@ -138,45 +143,32 @@ def parallelize(
     if options.comm is None and device_mesh is not None and not (dist.is_available() and dist.is_initialized()):
         raise LayerwiseError("device_mesh needs torch.distributed's process group: start the script with torchrun")
     world = join(device, device_mesh, options.comm, options.timeout_s)
-    wanted = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
-    check_io(io, wanted, loaders)
-    boxes = io == "boxes" or (wanted is not None and wanted.io == "boxes")
-    samples = _batch(batch, examples, wanted, 1 if boxes else world.size)
+    user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
+    check_io(io, user_plan, loaders)
+    boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
+    samples = _batch(batch, examples, user_plan, 1 if boxes else world.size)
     arguments = {
-        "layerwise": __version__,
-        "torch": torch.__version__,
-        "batch": samples,
-        "strategy": repr(strategy),
-        "io": io,
-        "inference": inference,
-        "sync_every": options.sync_every,
-        "optimizer": optimizer,
-        "local_batch_norm": options.local_batch_norm,
-        "autocast": autocast,
-        "compile": settings is not None,
-        "memory_limit": memory_limit,
-        "measure_s > 0": options.measure_s > 0,
-        "profile": "by itself" if options.profile is None else "given",
+        "batch": samples, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
+        "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "names of inputs": ", ".join(call[1]),
-    }
-    world.comm.handshake(facts(wanted, examples, arguments))  # before the work that they are for
-    own = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
-    memory = own if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
+    }  # fmt: skip
+    world.comm.handshake(facts(user_plan, examples, options, arguments))  # before the work that they are for
+    available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
+    memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm
     request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference)
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
-    built = Task(model, call, samples, wanted, strategy, world, request, runtime, options).build()
-    module = built.module
+    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options).build()
     if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
         module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:
         module.eval().requires_grad_(False)
     notes = _accumulate(module, options.sync_every)
     if verbose and world.comm.rank == 0:
-        for one in (*built.shown, *map(Text, notes)):
-            console().print(one, soft_wrap=isinstance(one, Text))
+        for line in (*shown, *map(Text, notes)):
+            console().print(line, soft_wrap=isinstance(line, Text))
     return (module, *loaders_of.shared(loaders, module)) if loaders else module
 
 

@@ -6,7 +6,7 @@ import os
 
 from torch import nn
 
-from layerwise.api.data.split import seat
+from layerwise.api.split import seat
 from layerwise.api.world import joined
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree

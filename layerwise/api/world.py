@@ -17,7 +17,7 @@ from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group, start
 from layerwise.errors import LayerwiseError
-from layerwise.measure.links.shapes import topology_of
+from layerwise.measure.topology import topology_of
 
 ALL = "a model is split over all ranks that torchrun has started: leave device_mesh out, or start as many as it has"
 
@@ -66,8 +66,8 @@ def join(
     if comm is None:
         comm = _join(device, timeout_s)
     facts = comm.all_gather_object(_here(device, comm.size))
-    topology = topology_of([one["node"] for one in facts])
-    kinds = Counter(one["device"] for one in facts)
+    topology = topology_of([rank["node"] for rank in facts])
+    kinds = Counter(rank["device"] for rank in facts)
     if len(kinds) > 1:
         raise LayerwiseError(
             f"the ranks compute with different devices ({', '.join(kinds)}): layerwise plans for equal ones; start as "
@@ -80,7 +80,7 @@ def join(
         topology.local,
         order,
         facts[0]["device"],
-        min(one["memory_bytes"] for one in facts),
+        min(rank["memory_bytes"] for rank in facts),
     )
 
 
@@ -92,15 +92,15 @@ def _join(device: torch.device, timeout_s: float) -> Comm:
             _Joined.group = dist.group.WORLD
             atexit.register(_leave, _Joined.comm, os.getpid(), wait=False)
         return _Joined.comm
-    made = start(timeout_s, device=device.type)
-    if made.size > 1:
-        _Joined.comm, _Joined.group = made, dist.group.WORLD
-        atexit.register(_leave, made, os.getpid(), wait=True)
-    return made
+    comm = start(timeout_s, device=device.type)
+    if comm.size > 1:
+        _Joined.comm, _Joined.group = comm, dist.group.WORLD
+        atexit.register(_leave, comm, os.getpid(), wait=True)
+    return comm
 
 
 def _leave(comm: Comm, process: int, *, wait: bool) -> None:
-    """At the end of a script: the ranks are told of the error that ends this one, else wait for each other.
+    """Ends a script: tells the ranks of the error that ends this one, else waits for them.
 
     wait: not where the script has made the network itself. process: not in one that was forked from that.
     """

@@ -1,6 +1,6 @@
 """Checkpoints of a parallel module and its optimizer, which any plan on any number of ranks can go on from."""
 
-from layerwise.checkpoint.save_and_load import Saveable, load, model_digest, resume, save
+from layerwise.checkpoint.save_and_load import load, model_digest, resume, save
 from layerwise.checkpoint.step_folders import latest
 
-__all__ = ["Saveable", "latest", "load", "model_digest", "resume", "save"]
+__all__ = ["latest", "load", "model_digest", "resume", "save"]

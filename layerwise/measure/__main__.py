@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
-from typing import cast
+from pathlib import Path
+from typing import TypeAlias, cast
 
-from layerwise.cli import Parser, run_main
-from layerwise.measure.layers import command as layers_command
-from layerwise.measure.links import command as links_command
+import torch
+
+from layerwise.cli import (
+    Parser,
+    console,
+    global_batch,
+    machine_arguments,
+    positive,
+    progress_bar,
+    run_main,
+    search_space,
+    seconds,
+    space_arguments,
+    training_arguments,
+)
+from layerwise.comm.base import Comm
+from layerwise.comm.seat import read_environment
+from layerwise.comm.start import leave, start
+from layerwise.cost.model import CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.files import check_writable
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import HELP, load_model
+from layerwise.machine import DEFAULT, Profile, save
+from layerwise.machine import load as load_profile
+from layerwise.measure.conditions import conditions, device_of, mode_of, modes
+from layerwise.measure.job import Job, Summary, base_profile, terminable
+from layerwise.measure.link_times import measure_links
+from layerwise.measure.links_profile import check_nodes, with_links
+from layerwise.measure.links_profile import conditions as link_conditions
+from layerwise.measure.topology import find_topology
+from layerwise.report import as_json, text
+from layerwise.report.content import Column, Table, filled
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 EPILOG = """examples:
   python -m layerwise.measure layers vgg16 --gpus 4 --out mine.json
@@ -18,6 +52,12 @@ EPILOG = """examples:
       latency and bandwidth between these ranks, into the same profile
   python -m layerwise.search vgg16 --gpus 4 --profile mine.json
       a plan that rests on them"""
+LINKS_EPILOG = """examples:
+  torchrun --nproc-per-node 4 -m layerwise.measure links --out mine.json
+      the links between four ranks of this machine
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m layerwise.measure links \\
+      --out mine.json --budget 5m
+      two nodes: inside and between them, all collectives of all shapes"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,20 +69,200 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = p.add_subparsers(dest="command", metavar="layers|links", required=True)
-    subparsers = cast("argparse._SubParsersAction[argparse.ArgumentParser]", actions)  # of Parsers, which are that
-    layers_command.add(subparsers)
-    links_command.add(subparsers)
+    subparsers = cast("Subparsers", actions)  # of Parsers, which are that
+    _add_layers(subparsers)
+    _add_links(subparsers)
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, print."""
-    args = parser().parse_args(argv)
-    if args.command == "links":
-        return links_command.run(args)
-    from layerwise.api.planning.measuring import module, strategies  # here, so that --help is quick
+    """Measures layers or links of this machine, writes them into a profile, and prints them.
 
-    return layers_command.run(args, strategies, module)
+    Args:
+        argv: The command line behind the command's name. None: this process's.
+
+    Returns:
+        0. With several ranks it does not return, but ends the process.
+
+    Raises:
+        LayerwiseError: The machine, the model or the profile will not do.
+    """
+    args = parser().parse_args(argv)
+    return _links(args) if args.command == "links" else _measure_layers(args)
+
+
+def _add_layers(subparsers: Subparsers) -> None:
+    p = subparsers.add_parser(
+        "layers",
+        help="how long layers take",
+        description="Runs every distinct piece of a network's layers that a plan for N devices may need, forward, "
+        "backward and update, and writes their times into a profile: first those that the best plan and the baselines "
+        "consist of. Run it again to go on where it stopped. --profile is what to begin with where --out is not there "
+        "yet: its peaks, memory and links.",
+    )
+    p.add_argument("model", metavar="MODEL", help=HELP)
+    machine_arguments(p, None, f"{DEFAULT}; cpu on a CPU")
+    training_arguments(p)
+    g = p.add_argument_group("measuring")
+    g.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, where there is a GPU")
+    g.add_argument("--out", metavar="PROFILE.json", help="the profile to write or to add to (default: none is written)")
+    g.add_argument("--budget", type=seconds, default=120.0, metavar="120s", help="time to spend (default: 120s)")
+    space_arguments(g)
+    g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
+    g.add_argument("--tf32", choices=["off", "conv", "all"], help="what uses TF32 (default: PyTorch's, convolutions)")
+    g.add_argument("--channels-last", action="store_true", help="tensors with channels innermost")
+    g.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms out")
+    g.add_argument("--threads", type=int, metavar="T", help="of a kernel on a CPU (default: as the environment says)")
+    g.add_argument("--json", action="store_true", help="what was done, for programs")
+
+
+def _measure_layers(args: argparse.Namespace) -> int:
+    from layerwise.api.machine import module, strategies  # here, so that --help is quick
+
+    device = device_of(args.device)
+    mode = mode_of(device, args.dtype, args.channels_last)
+    if args.threads is not None:
+        cores = os.cpu_count() or 1
+        if not 1 <= args.threads <= cores:
+            raise LayerwiseError(f"--threads must be from 1 to {cores}, the cores that there are, not {args.threads}")
+        torch.set_num_threads(args.threads)
+    if args.out is not None:
+        check_writable(args.out)
+    with modes(args.dtype, args.tf32, args.cudnn_benchmark) as tf32:
+        where = conditions(mode, args.dtype, tf32, args.cudnn_benchmark)
+        base = base_profile(args.out, args.profile, where, device)
+        base.processor.peak(args.dtype)
+        devices = base.device_graph(args.gpus, args.gpus_per_node)
+        batch = global_batch(args.batch, args.global_batch, args.gpus)
+        options = CostOptions(
+            io="sample" if batch >= args.gpus else "free",
+            optimizer=args.optimizer,
+            dtype=args.dtype,
+            local_batch_norm=args.local_batch_norm,
+        )
+        space = search_space(args, spread=devices.nodes > 1)
+        graph = fuse(load_model(args.model, batch, args.input_shape))
+        job = Job(base, where, args.out, mode, graph, devices, options, space, args.budget)
+        with terminable():
+            summary = job.run(strategies, module, quiet=args.json)
+    if args.json:
+        print(as_json.text(summary))
+    else:
+        console().print(_summary_text(summary), soft_wrap=True)
+    return 0
+
+
+def _summary_text(s: Summary) -> str:
+    lines = [
+        f"{s.measured} of {s.cells} distinct cells are measured on {s.device}, {s.measured_now} of them now, in "
+        f"{s.spent_s:.0f} s; the median spread is {s.spread:.1%}.",
+        f"Of the best plan's predicted compute time {s.best_share:.0%} is measured.",
+    ]
+    if s.missing:
+        error = (
+            "too few were measured to say how well"
+            if s.held_out_error is None
+            else f"median error {s.held_out_error:.1%}"
+        )
+        lines.append(f"{s.missing} are left to the fit ({error}, on cells held out): run it again to go on.")
+    lines += [f"Not to be measured here: {reason}." for reason in s.failed]
+    lines.append(f"profile written to {s.out}" if s.out else "Nothing was written: give --out PROFILE.json to keep it.")
+    return "\n".join(lines)
+
+
+def _add_links(subparsers: Subparsers) -> None:
+    p = subparsers.add_parser(
+        "links",
+        help="latency and bandwidth between ranks (torchrun starts them)",
+        description=(
+            "Measures messages and collectives between the ranks at hand, by size, by\n"
+            "level (in a node, between nodes) and by how many share a port, and what\n"
+            "these cost the computation beside them, and that them."
+        ),
+        epilog=LINKS_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument(
+        "--out", required=True, metavar="FILE.json", help="profile to write; what else it has already is kept"
+    )
+    p.add_argument("--profile", metavar="NAME", help=f"what a new file starts from (default: cpu; {DEFAULT} on GPUs)")
+    p.add_argument("--budget", type=seconds, default=60.0, metavar="60s", help="about how long it takes (default: 60s)")
+    p.add_argument("--json", action="store_true", help="what was measured, for programs")
+    p.add_argument(
+        "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
+    )
+
+
+def _links(args: argparse.Namespace) -> int:
+    """Measure, merge, write. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
+    seat = read_environment(os.environ)
+    if seat is None or seat.size < 2:
+        raise LayerwiseError(
+            "links are measured between ranks, and here is only one: "
+            "torchrun --nproc-per-node 2 -m layerwise.measure links --out FILE"
+        )
+    if seat.rank == 0:
+        check_writable(args.out)
+        if args.profile is not None and Path(args.out).is_file():
+            raise LayerwiseError(f"{args.out!r} is there and is added to: leave out --profile, or give a new --out")
+        _base(args, cuda=False)
+    leave(run_main(lambda _: _measure_links(args)))
+
+
+def _base(args: argparse.Namespace, *, cuda: bool) -> Profile:
+    """What the links are added to: the profile in the file, or where there is none yet, one to begin with."""
+    return load_profile(args.out if Path(args.out).is_file() else args.profile or (DEFAULT if cuda else "cpu"))
+
+
+def _measure_links(args: argparse.Namespace) -> int:
+    with start(args.timeout) as comm:
+        where = find_topology(comm)
+        base = _base(args, cuda=comm.device.type == "cuda") if comm.rank == 0 else None
+        if base is not None:
+            check_nodes(base, where)
+        with progress_bar("measuring links", quiet=args.json or comm.rank > 0) as progress:
+            measured = measure_links(comm, where, args.budget, progress)
+        if base is not None:
+            profile = with_links(base, measured, where, link_conditions(comm, where))
+            save(profile, args.out)
+            _print_links(args, comm, profile, {s.curve: s.spread for s in measured.series})
+    return 0
+
+
+def _print_links(args: argparse.Namespace, comm: Comm, profile: Profile, spreads: dict[object, float]) -> None:
+    assert profile.links is not None
+    if args.json:
+        print(as_json.text({"out": args.out, "links": profile.links.as_json()}))
+        return
+    columns = (
+        Column("operation"),
+        Column("members"),
+        Column("load", "#"),
+        Column("latency", "s"),
+        Column("bandwidth", "#"),
+        Column("switches at", wraps=True),
+        Column("spread", "%"),
+    )
+    rows = [
+        (
+            curve.operation.replace("_", "-"),
+            " × ".join(map(str, reversed(curve.fan))),
+            curve.load,
+            curve.knots[0][1],
+            f"{1e-6 / rate:,.0f} MB/s" if (rate := curve.pieces[-1][2]) > 0 else "",
+            ", ".join(f"{size / 1024:,.0f} KiB" for size, _, _ in curve.pieces[1:]),
+            f"{spreads[curve]:.0%}",
+        )
+        for curve in profile.links.curves
+    ]
+    out = console()
+    out.print(text.parts([Table(filled(columns, rows))]))
+    for overlap in profile.links.overlaps:
+        out.print(
+            f"{overlap.operation.replace('_', '-')} among {' × '.join(map(str, reversed(overlap.fan)))} beside "
+            f"computation: it goes on at {overlap.sync:.0%}, computation at {overlap.compute:.0%} of their speed alone"
+        )
+    out.print(f"written to {args.out}: layerwise search MODEL --gpus {comm.size} --profile {args.out}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Bench: one cell of one layer on this device, run as the runtime does: leaves, stages, this layer's own autograd."""
+"""Benches: the tensors of one task on this device (a layer's cell, an update, a loss), run as the runtime runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ class CellSpec:
     layer: Layer
     cell: Box  # of the layer's iteration space
     owned: Box  # of its output; another one where the contraction dimension is split
-    wanted: tuple[bool, ...]  # which inputs' gradients are asked for
+    needs_grad: tuple[bool, ...]  # which inputs' gradients are asked for
     shared: tuple[bool, ...]  # which stages sum statistics with other cells
     uses: int  # how many gradients of the output are added up
 
@@ -64,7 +66,7 @@ class Mode:
         return x.contiguous(memory_format=formats[x.dim()]) if self.channels_last and x.dim() in formats else x
 
     def mixed(self) -> AbstractContextManager[object]:
-        """Where kernels run."""
+        """The context that kernels run in."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
 
@@ -80,18 +82,20 @@ class Bench:
             mode.filled(needed_box(maps, spec.owned if epilogue else spec.cell).shape, tensor.dtype, _bound(layer))
             for tensor, maps, epilogue in needs
         ]
-        given: list[Tensor] = []
+        values: list[Tensor] = []
         for p in space.parameters:
             shape = needed_box(p.maps, spec.owned if p.epilogue else spec.cell).shape
-            given.append(mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype))
-        inputs += [given[i] for i in layer.tied]  # tied parameters come in over an edge
+            values.append(
+                mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype)
+            )
+        inputs += [values[i] for i in layer.tied]  # tied parameters come in over an edge
         self.inputs = inputs
         self.parameters = [
             None if i in layer.tied else nn.Parameter(value) if p.trainable else value
-            for i, (p, value) in enumerate(zip(space.parameters, given, strict=True))
+            for i, (p, value) in enumerate(zip(space.parameters, values, strict=True))
         ]
         self.trained = [p for p in self.parameters if isinstance(p, nn.Parameter)]
-        self.differentiable = layer.out.differentiable and (bool(self.trained) or any(spec.wanted))
+        self.differentiable = layer.out.differentiable and (bool(self.trained) or any(spec.needs_grad))
         self.reduce = (
             _reduction(spec) if spec.cell.hi[: len(layer.out.shape)] != spec.owned.hi or _partial(spec) else None
         )
@@ -107,27 +111,27 @@ class Bench:
         return self.inputs, self.gradients
 
     def forward(self) -> None:
-        """As `Executor.forward` does for one layer."""
+        """Computes the output as `Executor.forward` does for one layer."""
         with torch.set_grad_enabled(self.differentiable):
             self.leaves = [
-                x.detach().requires_grad_() if wanted else x.detach()
-                for x, wanted in zip(self.inputs, self.spec.wanted, strict=True)
+                x.detach().requires_grad_() if needs_grad else x.detach()
+                for x, needs_grad in zip(self.inputs, self.spec.needs_grad, strict=True)
             ]
             count = len(self.spec.layer.specs)
             tied = iter(self.leaves[count:])
-            given = [next(tied) if p is None else p for p in self.parameters]
+            values = [next(tied) if p is None else p for p in self.parameters]
             with self.mode.mixed():
                 self.out = run_stages(
                     self.stages,
                     self.leaves[:count],
-                    given,
+                    values,
                     training=True,
                     seed=lambda number: number,
                     reduce=self.reduce,
                 )
 
     def backward(self) -> None:
-        """As `Executor.backward` does for one layer; gradients of parameters stay, as a step keeps them."""
+        """Computes gradients as `Executor.backward` does for one layer; those of parameters stay, as in a step."""
         if not self.differentiable:
             return
         assert self.out is not None
@@ -143,7 +147,7 @@ class Bench:
         self.leaves = []
 
     def forget(self) -> None:
-        """Before the next step: as `zero_grad` does."""
+        """Drops output and gradients, as `zero_grad` does before the next step."""
         self.out = None
         for p in self.trained:
             p.grad = None
@@ -173,14 +177,119 @@ def _reduction(spec: CellSpec) -> Callable[[Tensor], Tensor]:
     cell = Box(spec.cell.lo[:rank], spec.cell.hi[:rank])
     axis = next((i for i in range(rank) if cell.shape[i] != spec.owned.shape[i]), 0)
     others = cell.shape[axis] // max(1, spec.owned.shape[axis]) - 1
-    own = spec.owned.slices(cell)
+    owned = spec.owned.slices(cell)
 
     def reduce(partial: Tensor) -> Tensor:
         rest = [p.contiguous() for p in partial.detach().chunk(others + 1, axis)]
-        total = partial[own].clone()
+        total = partial[owned].clone()
         for part in rest[1:]:
             if part.shape == total.shape:
                 total = total + part
         return total
 
     return reduce
+
+
+def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that `layerwise.run` makes."""
+    if name == "adam":
+        return torch.optim.Adam(parameters, 1e-3)
+    return torch.optim.SGD(parameters, 1e-3, 0.9 if name == "momentum" else 0.0)
+
+
+class UpdateBench:
+    """An optimizer's step. `forward` does it; there is no way back."""
+
+    def __init__(self, spec: UpdateSpec, mode: Mode) -> None:
+        self.parameters = [nn.Parameter(mode.filled((size,))) for size in spec.sizes]
+        self.values = [mode.filled((size,)) for size in spec.sizes]
+        self.optimizer = optimizer_of(spec.optimizer, self.parameters)
+
+    @property
+    def recent(self) -> tuple[Sequence[Tensor], None]:
+        """Gradients were made long ago, but for the last."""
+        return (), None
+
+    def forward(self) -> None:
+        """The step, without what any step costs however few parameters it has (`overhead`)."""
+        for p, g in zip(self.parameters, self.values, strict=True):
+            p.grad = g
+        self.optimizer.step()
+
+    def backward(self) -> None:
+        """Nothing."""
+
+    def forget(self) -> None:
+        """Nothing."""
+
+
+class LossBench:
+    """The loss as `layerwise.run` takes it: cross-entropy over dimension 1 in float32, means added up."""
+
+    def __init__(self, spec: LossSpec, mode: Mode) -> None:
+        dtypes = spec.dtypes or ("float32",) * len(spec.shapes)
+        self.outputs = [
+            mode.filled(shape, dtype).requires_grad_() for shape, dtype in zip(spec.shapes, dtypes, strict=True)
+        ]
+        self.targets = [
+            torch.randint(shape[1], (shape[0], *shape[2:]), device=mode.device) if len(shape) > 1 else None
+            for shape in spec.shapes
+        ]
+        self.total: Tensor | None = None
+
+    @property
+    def recent(self) -> tuple[Sequence[Tensor], None]:
+        """The outputs; and backward follows at once."""
+        return self.outputs, None
+
+    def forward(self) -> None:
+        """Outputs leave the runtime as copies."""
+        copies = [out.clone() for out in self.outputs]
+        losses = [
+            x.mean() if target is None else nn.functional.cross_entropy(x.float() if x.itemsize < 4 else x, target)
+            for x, target in zip(copies, self.targets, strict=True)
+        ]
+        self.total = torch.stack(losses).sum()
+
+    def backward(self) -> None:
+        """Their gradients are scaled to the mean over the global batch."""
+        assert self.total is not None
+        for gradient in torch.autograd.grad(self.total, self.outputs):
+            gradient.mul_(0.5)
+
+    def forget(self) -> None:
+        """Before the next step."""
+        self.total = None
+
+
+TIMES = 4  # the size of a core's own cache
+USUAL_BYTES = 2**20
+
+
+@cache
+def own_cache_bytes(where: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the largest cache that a core has to itself; a usual size where Linux does not say."""
+    try:
+        return int((where / "index2" / "size").read_text(encoding="ascii").strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return USUAL_BYTES
+
+
+@cache
+def _buffer() -> Tensor:
+    return torch.ones(TIMES * own_cache_bytes() // 4)
+
+
+def leave_only(recent: Sequence[Tensor] | None, device: torch.device) -> None:
+    """Puts these tensors in the place of all that is cached; None: leaves everything where it is.
+
+    A layer that is timed again and again finds all of its tensors in the cache, and looks faster than it is in a step,
+    where everything else has passed through it since. So a buffer is read before each sample, larger than what a core
+    has to itself, and then the tensors that the step would just have written. On a GPU nothing is done: kernels that
+    flush its cache would hide how long others take to launch.
+    """
+    if recent is None or device.type != "cpu":
+        return
+    _buffer().sum()
+    for tensor in recent:
+        tensor.sum()

@@ -85,7 +85,7 @@ def cpu_name() -> str:
     return names[0] if names and names[0] else platform.processor() or platform.machine()
 
 
-def made(device: torch.device) -> dict[str, str]:
+def provenance(device: torch.device) -> dict[str, str]:
     """When, by what and on what, for people."""
     facts = {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from layerwise.checkpoint.sole_writer import sole_writer
+from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import MODEL_HELP, Parser, check_files, console, count, global_batch, positive, run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
@@ -37,9 +37,8 @@ from layerwise.search.make_plan import plan_for
 from layerwise.train import compare_times, data
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.loop import OPTIMIZERS, Settings
-from layerwise.train.out_of_memory import enough_memory
 from layerwise.train.report import Result, beginning, ending, steps_shown
-from layerwise.train.session import Session
+from layerwise.train.session import Session, enough_memory
 
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 
@@ -188,7 +187,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         trace = session.module.trace
         if comm.rank == 0:
             out = console(stderr=args.json)
-            started = beginning(plan, data=session.data_text(), how=session.how_text(steps))
+            started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
             out.print(text.parts([started]))
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"

@@ -47,7 +47,7 @@ class Difference:
     worst: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, float]:
-        """For --json."""
+        """Returns the differences by name."""
         return {name: value for name, value in asdict(self).items() if name != "worst"}
 
     def beyond(self, allowed: float) -> list[str]:

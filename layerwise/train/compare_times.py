@@ -61,11 +61,11 @@ class Comparison:
         return reasons
 
     def as_dict(self) -> dict[str, object]:
-        """For --json."""
+        """Returns it as JSON has it."""
 
         def row(part: Part) -> dict[str, object]:
-            known: dict[str, object] = {"predicted_s": part.predicted_s, "measured_s": part.measured_s}
-            return known | ({"waiting_s": part.waiting_s, "last_rank": part.last} if part.waiting_s else {})
+            values: dict[str, object] = {"predicted_s": part.predicted_s, "measured_s": part.measured_s}
+            return values | ({"waiting_s": part.waiting_s, "last_rank": part.last} if part.waiting_s else {})
 
         layers = {
             name: {key: row(part) for key, part in parts.items()} | {"causes": self.causes(name)}
@@ -89,16 +89,16 @@ def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float]
     """Every rank calls this after training with this trace, and gets the same. seconds: of each step."""
     offset_s = clock_offset(comm, time.perf_counter)
     keys = dict(_keys(module))
-    mine: dict[str, Times] = {}
+    local: dict[str, Times] = {}
     for span in trace.spans():
         key = keys.get(f"{span.category} {span.name}")
         if key is not None:
-            mine.setdefault("\0".join((*key, span.name)), []).append((span.start_s - offset_s, span.end_s - offset_s))
-    ranks = comm.all_gather_object(mine)
+            local.setdefault("\0".join((*key, span.name)), []).append((span.start_s - offset_s, span.end_s - offset_s))
+    ranks = comm.all_gather_object(local)
     parts: dict[Key, list[Part]] = {}
-    for name in dict.fromkeys(name for one in ranks for name in one):
+    for name in dict.fromkeys(name for spans in ranks for name in spans):
         layer, part, _ = name.split("\0")
-        times = {rank: one[name][WARM:] for rank, one in enumerate(ranks) if one.get(name, ())[WARM:]}
+        times = {rank: spans[name][WARM:] for rank, spans in enumerate(ranks) if spans.get(name, ())[WARM:]}
         if times:
             parts.setdefault((layer, part), []).append(_together(times, alone=part == "compute_s"))
     return _comparison(module.plan, median(seconds[WARM:]), parts)
@@ -116,8 +116,8 @@ def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
                 transfer = edge.redistribution.transfer
                 if transfer.sends or transfer.receives:
                     yield f"transfers {edge.what}{suffix}", (name, "transfers_s")
-        own = [name] if scheduled.layer.role is Role.TIED else [p for p in scheduled.parameters if p is not None]
-        for parameter in own:
+        parameters = [name] if scheduled.layer.role is Role.TIED else [p for p in scheduled.parameters if p is not None]
+        for parameter in parameters:
             yield f"sync gradients of {parameter}", (name, "sync_s")
 
 

@@ -124,19 +124,19 @@ def order(count: int, seed: int, epoch: int) -> Tensor:
 
 def load_data(spec: str, graph: LayerGraph, seed: int = 0) -> Data:
     """The data that `--data` names, fitted to the model's inputs. LayerwiseError where it does not fit."""
-    wanted = task(graph)
+    training_task = task(graph)
     if spec == "synthetic":
-        return Data(spec, wanted, Synthetic(wanted, SYNTHETIC_BATCHES * graph.batch, seed), None)
+        return Data(spec, training_task, Synthetic(training_task, SYNTHETIC_BATCHES * graph.batch, seed), None)
     if spec in EXAMPLES:
         module, _ = EXAMPLES[spec]
-        made: Data = getattr(importlib.import_module(f"layerwise.examples.{module}"), spec)(wanted, seed)
-        return made
+        data: Data = getattr(importlib.import_module(f"layerwise.examples.{module}"), spec)(training_task, seed)
+        return data
     module, colon, name = spec.partition(":")
     if not colon:
         raise LayerwiseError(
             f"unknown data {spec!r}; there are {', '.join(EXAMPLES)}, synthetic, package.module:callable"
         )
-    return Data(spec, wanted, *_split(_called(spec, module, name, seed), wanted, f"data {spec!r}"))
+    return Data(spec, training_task, *_split(_called(spec, module, name, seed), training_task, f"data {spec!r}"))
 
 
 def parted(count: int) -> tuple[Tensor, Tensor]:
@@ -146,27 +146,29 @@ def parted(count: int) -> tuple[Tensor, Tensor]:
     return shuffled[held_out:], shuffled[:held_out]
 
 
-def _split(value: object, wanted: TrainingTask, where: str) -> tuple[NumberedSamples, NumberedSamples | None]:
+def _split(value: object, training_task: TrainingTask, where: str) -> tuple[NumberedSamples, NumberedSamples | None]:
     """What the user's callable returned: samples to split, or a pair that is split already."""
     if isinstance(value, tuple | list) and len(value) == 2 and not isinstance(value[1], torch.Tensor):
-        train, held_out = (_samples(part, wanted, f"{where}, {name}") for part, name in zip(value, PARTS, strict=True))
+        train, held_out = (
+            _samples(part, training_task, f"{where}, {name}") for part, name in zip(value, PARTS, strict=True)
+        )
         return train, held_out
-    whole = _samples(value, wanted, where)
-    if whole.count < 2:
-        raise LayerwiseError(f"{where} has {whole.count} samples: too few to train on some and hold out others")
-    train_numbers, held_numbers = parted(whole.count)
-    return Subset(whole, train_numbers), Subset(whole, held_numbers) if len(held_numbers) else None
+    samples = _samples(value, training_task, where)
+    if samples.count < 2:
+        raise LayerwiseError(f"{where} has {samples.count} samples: too few to train on some and hold out others")
+    train_numbers, held_numbers = parted(samples.count)
+    return Subset(samples, train_numbers), Subset(samples, held_numbers) if len(held_numbers) else None
 
 
 PARTS = ("train", "held-out")
 
 
-def _samples(value: object, wanted: TrainingTask, where: str) -> NumberedSamples:
+def _samples(value: object, training_task: TrainingTask, where: str) -> NumberedSamples:
     tensors = inputs_and_target(value)
     if tensors is not None:
-        return CheckedTensors(*checked(wanted, *tensors, where))
+        return CheckedTensors(*checked(training_task, *tensors, where))
     if hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | tuple | list):
-        return CheckedDataset(value, wanted, where)
+        return CheckedDataset(value, training_task, where)
     raise LayerwiseError(
         f"{where}: a {type(value).__name__} is neither (inputs, targets) tensors nor a map-style Dataset of "
         "(input, target), nor a pair (train, held-out) of these"

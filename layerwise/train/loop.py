@@ -20,7 +20,7 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import now_s
 from layerwise.train.data import StepSampler
 
-Given = TypeVar("Given")
+LocalBatch = TypeVar("LocalBatch")
 OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # each with its usual learning rate
 FLUSH_S = 0.5  # about how often losses are gathered: it costs a message from every rank
 
@@ -77,17 +77,17 @@ class _Local:
         return sum(float(loss) * weight for loss, weight in self.losses), self.seconds
 
 
-class Objective(Protocol[Given]):
+class Objective(Protocol[LocalBatch]):
     """What is minimised, and what of."""
 
     @property
     def summed(self) -> bool:
         """Whether the loss is a sum over samples; else it is a mean."""
 
-    def read(self, batches: Sequence[Tensor]) -> Iterator[Given]:
+    def read(self, batches: Sequence[Tensor]) -> Iterator[LocalBatch]:
         """What this rank is given of each of these batches (numbers of samples), on its device."""
 
-    def loss(self, given: Given, batch: int) -> Tensor:
+    def loss(self, local: LocalBatch, batch: int) -> Tensor:
         """The loss of that; batch: samples of all ranks together. Io sample: of this rank's, else of all of them."""
 
 
@@ -105,11 +105,11 @@ def least(plan: Plan) -> int:
 
 
 @dataclass(slots=True)
-class Trainer(Generic[Given]):
+class Trainer(Generic[LocalBatch]):
     """Takes training steps."""
 
     module: ParallelModule
-    objective: Objective[Given]
+    objective: Objective[LocalBatch]
     sampler: StepSampler
     optimizer: torch.optim.Optimizer
     clip: float | None = None  # the largest norm that the gradient may have
@@ -134,18 +134,18 @@ class Trainer(Generic[Given]):
                 flush = number + 1 + max(1, int(FLUSH_S / max(step.seconds for step in done)))
                 waiting = []
 
-    def _read(self, first: int, steps: int) -> Iterator[tuple[int, list[tuple[int, Given]]]]:
+    def _read(self, first: int, steps: int) -> Iterator[tuple[int, list[tuple[int, LocalBatch]]]]:
         """Each step's batches: how many samples all ranks have of one, and what this rank is given of it."""
         each = self.sampler.per_epoch
         while first < steps:
             epoch, done = divmod(first, each)
             taken = self.sampler.steps(epoch)[done : done + steps - first]
-            given = self.objective.read([numbers for batches in taken for numbers in batches])
+            local = self.objective.read([numbers for batches in taken for numbers in batches])
             for number, batches in enumerate(taken, start=first):
-                yield number, [(len(numbers), next(given)) for numbers in batches]
+                yield number, [(len(numbers), next(local)) for numbers in batches]
             first += len(taken)
 
-    def _step(self, number: int, batches: Sequence[tuple[int, Given]]) -> _Local:
+    def _step(self, number: int, batches: Sequence[tuple[int, LocalBatch]]) -> _Local:
         module = self.module
         samples = sum(size for size, _ in batches)
         before = module.comm.sent.copy()
@@ -153,13 +153,13 @@ class Trainer(Generic[Given]):
         start = now_s(module.device)
         module.train()
         self.optimizer.zero_grad()
-        for i, (size, given) in enumerate(batches):
+        for i, (size, local) in enumerate(batches):
             with nullcontext() if i + 1 == len(batches) else module.no_sync():
-                loss = self.objective.loss(given, size)
+                loss = self.objective.loss(local, size)
                 (loss * self._weight(size, samples)).backward()  # type: ignore[no-untyped-call]
             part = module.share(size)
-            mine = size if module.io != "sample" else part.stop - part.start
-            losses.append((loss.detach(), self._weight(mine, samples)))
+            local_samples = size if module.io != "sample" else part.stop - part.start
+            losses.append((loss.detach(), self._weight(local_samples, samples)))
         if self.clip is not None:
             module.clip_grad_norm_(self.clip)
         self.optimizer.step()
@@ -169,9 +169,9 @@ class Trainer(Generic[Given]):
             self.sent.update(module.comm.sent - before)
         return _Local(number, samples, losses, seconds)
 
-    def _weight(self, part: int, whole: int) -> float:
-        """Of the loss of some samples in that of all; a loss that is a sum needs none."""
-        return 1.0 if self.objective.summed else part / whole
+    def _weight(self, part: int, total: int) -> float:
+        """The weight of some samples' loss in that of all; a loss that is a sum needs none."""
+        return 1.0 if self.objective.summed else part / total
 
     def _gather(self, waiting: list[_Local]) -> list[Step]:
         """Every rank's losses and times, in one round of messages."""

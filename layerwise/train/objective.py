@@ -35,21 +35,21 @@ class TaskObjective:
 
     @property
     def summed(self) -> bool:
-        """Of a loss of PyTorch's that sums."""
+        """Whether the model's own loss is one of PyTorch's that sums."""
         return self.task.loss is not None and self.task.loss.reduction == "sum"
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Fed]:
         """This rank's samples of each batch, or its boxes of it."""
         module = self.module
         for numbers in batches:
-            given, target = full_or_boxes(module, self.task, self.samples, numbers[module.share(len(numbers))])
-            inputs, left = self.task.feed(given, target, module.options.dtype)
+            inputs_read, target = full_or_boxes(module, self.task, self.samples, numbers[module.share(len(numbers))])
+            inputs, left = self.task.feed(inputs_read, target, module.options.dtype)
             yield tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
 
-    def loss(self, given: Fed, batch: int) -> Tensor:
+    def loss(self, local: Fed, batch: int) -> Tensor:
         """LayerwiseError where the network refuses a batch of this size."""
         try:
-            return self._loss(*given, batch)
+            return self._loss(*local, batch)
         except LayerwiseError:
             raise
         except ValueError as error:  # PyTorch's own, where the model runs as it is written: batch norm of one value
@@ -75,7 +75,7 @@ def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor,
 
 
 def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedSamples, numbers: Tensor) -> Batch:
-    """Of the samples that this rank shares in (`ParallelModule.share`) what it is to be given: all, or its boxes."""
+    """Reads what this rank needs of the samples that it shares in (`ParallelModule.share`): all, or its boxes."""
     if module.io != "boxes":
         return samples.batch(numbers)
     boxes = list(module.read_boxes().values())

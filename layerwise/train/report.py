@@ -49,7 +49,7 @@ class Result:
 
     @property
     def dice(self) -> dict[str, float | None] | None:
-        """By class, of those that have names; None of a class that is nowhere."""
+        """The Dice score by class, of those that have names; None of a class that is nowhere."""
         if self.score is None or not self.classes:
             return None
         return dict(zip(self.classes, self.score.dice, strict=False))
@@ -57,10 +57,10 @@ class Result:
     @property
     def predicted(self) -> dict[Kind, float | None]:
         """What the plan says of `sent`."""
-        return {k: None if (each := self.planned[k]) is None else _whole(each) for k in KINDS}
+        return {k: None if (each := self.planned[k]) is None else _integer(each) for k in KINDS}
 
     def as_dict(self) -> dict[str, object]:
-        """For --json. What is not a number is null, as JSON has it."""
+        """Returns the result for programs. What is not a number is null, as JSON has it."""
         compare = None if self.compare is None else {k: _finite(v) for k, v in self.compare.as_dict().items()}
         return {
             "model": self.plan.model,
@@ -74,21 +74,21 @@ class Result:
             "held_out_loss": None if self.held_out_loss is None else _finite(self.held_out_loss),
             "step_time_s": self.step_time_s,
             "peak_resident_bytes": self.resident_bytes,
-            "bytes_sent": None if self.sent is None else {kind: _whole(self.sent[kind]) for kind in KINDS},
+            "bytes_sent": None if self.sent is None else {kind: _integer(self.sent[kind]) for kind in KINDS},
             "bytes_predicted": self.predicted,
             "compare": compare,
         }
 
 
 def _halos(plan: Plan) -> dict[str, object] | None:
-    """Of which inputs halos are sent; seconds of a step with reading, either way. None where there was no choice."""
+    """The inputs whose halos are sent; seconds of a step with reading, either way. None where there was no choice."""
     halos = plan.provenance.get("halos")
     if not isinstance(halos, dict):
         return {"sent": list(plan.halos_sent)} if plan.halos_sent else None
     return {"sent": list(plan.halos_sent)} | {key: halos.get(key) for key in ("read_s", "sent_s")}
 
 
-def beginning(plan: Plan, *, data: str, how: str) -> Table:
+def beginning(plan: Plan, *, data: str, training: str) -> Table:
     """What will be run."""
     predicted = plan.predicted
     halos = f", halos of {', '.join(plan.halos_sent)} sent" if plan.halos_sent else ""
@@ -96,7 +96,7 @@ def beginning(plan: Plan, *, data: str, how: str) -> Table:
     if "timeline_s" in predicted:
         seconds = f"{units(predicted['timeline_s'], 's')} a step, if measured on {plan.provenance.get('profile')}"
         rows.append(("predicted", seconds))
-    return facts([*rows, ("data", data), ("training", how)])
+    return facts([*rows, ("data", data), ("training", training)])
 
 
 def ending(result: Result, allowed: float, dtype: str) -> Table:
@@ -122,8 +122,8 @@ def _ending(result: Result, allowed: float, dtype: str) -> Iterator[tuple[str, s
     if result.sent is not None:
         for kind in KINDS:
             predicted = result.predicted[kind]
-            said = "" if predicted is None else f" (predicted: {units(predicted, 'B')})"
-            yield f"{kind} sent", f"{units(result.sent[kind], 'B')} a step, all ranks{said}"
+            prediction = "" if predicted is None else f" (predicted: {units(predicted, 'B')})"
+            yield f"{kind} sent", f"{units(result.sent[kind], 'B')} a step, all ranks{prediction}"
     if result.compare is not None:
         beyond = result.compare.beyond(allowed)
         for name, value in result.compare.as_dict().items():
@@ -144,8 +144,8 @@ def steps_shown(out: Console, steps: int, first: int) -> Iterator[Callable[[Step
         task = bar.add_task("", total=steps, completed=first, now="")
 
         def show(step: Step) -> None:
-            said = f"loss {step.loss:.4f}, {rate_text(step.samples / max(step.seconds, 1e-9))}"
-            bar.update(task, completed=step.number, now=said)
+            note = f"loss {step.loss:.4f}, {rate_text(step.samples / max(step.seconds, 1e-9))}"
+            bar.update(task, completed=step.number, now=note)
 
         yield show
 
@@ -157,11 +157,11 @@ def line(step: Step, steps: int) -> str:
 
 
 def rate_text(samples_per_s: float) -> str:
-    """Of less than ten two digits: a volume takes seconds."""
+    """`983 samples/s`; less than ten with two digits, for a volume takes seconds."""
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 10 else f"{samples_per_s:.2g} samples/s"
 
 
-def _whole(number: float) -> float:
+def _integer(number: float) -> float:
     """An int where it is one."""
     return int(number) if float(number).is_integer() else number
 

@@ -1,8 +1,11 @@
-"""Session: one run of the command line, from loading the plan's network to what came of it."""
+"""Session: one run of the command line, from loading the plan's network to what came of it, and the memory it took."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +26,6 @@ from layerwise.train.compare import Difference, Outcome, arithmetic, difference,
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.objective import Fed, TaskObjective, cross_entropy
-from layerwise.train.out_of_memory import peak_resident_bytes
 from layerwise.train.report import KINDS, Result
 from layerwise.train.score import evaluate, held_out_loss, predicting
 from layerwise.version import __version__
@@ -58,8 +60,8 @@ class Session:
         self.data = load_data(data, graph, options.seed)
         self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)
         comm.handshake({"data": self.data.fingerprint()[:12]})
-        wanted = self.data.task
-        if plan.io == "boxes" and not wanted.own and (len(wanted.predictions) > 1 or wanted.rows > 1):
+        task = self.data.task
+        if plan.io == "boxes" and not task.has_loss and (len(task.predictions) > 1 or task.positions > 1):
             raise LayerwiseError(
                 f"the plan has io 'boxes', where no rank has whole outputs, and {plan.model} has neither a loss of its "
                 "own nor one output (samples, classes, ...): end the model in a loss, or search with --io free"
@@ -143,7 +145,7 @@ class Session:
         """Bytes a whole step, of all ranks together."""
         ranks = self.comm.all_gather_object(self.trainer.sent)
         full = self.trainer.full
-        return {kind: sum(one.get(kind, 0) for one in ranks) / full for kind in KINDS} if full else None
+        return {kind: sum(rank.get(kind, 0) for rank in ranks) / full for kind in KINDS} if full else None
 
     def _difference(self, planned: Outcome) -> Difference:
         """Takes the same steps on one device. On rank 0."""
@@ -156,13 +158,13 @@ class Session:
 
     def data_text(self) -> str:
         """`digits: 1,438 samples to train on, 359 held out`."""
-        held = self.data.held_out
+        held_out = self.data.held_out
         text = f"{self.data.name}: {self.data.train.count:,} samples to train on"
-        text += "" if held is None else f", {held.count:,} held out"
+        text += "" if held_out is None else f", {held_out.count:,} held out"
         left = self.sampler.left_out
         return text + (f"; the last {left} of an epoch are left out, too few for the plan's cuts" if left else "")
 
-    def how_text(self, steps: int) -> str:
+    def training_text(self, steps: int) -> str:
         """`170 steps (2 epochs of 85), sgd, float32 on cpu`."""
         each, batches = self.sampler.per_epoch, self.sampler.accumulate
         size = f" of {batches} batches" if batches > 1 else ""
@@ -183,3 +185,27 @@ class Session:
         if any(not abs(step.loss) < float("inf") for step in self.steps):
             notes.append("the loss is no finite number any more: try a smaller --lr")
         return notes
+
+
+ON_CPU = "DefaultCPUAllocator"  # torch's error there is a plain RuntimeError that names it
+
+
+def peak_resident_bytes() -> int:
+    """The most memory of the host that this process has had so far, PyTorch itself included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def enough_memory(plan: Plan, rank: int) -> Iterator[None]:
+    """torch's errors of too little memory become a LayerwiseError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and ON_CPU not in str(error):
+            raise
+        predicted = plan.predicted.get("memory_bytes")
+        need = "" if predicted is None else f" (the plan predicts {predicted / 1e9:.3g} GB, beside PyTorch itself)"
+        raise LayerwiseError(
+            f"rank {rank} ran out of memory{need}: search for more GPUs, a smaller batch or other --dims, or give "
+            f"--checkpoint-activations; {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error

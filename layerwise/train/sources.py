@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Boxed(Protocol):
     """Samples of which boxes can be read."""
 
     def boxes(self, numbers: Tensor, *boxes: Box) -> Batch:
-        """Of the batch that these samples are, a box of each input, then one of the target."""
+        """Reads a box of each input of the batch that these samples are, then one of its target."""
 
 
 def read(samples: NumberedSamples, numbers: Tensor, *boxes: Box) -> Batch:
@@ -41,16 +41,8 @@ def read(samples: NumberedSamples, numbers: Tensor, *boxes: Box) -> Batch:
     if isinstance(samples, Boxed):
         return samples.boxes(numbers, *boxes)
     inputs, target = samples.batch(numbers)
-    *given, its = (x[box.slices()] for x, box in zip((*inputs, target), boxes, strict=True))
-    return tuple(given), its
-
-
-class MapStyle(Protocol):
-    """A map-style torch Dataset of (input, target) or ((input, ...), target)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> object: ...
+    *local_inputs, local_target = (x[box.slices()] for x, box in zip((*inputs, target), boxes, strict=True))
+    return tuple(local_inputs), local_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +70,14 @@ class Synthetic:
 
     def batch(self, numbers: Tensor) -> Batch:
         def drawn(stream: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
-            rows = [_drawn(combine(self.seed, stream, number), kind, shape, values) for number in numbers.tolist()]
-            return torch.stack(rows)
+            samples = [_drawn(combine(self.seed, stream, number), kind, shape, values) for number in numbers.tolist()]
+            return torch.stack(samples)
 
         task = self.task
-        inputs = tuple(drawn(i, _kind(one), one.sample, one.values) for i, one in enumerate(task.inputs))
+        inputs = tuple(
+            drawn(i, _kind(model_input), model_input.sample, model_input.values)
+            for i, model_input in enumerate(task.inputs)
+        )
         if task.labels:
             kind = "int64"
         elif task.loss is not None and (task.loss.classes or task.loss.fn in ("bce", "bce_logits", "kl")):
@@ -92,8 +87,8 @@ class Synthetic:
         return inputs, drawn(len(inputs), kind, task.target_sample, task.classes)
 
 
-def _kind(given: ModelInput) -> str:
-    return "float" if given.spec.differentiable else given.spec.dtype
+def _kind(model_input: ModelInput) -> str:
+    return "float" if model_input.spec.differentiable else model_input.spec.dtype
 
 
 def _drawn(seed: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
@@ -122,9 +117,9 @@ class CheckedTensors:
 
 @dataclass(frozen=True, slots=True)
 class CheckedDataset:
-    """A map-style dataset, whose items are checked against the task as they come."""
+    """A map-style dataset of (input, target) or ((input, ...), target), checked against the task as they come."""
 
-    items: MapStyle
+    items: Any
     task: TrainingTask
     where: str
 
@@ -138,8 +133,8 @@ class CheckedDataset:
             try:
                 item = self.items[number]
             except Exception as error:  # the user's own code: a file that is missing or truncated
-                told = f"{self.where}: item {number} raised {type(error).__name__}: {' '.join(str(error).split())}"
-                raise LayerwiseError(told) from error
+                message = f"{self.where}: item {number} raised {type(error).__name__}: {' '.join(str(error).split())}"
+                raise LayerwiseError(message) from error
             if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 2:
                 raise LayerwiseError(f"{self.where}: item {number} is not (input, target)")
             inputs = tuple(item[0]) if isinstance(item[0], tuple | list) else (item[0],)
@@ -163,18 +158,20 @@ def checked(
 ) -> Batch:
     """The user's samples, of these numbers (default: from 0). LayerwiseError unless they are what the model takes."""
     if len(inputs) != len(task.inputs):
-        names = ", ".join(one.name for one in task.inputs)
+        names = ", ".join(model_input.name for model_input in task.inputs)
         raise LayerwiseError(f"{where} has {len(inputs)} inputs, the model takes {len(task.inputs)}: {names}")
-    for one, x in zip(task.inputs, inputs, strict=True):
-        _fits(x, one.sample, one.spec.differentiable, f"{where}: input {one.name!r}")
+    for model_input, x in zip(task.inputs, inputs, strict=True):
+        _fits(x, model_input.sample, model_input.spec.differentiable, f"{where}: input {model_input.name!r}")
         if x.is_floating_point() and bool((wrong := x.isnan().flatten(1).any(1)).any()):
             first = int(wrong.nonzero()[0])
             sample = first if numbers is None else numbers[first]
-            raise LayerwiseError(f"{where}: input {one.name!r}, sample {sample} has values that are not numbers (NaN)")
+            raise LayerwiseError(
+                f"{where}: input {model_input.name!r}, sample {sample} has values that are not numbers (NaN)"
+            )
         if len(x) != len(target):
-            raise LayerwiseError(f"{where}: {len(x)} samples of input {one.name!r}, but {len(target)} targets")
-        if not one.spec.differentiable and one.values > 2:
-            _below(x, one.values, f"{where}: input {one.name!r}")
+            raise LayerwiseError(f"{where}: {len(x)} samples of input {model_input.name!r}, but {len(target)} targets")
+        if not model_input.spec.differentiable and model_input.values > 2:
+            _below(x, model_input.values, f"{where}: input {model_input.name!r}")
     _fits(target, task.target_sample, not task.labels, f"{where}: the target")
     if task.labels:
         _below(target, task.classes, f"{where}: the target (class indices)")
@@ -185,8 +182,8 @@ def _fits(x: Tensor, sample: tuple[int, ...], floating: bool, what: str) -> None
     if not x.ndim or tuple(x.shape[1:]) != sample:
         raise LayerwiseError(f"{what} has shape {tuple(x.shape)}; the model takes {('samples', *sample)}")
     if x.is_floating_point() != floating:
-        wanted = "floating-point numbers" if floating else "integers"
-        raise LayerwiseError(f"{what} has dtype {str(x.dtype).removeprefix('torch.')}; the model takes {wanted}")
+        expected = "floating-point numbers" if floating else "integers"
+        raise LayerwiseError(f"{what} has dtype {str(x.dtype).removeprefix('torch.')}; the model takes {expected}")
 
 
 def _below(x: Tensor, values: int, what: str) -> None:

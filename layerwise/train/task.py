@@ -13,7 +13,7 @@ from layerwise.ops.ends import Input
 from layerwise.ops.nn.embed import Embedding
 from layerwise.ops.nn.loss import Loss
 from layerwise.tensor import TensorSpec
-from layerwise.volumes.classes import classes_of
+from layerwise.volumes.reading import classes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class TrainingTask:
     answer: int = 0  # the number of the output that is the loss
 
     @property
-    def own(self) -> bool:
+    def has_loss(self) -> bool:
         """Whether the model makes its loss itself."""
         return self.target is not None
 
@@ -61,7 +61,7 @@ class TrainingTask:
         return spec.shape[1] if (self.loss is None or self.loss.classes) and len(spec.shape) > 1 else 0
 
     @property
-    def rows(self) -> int:
+    def positions(self) -> int:
         """Rows of the prediction a sample: 1, but for outputs that were flattened to (n · s, classes)."""
         return self.predictions[0].shape[0] // self.batch if self.predictions else 1
 
@@ -76,7 +76,7 @@ class TrainingTask:
         if self.target is not None:
             return self.target.sample
         spatial = self.predictions[0].shape[2:]
-        return spatial if self.rows == 1 else (self.rows, *spatial)
+        return spatial if self.positions == 1 else (self.positions, *spatial)
 
     def feed(
         self, inputs: tuple[Tensor, ...], target: Tensor, floats: torch.dtype
@@ -89,7 +89,7 @@ class TrainingTask:
         if self.target is not None:
             inputs = (*inputs[: self.slot], target, *inputs[self.slot :])
         else:
-            left = target if self.rows == 1 else target.flatten(0, 1)
+            left = target if self.positions == 1 else target.flatten(0, 1)
         feeds = [*self.inputs[: self.slot], self.target, *self.inputs[self.slot :]] if self.target else self.inputs
         types = [floats if f.spec.differentiable else getattr(torch, f.spec.dtype) for f in feeds if f is not None]
         return tuple(x.to(dtype) for x, dtype in zip(inputs, types, strict=True)), left
@@ -142,10 +142,10 @@ def _with_own_loss(graph: LayerGraph, feeds: list[ModelInput], end: Layer, answe
 
 def _with_written_loss(graph: LayerGraph, feeds: list[ModelInput], answer: int) -> TrainingTask:
     """A number of the whole batch, such as one less its Dice: the target is the one input of classes, or the last."""
-    whole = [slot for slot, feed in enumerate(feeds) if not feed.spec.differentiable]
-    slot = whole[0] if len(whole) == 1 else len(feeds) - 1
-    known = [classes.count for classes in classes_of(graph, feeds[slot].name)]
-    target = replace(feeds[slot], values=min(known, default=feeds[slot].values))
+    integers = [slot for slot, feed in enumerate(feeds) if not feed.spec.differentiable]
+    slot = integers[0] if len(integers) == 1 else len(feeds) - 1
+    counts = [classes.count for classes in classes_of(graph, feeds[slot].name)]
+    target = replace(feeds[slot], values=min(counts, default=feeds[slot].values))
     return TrainingTask(graph.batch, (*feeds[:slot], *feeds[slot + 1 :]), (), None, target, slot, answer)
 
 

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.run.parallel import ParallelModule
-from layerwise.volumes.classes import classes_of
-from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput, Crop, Intensity, generator
+from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput, Crop, Intensity, classes_of, generator
 from layerwise.volumes.sources import source_of
 
 
@@ -42,6 +41,12 @@ class BoxLoader:
     Raises:
         LayerwiseError: Sources and model do not fit; what is read is not finite, or is no class of the loss or one-hot
             encoding that takes it as it is (with the file, if there is one, and the number of the sample).
+
+    Examples:
+        >>> import layerwise, numpy, torch
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 1), torch.randn(2, 4), io="boxes", verbose=False)
+        >>> [x.shape for (x,) in BoxLoader(model, numpy.ones((4, 4), numpy.float32))]
+        [torch.Size([2, 4]), torch.Size([2, 4])]
     """
 
     def __init__(
@@ -61,14 +66,14 @@ class BoxLoader:
         boxes = model.read_boxes()
         if len(sources) != len(boxes):
             raise LayerwiseError(f"the model takes {len(boxes)} inputs ({', '.join(boxes)}), not {len(sources)}")
-        given = [
+        opened = [
             source_of(source, name, samples, spec.shape[1:])
             for source, name, spec in zip(sources, boxes, specs, strict=True)
         ]
-        counts = {len(source) for source in given}
+        counts = {len(source) for source in opened}
         if len(counts) > 1:
-            told = " and ".join(map(str, sorted(counts)))
-            raise LayerwiseError(f"the inputs have {told} samples: all must have as many")
+            numbers = " and ".join(map(str, sorted(counts)))
+            raise LayerwiseError(f"the inputs have {numbers} samples: all must have as many")
         there = [label for label in POSITIONS if any(label in spec.dims for spec in specs)]
         unknown = [label for label in flip if label not in there]
         if unknown:
@@ -79,9 +84,9 @@ class BoxLoader:
         self.batch, self.shuffle, self.seed, self.epoch, self._done = model.plan.batch, shuffle, seed, 0, 0
         if self.samples < self.batch:
             raise LayerwiseError(f"{self.samples} samples are no batch of {self.batch}")
-        rows = zip(boxes.items(), specs, given, strict=True)
+        described = zip(boxes.items(), specs, opened, strict=True)
         inputs = tuple(
-            BoxInput(name, spec, box, source, classes_of(model.graph, name)) for (name, box), spec, source in rows
+            BoxInput(name, spec, box, source, classes_of(model.graph, name)) for (name, box), spec, source in described
         )
         self._reading = BatchReader(inputs, crop, flip, intensity, seed)
         self._workers, self._prefetch, self._pinned = workers, prefetch, model.device.type == "cuda"
@@ -110,14 +115,14 @@ class BoxLoader:
         batches = [order[i * self.batch : (i + 1) * self.batch] for i in range(self._done, len(self))]
         reading = _Batches(self._reading, batches, self.epoch)
         self.epoch, self._done = self.epoch + 1, 0
-        ahead = self._prefetch if self._workers else None
+        prefetch = self._prefetch if self._workers else None
         loader: DataLoader[Any] = DataLoader(
-            reading, batch_size=None, num_workers=self._workers, pin_memory=self._pinned, prefetch_factor=ahead
+            reading, batch_size=None, num_workers=self._workers, pin_memory=self._pinned, prefetch_factor=prefetch
         )
-        for made in loader:
-            if isinstance(made, str):  # an error of a worker's, without its traceback
-                raise LayerwiseError(made)
-            yield tuple(made)
+        for batch in loader:
+            if isinstance(batch, str):  # an error of a worker's, without its traceback
+                raise LayerwiseError(batch)
+            yield tuple(batch)
 
 
 class _Batches(Dataset[Any]):

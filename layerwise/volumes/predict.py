@@ -40,6 +40,14 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
     Raises:
         LayerwiseError: The loader shuffles, changes samples or leaves some out; the plan has no such output; `out` has
             another shape, takes whole numbers only of an output that has others, or cannot be written.
+
+    Examples:
+        >>> import layerwise
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 1), torch.randn(2, 4), io="boxes", verbose=False)
+        >>> out = np.zeros((6, 1), np.float32)
+        >>> predict(model, BoxLoader(model, np.ones((6, 4), np.float32)), out)
+        >>> bool((out == out[0]).all() and out[0] != 0)
+        True
     """
     boxes = model.output_boxes()
     if not 0 <= output < len(boxes):
@@ -54,9 +62,9 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
     spec, box = model.graph.layers[-1].specs[output], boxes[output]
     shape = (loader.samples, *spec.shape[1:])
     if isinstance(out, str | os.PathLike):
-        with _file(os.fspath(out), shape, spec.dtype, model) as made:
-            _fill(made, model, loader, output, box)
-            made.flush()
+        with _file(os.fspath(out), shape, spec.dtype, model) as array:
+            _fill(array, model, loader, output, box)
+            array.flush()
             model.comm.barrier()
     else:
         _check(out, shape, spec.dtype)
@@ -64,7 +72,7 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
     model.comm.barrier()
 
 
-def _fill(made: Any, model: ParallelModule, loader: BoxLoader, output: int, box: Box | None) -> None:
+def _fill(array: Any, model: ParallelModule, loader: BoxLoader, output: int, box: Box | None) -> None:
     """Writes this rank's box of every sample into an array."""
     mode = model.training
     model.eval()
@@ -77,7 +85,7 @@ def _fill(made: Any, model: ParallelModule, loader: BoxLoader, output: int, box:
                     here = slice(number * loader.batch + first.start, number * loader.batch + first.stop)
                     values = values.float() if values.is_floating_point() else values
                     with foreign(f"samples from {here.start} cannot be written"):
-                        made[(here, *rest)] = values.cpu().numpy()
+                        array[(here, *rest)] = values.cpu().numpy()
     finally:
         model.train(mode)
 
@@ -88,16 +96,18 @@ def _numbered(returned: object, output: int) -> Tensor:
     return tensors[output]
 
 
-def _check(made: Any, shape: tuple[int, ...], dtype: str) -> None:
+def _check(array: Any, shape: tuple[int, ...], dtype: str) -> None:
     """LayerwiseError where `made` is no array of this shape: numpy would leave out what lies beyond it, unsaid."""
-    if not hasattr(made, "__setitem__") or isinstance(made, list | dict | Tensor):
-        raise LayerwiseError(f"predict cannot write into a {type(made).__name__}: give the path of a .npy, or an array")
-    given = tuple(getattr(made, "shape", shape))
-    if given != shape:
-        raise LayerwiseError(f"predict writes {shape} numbers, and what it is to write into has shape {given}")
-    kind = np.dtype(getattr(made, "dtype", float)).kind
+    if not hasattr(array, "__setitem__") or isinstance(array, list | dict | Tensor):
+        raise LayerwiseError(
+            f"predict cannot write into a {type(array).__name__}: give the path of a .npy, or an array"
+        )
+    there = tuple(getattr(array, "shape", shape))
+    if there != shape:
+        raise LayerwiseError(f"predict writes {shape} numbers, and what it is to write into has shape {there}")
+    kind = np.dtype(getattr(array, "dtype", float)).kind
     if kind not in ("iu" if "int" in dtype else "biu" if dtype == "bool" else "f") + "f":
-        raise LayerwiseError(f"predict writes {dtype}, and what it is to write into has {made.dtype}")
+        raise LayerwiseError(f"predict writes {dtype}, and what it is to write into has {array.dtype}")
 
 
 @contextmanager
@@ -114,9 +124,9 @@ def _file(path: str, shape: tuple[int, ...], dtype: str, model: ParallelModule) 
         def make() -> tuple[None, str]:
             if model.comm.rank:
                 return None, ""
-            made = done.enter_context(writing(path))
-            np.lib.format.open_memmap(made, mode="w+", dtype=kind, shape=shape)
-            return None, os.fspath(made)
+            temporary = done.enter_context(writing(path))
+            np.lib.format.open_memmap(temporary, mode="w+", dtype=kind, shape=shape)
+            return None, os.fspath(temporary)
 
         _, (beside, *_) = agree(model.comm, make)
         yield agree(model.comm, lambda: (np.lib.format.open_memmap(beside, mode="r+"), None))[0]

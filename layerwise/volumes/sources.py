@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
@@ -35,24 +35,6 @@ def foreign(what: str) -> Iterator[None]:
         raise LayerwiseError(f"{what}: {in_a_line(error)}") from error
 
 
-class SampleSource(Protocol):
-    """Samples, of which boxes are read."""
-
-    def __len__(self) -> int: ...
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        """Of one sample."""
-        ...
-
-    def read(self, index: int, slices: Slices) -> Array:
-        """A box of one sample."""
-        ...
-
-    def file(self, index: int) -> str | None:
-        """The file that a sample lies in."""
-        ...
-
-
 class StackedArray:
     """An array (samples, ...): numpy's, also mapped from a file, h5py's, zarr's. `where` is how errors call it."""
 
@@ -65,13 +47,16 @@ class StackedArray:
         return int(self.array.shape[0])
 
     def shape(self, index: int) -> tuple[int, ...]:
+        """Returns the shape of one sample."""
         return tuple(int(extent) for extent in self.array.shape[1:])
 
     def read(self, index: int, slices: Slices) -> Array:
+        """Returns a box of one sample."""
         with foreign(f"{self.where}, sample {index}"):  # such as a tensor that needs a gradient, or of bfloat16
             return np.asarray(self.array[(index, *slices)])
 
     def file(self, index: int) -> str | None:
+        """Returns the file that a sample lies in, for sentences of errors."""
         return None
 
 
@@ -107,11 +92,11 @@ class File:
 class SeparateSamples:
     """A source for every sample: files or arrays without a dimension of samples."""
 
-    def __init__(self, given: Sequence[Any], where: str) -> None:
-        self.given, self.where = list(given), where
+    def __init__(self, items: Sequence[Any], where: str) -> None:
+        self.items, self.where = list(items), where
 
     def __len__(self) -> int:
-        return len(self.given)
+        return len(self.items)
 
     def shape(self, index: int) -> tuple[int, ...]:
         return tuple(int(extent) for extent in self._array(index).shape)
@@ -123,20 +108,20 @@ class SeparateSamples:
             return np.asarray(array[slices])
 
     def file(self, index: int) -> str | None:
-        one = self.given[index]
-        return os.fspath(one) if isinstance(one, str | os.PathLike) else None
+        item = self.items[index]
+        return os.fspath(item) if isinstance(item, str | os.PathLike) else None
 
     def _array(self, index: int) -> Any:
         file = self.file(index)
         try:
-            one = self.given[index] if file is None else _open(file)
+            item = self.items[index] if file is None else _open(file)
         except LayerwiseError as error:
             raise LayerwiseError(f"{self.where}, sample {index}: {error}") from error
-        if not hasattr(one, "shape"):
+        if not hasattr(item, "shape"):
             raise LayerwiseError(
-                f"{self.where}, sample {index} is of type {type(one).__name__}: give an array or a file"
+                f"{self.where}, sample {index} is of type {type(item).__name__}: give an array or a file"
             )
-        return one
+        return item
 
 
 class Computed:
@@ -155,27 +140,30 @@ class Computed:
         try:
             return np.asarray(self.reader(index, slices))
         except Exception as error:  # the user's own code
-            told = f"{self.where}, sample {index}: its function raised {type(error).__name__}: {in_a_line(error)}"
-            raise LayerwiseError(told) from error
+            message = f"{self.where}, sample {index}: its function raised {type(error).__name__}: {in_a_line(error)}"
+            raise LayerwiseError(message) from error
 
     def file(self, index: int) -> str | None:
         return None
 
 
-def source_of(given: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:
+SampleSource = StackedArray | File | SeparateSamples | Computed
+
+
+def source_of(value: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:
     """What the user gives for an input, `name`. samples, shape: of a function's. LayerwiseError for anything else."""
-    if isinstance(given, str | os.PathLike):
-        return File(os.fspath(given))
-    if hasattr(given, "shape") and hasattr(given, "__getitem__"):
-        return StackedArray(given, f"input {name!r}")
-    if isinstance(given, Sequence) and len(given):
-        return SeparateSamples(given, f"input {name!r}")
-    if callable(given):
+    if isinstance(value, str | os.PathLike):
+        return File(os.fspath(value))
+    if hasattr(value, "shape") and hasattr(value, "__getitem__"):
+        return StackedArray(value, f"input {name!r}")
+    if isinstance(value, Sequence) and len(value):
+        return SeparateSamples(value, f"input {name!r}")
+    if callable(value):
         if samples is None:
             raise LayerwiseError(f"input {name!r} is read by a function: say how many samples there are (samples=)")
-        return Computed(given, samples, shape, f"input {name!r}")
+        return Computed(value, samples, shape, f"input {name!r}")
     raise LayerwiseError(
-        f"input {name!r} is of type {type(given).__name__}: give an array (samples, ...), a file ({KINDS}), a list of "
+        f"input {name!r} is of type {type(value).__name__}: give an array (samples, ...), a file ({KINDS}), a list of "
         "files, one a sample, or a function (index, slices) -> array"
     )
 
@@ -188,15 +176,15 @@ def _open(path: str) -> Any:
         if not Path(name).exists():
             raise LayerwiseError(f"file {name!r} does not exist")
         try:
-            found = _opened(name, kind, inside)
+            array = _opened(name, kind, inside)
         except ImportError as error:
             raise LayerwiseError(f"file {name!r}: install {error.name} to read it") from None
-        if not hasattr(found, "shape"):
-            told = f"has no array, but a {type(found).__name__}: name one, as in FILE::name"
-            raise LayerwiseError(f"file {path!r} {told}")
-        if not all(isinstance(extent, int | np.integer) and 0 <= extent <= sys.maxsize for extent in found.shape):
-            raise LayerwiseError(f"file {path!r} cannot be read: its array has shape {found.shape}")
-        return found
+        if not hasattr(array, "shape"):
+            message = f"has no array, but a {type(array).__name__}: name one, as in FILE::name"
+            raise LayerwiseError(f"file {path!r} {message}")
+        if not all(isinstance(extent, int | np.integer) and 0 <= extent <= sys.maxsize for extent in array.shape):
+            raise LayerwiseError(f"file {path!r} cannot be read: its array has shape {array.shape}")
+        return array
 
 
 def _opened(name: str, kind: str, inside: str) -> Any:

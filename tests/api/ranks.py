@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from layerwise.api.data.split import split
+from layerwise.api.accumulate import auto
 from layerwise.api.fit import Epoch, fit
-from layerwise.api.loop.accumulate import auto
+from layerwise.api.machine import cache_file
 from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
-from layerwise.api.planning.measuring import cache_file
 from layerwise.api.save import save
+from layerwise.api.split import split
 from layerwise.api.world import join
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
-from layerwise.measure.links import timing
+from layerwise.measure import timing
 from tests.api.keywords import keywords
 from tests.api.script import BATCH, SEED, data, network
 from tests.traces import once

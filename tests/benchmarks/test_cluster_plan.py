@@ -27,8 +27,8 @@ from layerwise.cost.price import measured_share
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import CellSpec
-from layerwise.measure.layers.cells import Wanted
-from layerwise.measure.layers.measure import Measuring
+from layerwise.measure.cells import CellTask
+from layerwise.measure.job import Measuring
 from layerwise.ops.stages import needed_box
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
@@ -65,7 +65,7 @@ def test_a_calibrated_model_takes_one_rank_as_long_as_it_took() -> None:
     assert timeline(model, baseline(model, "data")).total_s == pytest.approx(MEASURED.step_s, rel=0.01)
 
 
-def truth(cell: Wanted) -> CellTime:
+def truth(cell: CellTask) -> CellTime:
     """The roofline's, but four times as long for one sample whose channels x depth x height are few."""
     slow = 1.0
     if isinstance(cell.spec, CellSpec) and cell.spec.layer.main.kind == "conv":
@@ -85,7 +85,7 @@ class FakeLayers:
     def known(self) -> LayerTimes:
         return self.measuring.known
 
-    def take(self, cells: Sequence[Wanted], budget_s: float) -> None:
+    def take(self, cells: Sequence[CellTask], budget_s: float) -> None:
         FakeLayers.now += 3600.0
         for cell in cells:
             self.measuring.add(cell.key, truth(cell))
@@ -133,7 +133,7 @@ def test_what_is_predicted_of_a_race_rests_on_times_that_did_not_choose_its_plan
     chosen = plans(model, "unet2", ["searched", "fixed d"], measured)
     known = truth
 
-    def twice(cell: Wanted) -> CellTime:
+    def twice(cell: CellTask) -> CellTime:
         time = known(cell)
         return replace(time, forward_s=2 * time.forward_s, backward_s=2 * time.backward_s)
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.ranks import links_again
 from benchmarks.ranks.links_again import LinksAgain
 from layerwise.machine.curves import Curve, Links, Overlap
-from layerwise.measure.links.shapes import Topology
-from layerwise.measure.links.timing import Time
+from layerwise.measure.timing import Time
+from layerwise.measure.topology import Topology
 from tests.comm.thread import ThreadComm, run_threads
 
 KNOTS = ((1024.0, 1.0), (4096.0, 4.0))

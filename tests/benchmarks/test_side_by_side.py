@@ -13,8 +13,8 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import CellSpec, UpdateSpec
-from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
-from layerwise.measure.layers.overhead import Overhead
+from layerwise.measure.cells import CellTask, Key, wanted_cells
+from layerwise.measure.overhead import Overhead
 from layerwise.search.baselines import baseline
 from tests.comm.thread import run_threads
 
@@ -67,7 +67,7 @@ def test_each_rank_measures_a_part_of_the_cells_and_all_know_all_of_them(monkeyp
     cells = list(wanted_cells(model, {name: [config] for name, config in baseline(model, "data").items()}).values())
     taken: dict[int, list[Key]] = {0: [], 1: [], 2: []}
 
-    def timed(layers: Layers, cell: Wanted, seconds: float) -> CellTime:
+    def timed(layers: Layers, cell: CellTask, seconds: float) -> CellTime:
         taken[layers.comm.rank].append(cell.key)
         return CellTime(layers.comm.rank, 1.0, 0.0, 3)
 

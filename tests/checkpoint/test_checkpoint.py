@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from layerwise import tensorfile
-from layerwise.checkpoint import blobs, latest, load, model_digest, reader, save
+from layerwise.checkpoint import latest, load, model_digest, reader, save
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
@@ -97,12 +97,13 @@ def test_optimizer_is_restored(tmp_path: Path) -> None:
 def test_only_what_a_rank_owns_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path, OPTIMIZERS["adam"], 4, 1, 1, torch.float32)
     read: Counter[str] = Counter()
+    map_blob = reader.map_blob
 
     class Recorder:
         """A tensor in a file: counts the elements that a thread takes out."""
 
         def __init__(self, *place: Any) -> None:
-            self.inner = blobs.map_blob(*place)
+            self.inner = map_blob(*place)
 
         def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
             piece: Tensor = self.inner[part]

@@ -15,7 +15,7 @@ import pytest
 
 from layerwise.__main__ import dispatch
 from layerwise.checkpoint import save
-from layerwise.checkpoint.sole_writer import MARK, sole_writer
+from layerwise.checkpoint.step_folders import MARK, sole_writer
 from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError

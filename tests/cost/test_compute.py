@@ -21,7 +21,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph, Processor, Tile
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
-from layerwise.measure.layers.cells import Wanted, wanted_cells
+from layerwise.measure.cells import CellTask, wanted_cells
 from layerwise.ops.base import Op
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear, MatMul
@@ -272,11 +272,11 @@ def model_of(*sets: LayerTimes, **options: str) -> CostModel:
     return CostModel(residual(), machine(*sets), CostOptions(**options))  # type: ignore[arg-type]
 
 
-def all_cells(model: CostModel) -> dict[tuple[str, tuple[int, ...]], Wanted]:
+def all_cells(model: CostModel) -> dict[tuple[str, tuple[int, ...]], CellTask]:
     return wanted_cells(model, {layer.name: SPACE.configurations(layer.space.dims) for layer in model.graph.inner})
 
 
-def times_of(cells: list[Wanted], scale: float = 1.0) -> LayerTimes:
+def times_of(cells: list[CellTask], scale: float = 1.0) -> LayerTimes:
     """Made-up times: different for every cell."""
     found: dict[str, dict[tuple[int, ...], CellTime]] = {}
     for i, cell in enumerate(cells):

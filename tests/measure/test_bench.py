@@ -15,11 +15,10 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
-from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
+from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, UpdateBench, UpdateSpec
+from layerwise.measure.cells import wanted_cells
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
-from layerwise.measure.layers.cells import wanted_cells
-from layerwise.measure.layers.measure import bench_of
-from layerwise.measure.layers.step import LossBench, UpdateBench
+from layerwise.measure.job import bench_of
 from layerwise.ops.nn.conv import Conv
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
@@ -50,7 +49,7 @@ def test_every_cell_runs(network: LayerGraph, sizes: tuple[int, ...], data: st.D
             assert bench.out is not None
             assert tuple(bench.out.shape) == cell.spec.owned.shape, layer.name
             leaves = bench.leaves
-            assert [leaf.requires_grad for leaf in leaves] == list(cell.spec.wanted)
+            assert [leaf.requires_grad for leaf in leaves] == list(cell.spec.needs_grad)
             bench.backward()
             if bench.differentiable:
                 assert all(p.grad is not None and p.grad.shape == p.shape for p in bench.trained)

@@ -12,11 +12,11 @@ from torch import Tensor
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.graph.builder import GraphBuilder
+from layerwise.measure import bench as cold
+from layerwise.measure import job as layers
 from layerwise.measure.bench import Bench, Mode
-from layerwise.measure.layers import cold
-from layerwise.measure.layers import measure as layers
-from layerwise.measure.layers.cells import wanted_cells
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.cells import wanted_cells
+from layerwise.measure.timing import Stopwatch
 from layerwise.ops.nn.linear import Linear
 from layerwise.tensor import TensorSpec
 from tests.cost import brute

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
+from layerwise.measure import job as layers
 from layerwise.measure.bench import Mode, UpdateSpec
-from layerwise.measure.layers import measure as layers
-from layerwise.measure.layers.cells import Wanted
-from layerwise.measure.layers.measure import Measuring
-from layerwise.measure.stopwatch import Stopwatch
+from layerwise.measure.cells import CellTask
+from layerwise.measure.job import Measuring
+from layerwise.measure.timing import Stopwatch
 
 MODE = Mode(torch.device("cpu"), torch.float32)
 START = LayerTimes(Conditions("device", "2.13.0", "float32"))
 
 
-def cell(i: int, predicted_s: float = 1.0) -> Wanted:
-    return Wanted("conv", (i,), "conv", UpdateSpec("sgd", (1,)), predicted_s, 0.0, Work(), Work())
+def cell(i: int, predicted_s: float = 1.0) -> CellTask:
+    return CellTask("conv", (i,), "conv", UpdateSpec("sgd", (1,)), predicted_s, 0.0, Work(), Work())
 
 
 class Machine:
@@ -31,7 +31,7 @@ class Machine:
         monkeypatch.setattr(layers.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(layers, "timed", self.timed)
 
-    def timed(self, cell: Wanted, mode: Mode, stopwatch: Stopwatch) -> CellTime:
+    def timed(self, cell: CellTask, mode: Mode, stopwatch: Stopwatch) -> CellTime:
         (number,) = cell.extents
         self.now += self.each_s
         if number in self.fails:
@@ -48,7 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_in_order_and_within_the_budget(machine: Machine) -> None:
     """7 samples of 1 s fit into what is left of 30 s: after 4 cells of 7 s, 2 s are left."""
     measuring = Measuring(START, MODE, lambda _: None, 30.0)
-    seen: list[Wanted] = []
+    seen: list[CellTask] = []
     measuring.measure([cell(i) for i in (5, 3, 1, 2, 4, 9)], seen.append)
     assert machine.ran == [5, 3, 1, 2]
     assert len(seen) == 6
@@ -108,4 +108,4 @@ def test_more_than_there_is_of_memory_is_not_tried() -> None:
 def test_an_update_is_without_what_any_step_costs(machine: Machine) -> None:
     measuring = Measuring(START, MODE, lambda _: None, 100.0, call_s=1.5)
     measuring.measure([cell(1), cell(4)])
-    assert [t.forward_s for t in measuring.known.cells["conv"].values()] == [0.0, 2.5]
+    assert [t.forward_s for t in measuring.times.cells["conv"].values()] == [0.0, 2.5]

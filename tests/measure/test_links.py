@@ -19,13 +19,12 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load, save
 from layerwise.machine.curves import Curve, Overlap
-from layerwise.measure.links import beside
-from layerwise.measure.links import measure as links
-from layerwise.measure.links.beside import rates
-from layerwise.measure.links.fit import knots
-from layerwise.measure.links.measure import Measured, Series, measure_links
-from layerwise.measure.links.profile import conditions, contention, with_links
-from layerwise.measure.links.shapes import Shape, Topology, pairs, shapes
+from layerwise.measure import beside
+from layerwise.measure import link_times as links
+from layerwise.measure.beside import rates
+from layerwise.measure.link_times import Measured, Series, knots, measure_links
+from layerwise.measure.links_profile import conditions, contention, with_links
+from layerwise.measure.topology import GroupShape, Topology, pairs, shapes
 from tests.comm.thread import ThreadComm, run_threads
 
 
@@ -35,8 +34,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SIZES", (1024, 4096, 16384))
     monkeypatch.setattr(beside, "KERNEL", {"cpu": (1, 4, 4, 4)})
     monkeypatch.setattr(beside, "ALONE", 1e-4)
-    monkeypatch.setattr("layerwise.measure.links.timing.ROUND_S", 1e-4)
-    monkeypatch.setattr("layerwise.measure.links.timing.ROUNDS", 2)
+    monkeypatch.setattr("layerwise.measure.timing.ROUND_S", 1e-4)
+    monkeypatch.setattr("layerwise.measure.timing.ROUNDS", 2)
 
 
 def run(where: Topology) -> list[tuple[Measured, dict[str, object]]]:
@@ -164,7 +163,9 @@ def test_what_goes_on_beside_computation_has_its_share_of_the_processor(monkeypa
     monkeypatch.setattr(beside, "time", clock)
     monkeypatch.setattr(beside, "ALONE", 20.0)
     monkeypatch.setattr(beside, "convolution", lambda _: clock.compute)
-    (found,) = run_threads(1, lambda comm: beside.overlap(comm, Shape((1, 2), 1, ((0,),)), "all_gather", clock.start))
+    (found,) = run_threads(
+        1, lambda comm: beside.overlap(comm, GroupShape((1, 2), 1, ((0,),)), "all_gather", clock.start)
+    )
     assert found == Overlap((1, 2), 1, 0.5, 10 / 12, "all_gather")
 
 

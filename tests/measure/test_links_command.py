@@ -13,9 +13,9 @@ from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load, save
+from layerwise.measure import __main__ as links_command
 from layerwise.measure.__main__ import main, parser
-from layerwise.measure.links import command as links_command
-from layerwise.measure.links.shapes import Topology
+from layerwise.measure.topology import Topology
 from tests.comm.launch import launch
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -77,7 +77,7 @@ def test_a_profile_of_one_node_is_refused_before_two_are_measured(
     monkeypatch.setattr(links_command, "measure_links", lambda *_: pytest.fail("measured"))
     args = parser().parse_args(["links", "--out", str(tmp_path / "x.json")])
     with pytest.raises(LayerwiseError, match="describes a single node, and these are 2: give another with --profile"):
-        links_command._measure(args)
+        links_command._measure_links(args)
 
 
 def test_two_processes_write_a_profile_that_search_takes(tmp_path: Path) -> None:

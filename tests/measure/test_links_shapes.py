@@ -13,7 +13,7 @@ from layerwise.cost.collectives import group_shape, groups_per_port
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph, Level
 from layerwise.machine.curves import trimmed
-from layerwise.measure.links.shapes import Topology, find_topology, pairs, shapes, topology_of
+from layerwise.measure.topology import Topology, find_topology, pairs, shapes, topology_of
 from tests.comm.thread import ThreadComm, run_threads
 from tests.cost.brute import PROCESSOR
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from layerwise.comm.base import Comm
-from layerwise.measure import stolen
-from layerwise.measure.links import timing as links_time
-from layerwise.measure.links.timing import MOST, ROUNDS, TRIES, timed
+from layerwise.measure import timing
+from layerwise.measure.timing import MOST, ROUNDS, TRIES, timed
 
 WARM = 2  # calls that do not count
 
@@ -53,8 +52,8 @@ Made = Callable[[Callable[[int], float]], Machine]
 def machine(monkeypatch: pytest.MonkeyPatch) -> Made:
     def made(takes: Callable[[int], float]) -> Machine:
         found = Machine(takes)
-        monkeypatch.setattr(links_time, "stolen_s", lambda: found.taken)
-        monkeypatch.setattr(links_time, "now_s", lambda _: found.now)
+        monkeypatch.setattr(timing, "stolen_s", lambda: found.taken)
+        monkeypatch.setattr(timing, "now_s", lambda _: found.now)
         monkeypatch.setattr("os.cpu_count", lambda: 2)
         return found
 
@@ -117,12 +116,12 @@ def test_short_operations_are_repeated_in_a_round(machine: Made) -> None:
 
 
 def test_a_kernel_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(stolen, "STAT", tmp_path / "none")
-    assert stolen.stolen_s() == 0.0
+    monkeypatch.setattr(timing, "STAT", tmp_path / "none")
+    assert timing.stolen_s() == 0.0
 
 
 def test_of_all_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "stat"
     path.write_text("cpu  1 2 3 4 5 6 7 250 0 0\ncpu0 1 2 3 4 5 6 7 130 0 0\n")
-    monkeypatch.setattr(stolen, "STAT", path)
-    assert stolen.stolen_s() == pytest.approx(250 / os.sysconf("SC_CLK_TCK"))
+    monkeypatch.setattr(timing, "STAT", path)
+    assert timing.stolen_s() == pytest.approx(250 / os.sysconf("SC_CLK_TCK"))

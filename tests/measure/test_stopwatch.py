@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from layerwise.measure.stopwatch import Stopwatch, nothing
+from layerwise.measure.timing import Stopwatch, nothing
 
 
 class Clock:

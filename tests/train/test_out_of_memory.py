@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerwise.errors import LayerwiseError
-from layerwise.train.out_of_memory import enough_memory
+from layerwise.train.session import enough_memory
 from tests.run.small_plans import plan
 
 PLAN = plan("mlp:4x3x2", 8, 2)

@@ -165,7 +165,7 @@ def test_a_dice_loss_trains_as_one_device(
     network, graph = scored_unet(loss)
     assert "network" not in "".join(network.keys)
     data = load_data("mni152", graph)
-    assert (data.task.own, data.task.classes, data.task.target_sample) == (True, 3, (16, 16, 16))
+    assert (data.task.has_loss, data.task.classes, data.task.target_sample) == (True, 3, (16, 16, 16))
 
     def run(comm: Comm) -> tuple[list[float], float | None, Score]:
         plan = replace(random_plan(graph, comm.size, 3, io), model=f"unet3d:16+{loss}")

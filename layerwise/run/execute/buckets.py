@@ -12,8 +12,8 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm, Group, Handle, Kind
 from layerwise.geometry import Box
-from layerwise.partition.place import Each
 from layerwise.partition.groups import sharing
+from layerwise.partition.place import Each
 from layerwise.partition.sharding import Sharding
 
 

@@ -24,7 +24,7 @@ Key = tuple[str, Extents]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CellTask:
     """A cell that the planner would like to know."""
 
     name: str  # what `machine.layer_times` calls it
@@ -42,25 +42,23 @@ class Wanted:
         return self.name, self.extents
 
 
-def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> dict[Key, Wanted]:
+def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> dict[Key, CellTask]:
     """The cells of all these configurations of the layers of a network."""
-    cells: dict[Key, Wanted] = {}
+    cells: dict[Key, CellTask] = {}
     for layer in model.graph.layers:
         for cell in layer_cells(model, layer, () if layer.end else configs[layer.name]):
             cells.setdefault(cell.key, cell)
     return cells
 
 
-def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
-    """Those of one layer: its operator's, and its parameters' updates; at the end of a network the loss, however it is
-    split.
-    """
+def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[CellTask]:
+    """The cells of a layer: its operator's, and its parameters' updates; of a network's end the loss."""
     if layer.role is Role.SINK:
         return _losses(model, layer)
     return [] if layer.end else [*_cells(model, layer, configs), *_updates(model, layer, configs)]
 
 
-def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
+def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[CellTask]:
     if layer.role is Role.TIED or model.dtype(layer) != model.options.dtype:  # of another set of times
         return []
     layout = model.layout(layer, configs)
@@ -75,20 +73,20 @@ def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wa
         np.zeros(len(rows), np.int64) if stage.statistics() is None else next(statistics) for stage in layer.stages
     ]
     rank = len(layer.out.shape)
-    wanted: dict[Extents, Wanted] = {}
+    tasks: dict[Extents, CellTask] = {}
     for i, row in enumerate(rows):
-        if row not in wanted:
+        if row not in tasks:
             shared = tuple(bool(column[i]) for column in columns)
             spec = CellSpec(layer, cells.cell(i), cells.owned(i, rank), flows, shared, uses)
             forward, backward = (Work(*work.work[i].tolist()) for work in both)
             time = float(predicted.forward[i] + predicted.backward[i])
-            held = _bytes(layer, row, len(layer.stages))
-            wanted[row] = Wanted(name, row, layer.kinds, spec, time, held, forward, backward)
-    return list(wanted.values())
+            held_bytes = _bytes(layer, row, len(layer.stages))
+            tasks[row] = CellTask(name, row, layer.kinds, spec, time, held_bytes, forward, backward)
+    return list(tasks.values())
 
 
 def _bytes(layer: Layer, row: Extents, stages: int) -> float:
-    """Of inputs, parameters and the stages' results, and of their gradients, in the largest type."""
+    """Bytes of inputs, parameters and the stages' results, and of their gradients, in the largest type."""
     dims, rank = len(layer.space.dims), max(1, len(layer.out.shape))
     shapes = [*(spec.shape for spec in layer.specs), *(p.shape for p in layer.space.parameters)]
     ends = np.cumsum([dims + rank, *map(len, shapes)]).tolist()
@@ -96,33 +94,33 @@ def _bytes(layer: Layer, row: Extents, stages: int) -> float:
     return 3.0 * total * layer.out.item_bytes
 
 
-def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
+def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[CellTask]:
     layout = model.layout(layer, configs)
     optimizer = model.options.optimizer
     work = update_roofline(layer, layout, model.devices.processor, optimizer)
     predicted = model.node_cost(layer, tuple(configs)).compute.update
-    wanted: dict[Extents, Wanted] = {}
+    tasks: dict[Extents, CellTask] = {}
     for i, row in enumerate(sizes(layer, largest_cell(layer, layout))):
-        if row and row not in wanted:
-            held = float(sum(row)) * layer.out.item_bytes * (3 + OPTIMIZERS[optimizer])
+        if row and row not in tasks:
+            held_bytes = float(sum(row)) * layer.out.item_bytes * (3 + OPTIMIZERS[optimizer])
             time = Work(*work.work[i].tolist())
-            wanted[row] = Wanted(
+            tasks[row] = CellTask(
                 update_name(optimizer),
                 row,
                 "update",
                 UpdateSpec(optimizer, row),
                 float(predicted[i]),
-                held,
+                held_bytes,
                 time,
                 Work(),
             )
-    return list(wanted.values())
+    return list(tasks.values())
 
 
-def _losses(model: CostModel, sink: Layer) -> list[Wanted]:
+def _losses(model: CostModel, sink: Layer) -> list[CellTask]:
     layout = model.layout(sink, (model.end_config(sink),))
     (row,) = extents(sink, layout, largest_cell(sink, layout), local_batch_norm=False)
     size = sum(float(spec.volume * spec.item_bytes) for spec in sink.specs)
     ends = np.cumsum([2, *(len(spec.shape) for spec in sink.specs)]).tolist()  # after the sink's own samples
     spec = LossSpec(tuple(row[a:b] for a, b in pairwise(ends)), tuple(spec.dtype for spec in sink.specs))
-    return [Wanted(loss_name(sink), row, "loss", spec, 0.0, 4 * size, Work(), Work())]
+    return [CellTask(loss_name(sink), row, "loss", spec, 0.0, 4 * size, Work(), Work())]

@@ -13,10 +13,19 @@ from layerwise.config import Config
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine.layer_times import CellTime
-from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
-from layerwise.measure.layers.cold import leave_only, own_cache_bytes
-from layerwise.measure.layers.step import LossBench, UpdateBench, optimizer_of
-from layerwise.measure.stopwatch import Reading, Stopwatch
+from layerwise.measure.bench import (
+    Bench,
+    CellSpec,
+    LossBench,
+    LossSpec,
+    Mode,
+    UpdateBench,
+    UpdateSpec,
+    leave_only,
+    optimizer_of,
+    own_cache_bytes,
+)
+from layerwise.measure.timing import Reading, Stopwatch
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.largest import largest_cell
@@ -40,15 +49,6 @@ class Overhead:
     call_s: float  # of an optimizer's step, however few its parameters
 
 
-@dataclass(frozen=True, slots=True)
-class _Chains:
-    """What chains of layers of one width took."""
-
-    steps: Reading  # of the short chain
-    whole: tuple[float, float]  # seconds of a layer, forward and backward
-    each: CellTime  # of a layer beside its kernels
-
-
 def optimizer_call_s(optimizer: str, mode: Mode, clock: Clock | None = None) -> float:
     """Seconds of an optimizer's step over no parameters at all: of one tiny tensor twice, less of two."""
     stopwatch = Stopwatch(mode.device, 0.2, clock=clock)
@@ -64,16 +64,16 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock |
     """
     stopwatch = Stopwatch(mode.device, 0.5, most=100, clock=clock)
     runtime = _Runtime(optimizer, mode, make_module, stopwatch)
-    tiny = runtime.chains(WIDTH)
+    steps, layer_s, tiny = runtime.chains(WIDTH)
     wide = own_cache_bytes() // (4 * BATCH) if mode.device.type == "cpu" else WIDTH
-    layer = runtime.chains(wide).each if wide > WIDTH else tiny.each
+    layer = runtime.chains(wide)[2] if wide > WIDTH else tiny
     first = runtime.alone(_chain(SHORT, WIDTH), "first")
     call_s = optimizer_call_s(optimizer, mode, clock)
     loss = stopwatch([(bench := LossBench(LossSpec(((BATCH, WIDTH),)), mode)).forward, bench.backward])
     update = _update(optimizer, mode, (WIDTH * WIDTH, WIDTH), stopwatch)
-    steps, inside = tiny.steps, (tiny.each.forward_s, tiny.each.backward_s)
+    inside = tiny.forward_s, tiny.backward_s
     rest = [
-        max(0.0, steps.seconds[i] - SHORT * tiny.whole[i] - first.seconds[i] - inside[i] - loss.seconds[i])
+        max(0.0, steps.seconds[i] - SHORT * layer_s[i] - first.seconds[i] - inside[i] - loss.seconds[i])
         for i in range(2)
     ]
     rest[1] += max(0.0, steps.seconds[2] - sum(update.seconds)) + call_s
@@ -81,20 +81,20 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock |
 
 
 def copied(mode: Mode, stopwatch: Stopwatch) -> CellTime:
-    """Of `COPIED` bytes that a rank keeps of a tensor that travels: into one with room for a halo, and back out of it.
+    """Times a copy of the `COPIED` bytes that a rank has of a tensor into one with room for a halo, and back.
 
     As `run.schedule.redistribute` does it.
     """
-    kept = mode.filled((16, 32, COPIED // mode.dtype.itemsize // 512))
-    room = kept.new_empty((16, 34, kept.shape[2]))
+    local = mode.filled((16, 32, COPIED // mode.dtype.itemsize // 512))
+    room = local.new_empty((16, 34, local.shape[2]))
 
     def put() -> None:
-        kept.new_empty(room.shape)[:, 1:-1] = kept
+        local.new_empty(room.shape)[:, 1:-1] = local
 
     def cut() -> None:
         room[:, 1:-1].clone()
 
-    reading = stopwatch([put, cut], [partial(leave_only, (one,), mode.device) for one in (kept, room)])
+    reading = stopwatch([put, cut], [partial(leave_only, (tensor,), mode.device) for tensor in (local, room)])
     forward, backward = reading.seconds
     return CellTime(forward, backward, reading.spread, reading.samples)
 
@@ -108,14 +108,14 @@ class _Runtime:
     make_module: MakeModule
     stopwatch: Stopwatch
 
-    def chains(self, width: int) -> _Chains:
-        """A short and a long chain, against one layer by itself."""
+    def chains(self, width: int) -> tuple[Reading, tuple[float, float], CellTime]:
+        """The steps of a short chain; against a long one the seconds of a layer, and what it takes beside kernels."""
         short, long = (self.steps(_chain(count, width)) for count in (SHORT, LONG))
         forward, backward = ((b - a) / (LONG - SHORT) for a, b in zip(short.seconds[:2], long.seconds[:2], strict=True))
         alone = self.alone(_chain(SHORT, width), "link").seconds
         spread = max(short.spread, long.spread)
         each = CellTime(max(0.0, forward - alone[0]), max(0.0, backward - alone[1]), spread, long.samples)
-        return _Chains(short, (forward, backward), each)
+        return short, (forward, backward), each
 
     def steps(self, graph: LayerGraph) -> Reading:
         """Forward with the loss, backward, update of the runtime's own steps."""
@@ -142,8 +142,8 @@ class _Runtime:
         """A layer by itself: the seconds of its forward, and of its backward pass."""
         layer = graph[name]
         cell = largest_cell(layer, layout((Config(),), layer.space, 1))
-        wanted = graph.flows_back(layer)
-        bench = Bench(CellSpec(layer, cell.cell(0), cell.owned(0, 2), wanted, (False,), 1), self.mode)
+        needs_grad = graph.flows_back(layer)
+        bench = Bench(CellSpec(layer, cell.cell(0), cell.owned(0, 2), needs_grad, (False,), 1), self.mode)
         recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3
         before = [partial(leave_only, tensors, self.mode.device) for tensors in recent]
         reading = self.stopwatch([bench.forward, bench.backward, bench.forget], before)

@@ -47,8 +47,8 @@ class Feed:
             num_workers=self.workers,
             collate_fn=self.collate,
         )
-        for made in loader:
-            batch = inputs_and_target(made)
+        for collated in loader:
+            batch = inputs_and_target(collated)
             if batch is None:
                 raise LayerwiseError(f"{self.name}: its items are not (input, target): {EXPECTED}")
             yield batch
@@ -105,8 +105,8 @@ class _Tensors(Dataset[Any]):
         self.inputs, self.target = inputs, target
 
     def __getitems__(self, numbers: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
-        rows = torch.tensor(numbers, dtype=torch.int64)
-        return tuple(x[rows] for x in self.inputs), self.target[rows]
+        indices = torch.tensor(numbers, dtype=torch.int64)
+        return tuple(x[indices] for x in self.inputs), self.target[indices]
 
 
 def _as_it_is(batch: Any) -> Any:

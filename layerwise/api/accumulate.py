@@ -49,7 +49,7 @@ class Accumulate:
         return marked
 
     def begin(self) -> None:
-        """Of a backward pass, before the module's own."""
+        """Begins a backward pass, before the module's own."""
         if self._running:
             return
         self._running = True

@@ -15,7 +15,7 @@ from tests.api.test_parallelize import apart
 from tests.comm.pool import run_ranks
 
 
-def shares(count: int, size: int, **how: object) -> list[layerwise.api.data.split.Share]:
+def shares(count: int, size: int, **how: object) -> list[layerwise.api.split.SplitDataset]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(size))
         made = []

@@ -1,8 +1,8 @@
-"""Measures links: exchanges and collectives as the runtime issues them, by size and shape, and beside computation."""
+"""Times of links: exchanges and collectives as the runtime issues them, by size and shape, as curves of few lines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -11,12 +11,44 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm, Group, Handle, Kind
+from layerwise.geometry.arrays import Floats
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
-from layerwise.measure.links.beside import BESIDE, BESIDE_S, Start, overlap
-from layerwise.measure.links.fit import Point, knots
-from layerwise.measure.links.shapes import Shape, Topology, pairs, shapes
-from layerwise.measure.links.timing import ROUNDS, Do, Time, timed
+from layerwise.measure.beside import BESIDE, BESIDE_S, Start, overlap
+from layerwise.measure.timing import ROUNDS, Do, Time, timed
+from layerwise.measure.topology import GroupShape, Topology, pairs, shapes
 from layerwise.partition.buckets import BUCKET_BYTES
+
+TOLERANCE = 0.05  # of the time: what a line may miss a point by
+Point = tuple[float, float]  # bytes, seconds
+
+
+def knots(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The fewest of these points that lines can be drawn through so that none is off by more than `TOLERANCE`.
+
+    Points by size, at least two. Times that fall as sizes grow are noise: they are raised to the one before.
+    """
+    sizes, seconds = np.array(points).T
+    seconds = np.maximum.accumulate(seconds)
+    best: list[tuple[int, float, int]] = [(0, 0.0, -1)]  # lines up to a point, how far they are off, the point before
+    for end in range(1, len(sizes)):
+        choices = []
+        for start in range(end):
+            off = _off(sizes[start : end + 1], seconds[start : end + 1])
+            if off <= TOLERANCE or start == end - 1:
+                choices.append((best[start][0] + 1, best[start][1] + off, start))
+        best.append(min(choices))
+    chosen, last = [len(sizes) - 1], len(sizes) - 1
+    while last > 0:
+        last = best[last][2]
+        chosen.insert(0, last)
+    return tuple((float(sizes[i]), float(seconds[i])) for i in chosen)
+
+
+def _off(sizes: Floats, seconds: Floats) -> float:
+    """The largest relative distance of points from the line between the first and the last."""
+    line = np.interp(sizes, sizes[[0, -1]], seconds[[0, -1]])
+    return float((np.abs(line - seconds) / seconds).max())
+
 
 SIZES: tuple[int, ...] = tuple(1024 * 4**i for i in range(9))  # bytes: 1 KiB to 64 MiB
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -42,7 +74,7 @@ class Measured:
     overlaps: tuple[Overlap, ...]
 
     def links(self, conditions: dict[str, object]) -> Links:
-        """For the profile."""
+        """Returns what a profile keeps of it."""
         return Links(tuple(s.curve for s in self.series), self.overlaps, conditions)
 
 
@@ -57,7 +89,7 @@ def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progre
     groups = shapes(where)
     for kind in ("statistics", "sync", "gathers"):
         comm.prepare({group for shape in groups for group in shape.groups}, kind)
-    plan: list[tuple[Operation, Shape]] = [(name, shape) for shape in kinds for name in ("message", "exchange")]
+    plan: list[tuple[Operation, GroupShape]] = [(name, shape) for shape in kinds for name in ("message", "exchange")]
     plan += [(name, shape) for shape in groups for name in COLLECTIVES]
     longest_s = budget_s / (len(plan) + 2 * len(groups)) / CURVE_ROUNDS
     series, overlaps = [], []
@@ -70,14 +102,14 @@ def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progre
     return Measured(tuple(_with_further_messages(series)), tuple(overlaps))
 
 
-def measure_overlap(comm: Comm, curve: Curve, shape: Shape, rounds: int = ROUNDS) -> Overlap:
+def measure_overlap(comm: Comm, curve: Curve, shape: GroupShape, rounds: int = ROUNDS) -> Overlap:
     """The overlap of the operation that a curve is of. Every rank calls this."""
     group = shape.of(comm.rank)
     start = group and begun(comm, curve.operation, group, beside_bytes(comm, curve))
     return overlap(comm, shape, curve.operation, start or None, rounds)
 
 
-def _curve(comm: Comm, operation: Operation, shape: Shape, longest_s: float) -> Series:
+def _curve(comm: Comm, operation: Operation, shape: GroupShape, longest_s: float) -> Series:
     points: list[Point] = []
     spread = 0.0
     for size in SIZES:
@@ -90,13 +122,13 @@ def _curve(comm: Comm, operation: Operation, shape: Shape, longest_s: float) -> 
     return Series(Curve(operation, shape.fan, shape.load, knots(points)), tuple(points), spread)
 
 
-def carried_by(operation: Operation, shape: Shape) -> int:
+def carried_by(operation: Operation, shape: GroupShape) -> int:
     """Buffers whose bytes count: of messages all that share a port."""
     return shape.load if operation in ("message", "exchange") else 1
 
 
-def operation_time(comm: Comm, operation: Operation, shape: Shape, size: float, rounds: int = ROUNDS) -> Time:
-    """Of the slowest rank; `size` as in `Curve`. Every rank calls this."""
+def operation_time(comm: Comm, operation: Operation, shape: GroupShape, size: float, rounds: int = ROUNDS) -> Time:
+    """The slowest rank's time of an operation; `size` as in `Curve`. Every rank calls this."""
     group, each = shape.of(comm.rank), round(size / carried_by(operation, shape))
     time = timed(comm, None if group is None else prepared(comm, operation, group, each), rounds)
     return replace(time, seconds=time.seconds / 2) if operation == "message" else time  # there and back
@@ -108,8 +140,8 @@ def prepared(comm: Comm, operation: Operation, group: Group, size: int) -> Do:
     What the runtime copies around its messages is part of it: pieces cut out of a tensor, and put into another.
     """
     if operation in ("message", "exchange"):
-        mine = group.index(comm.rank)
-        return _messages(comm, group[1 - mine], mine, size // 4, both=operation == "exchange")
+        index = group.index(comm.rank)
+        return _messages(comm, group[1 - index], index, size // 4, both=operation == "exchange")
     start = begun(comm, operation, group, size, "statistics")
     return lambda: start().wait()
 
@@ -121,28 +153,28 @@ STREAMS: dict[Operation, Kind] = {"all_reduce": "sync", "reduce_scatter": "sync"
 def begun(comm: Comm, operation: Operation, group: Group, size: int, kind: Kind | None = None) -> Start:
     """What starts an operation on buffers of `size` bytes, in the stream of a kind."""
     kind = kind or STREAMS.get(operation, "transfers")
-    count, parts, what = size // 4, len(group), f"measuring {operation}"
-    whole = torch.ones(count, device=comm.device)
-    rows = torch.ones((parts, count // parts or 1), device=comm.device)
-    into = torch.empty_like(rows)
+    count, members, what = size // 4, len(group), f"measuring {operation}"
+    full = torch.ones(count, device=comm.device)
+    shards = torch.ones((members, count // members or 1), device=comm.device)
+    into = torch.empty_like(shards)
 
     def start() -> Handle:
         if operation == "exchange":
             peer = group[1 - group.index(comm.rank)]
-            return comm.exchange([(peer, whole)], [(peer, into.view(-1))], kind, what)
+            return comm.exchange([(peer, full)], [(peer, into.view(-1))], kind, what)
         if operation == "all_reduce":
-            return comm.all_reduce(whole, group, kind, what)
+            return comm.all_reduce(full, group, kind, what)
         if operation == "reduce_scatter":
-            return comm.reduce_scatter(torch.empty_like(rows[0]), rows, group, kind, what)
+            return comm.reduce_scatter(torch.empty_like(shards[0]), shards, group, kind, what)
         gather = comm.all_gather if operation == "all_gather" else comm.all_to_all
-        return gather(into, rows[0] if operation == "all_gather" else rows, group, kind, what)
+        return gather(into, shards[0] if operation == "all_gather" else shards, group, kind, what)
 
     return start
 
 
-def _messages(comm: Comm, peer: int, mine: int, count: int, *, both: bool) -> Do:
-    rows = (count // CHUNK, 2, CHUNK)
-    source, target = torch.ones(rows, device=comm.device), torch.empty(rows, device=comm.device)
+def _messages(comm: Comm, peer: int, index: int, count: int, *, both: bool) -> Do:
+    shape = (count // CHUNK, 2, CHUNK)
+    source, target = torch.ones(shape, device=comm.device), torch.empty(shape, device=comm.device)
     what = "measuring messages"
 
     def send() -> list[tuple[int, Tensor]]:
@@ -162,8 +194,8 @@ def _messages(comm: Comm, peer: int, mine: int, count: int, *, both: bool) -> Do
 
     def there_and_back() -> None:
         for sender in (0, 1):
-            landing = [] if mine == sender else receive()
-            comm.exchange(send() if mine == sender else [], landing, "transfers", what).wait()
+            landing = [] if index == sender else receive()
+            comm.exchange(send() if index == sender else [], landing, "transfers", what).wait()
             keep(landing)
 
     return exchange if both else there_and_back

@@ -30,19 +30,19 @@ def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tens
     if example_inputs is None and not isinstance(model, nn.Module):
         return ((), {}), ()
     call = call_of(model, example_inputs)
-    leaves = pytree.tree_leaves(call)
-    odd = [x for x in leaves if not isinstance(x, Tensor | int | float | str | NoneType)]
-    if odd or not any(isinstance(x, Tensor) for x in leaves):
+    values = pytree.tree_leaves(call)
+    odd = [x for x in values if not isinstance(x, Tensor | int | float | str | NoneType)]
+    if odd or not any(isinstance(x, Tensor) for x in values):
         what = f"example_inputs has a {type(odd[0]).__name__}" if odd else "example_inputs has no tensor"
         raise LayerwiseError(f"{what}: give the tensor that one rank calls the model with, or a tuple of such tensors")
-    given = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
-    if not given or given[0].dim() == 0 or given[0].shape[0] < 1:
+    tensors = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
+    if not tensors or tensors[0].dim() == 0 or tensors[0].shape[0] < 1:
         raise LayerwiseError("example_inputs has no samples: its first tensor needs a first dimension of at least 1")
-    return call, given
+    return call, tensors
 
 
 def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
-    """Where to compute: where the model or its example inputs are, else on the CPU, as with DistributedDataParallel."""
+    """The device of the model or its example inputs, else the CPU, as with DistributedDataParallel."""
     tensors = list(examples)
     if isinstance(model, nn.Module):
         tensors += [*model.parameters(), *model.buffers()]
@@ -52,7 +52,7 @@ def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
 
 
 def dtype_of(network: Network) -> torch.dtype:
-    """Of the parameters (they must have one), else the network's."""
+    """The element type of the parameters (they must have one), else the network's."""
     names: dict[torch.dtype, str] = {}
     for layer in network.graph.layers:
         for name in (name for name, p in layer.own_parameters() if p.trainable or name in layer.frozen):
@@ -76,9 +76,9 @@ def network(model: Model, call: Call, batch: int) -> Network:
     """
     if isinstance(model, nn.Module):
         positional, named = _there(model, call)
-        made = network_of(model, positional, batch, type(model).__name__, named)
-        _check_types(made)
-        return made
+        imported = network_of(model, positional, batch, type(model).__name__, named)
+        _check_types(imported)
+        return imported
     if isinstance(model, ExportedProgram):
         return _exported(model, "exported program", batch)
     if not isinstance(model, str | os.PathLike):
@@ -97,20 +97,20 @@ def network_as_written(model: nn.Module, call: Call, batch: int, why: LayerwiseE
 
 def _there(model: nn.Module, call: Call) -> Call:
     """The call where the model is: on the meta device, where a part of it is."""
-    given = (x.device for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
-    devices = [t.device for t in (*model.parameters(), *model.buffers())] or [next(given)]
+    call_devices = (x.device for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
+    devices = [t.device for t in (*model.parameters(), *model.buffers())] or [next(call_devices)]
     where = next((device for device in devices if device.type == "meta"), devices[0])
 
     def there(x: Tensor) -> Tensor:
         return torch.empty_like(x, device=where) if x.is_meta else x.to(where)
 
-    made: Call = pytree.tree_map_only(Tensor, there, call)
-    return made
+    moved: Call = pytree.tree_map_only(Tensor, there, call)
+    return moved
 
 
-def _check_types(made: Network) -> None:
+def _check_types(imported: Network) -> None:
     """LayerwiseError where whole numbers meet weights: the trace takes that, the kernels do not."""
-    for layer in made.graph.inner:
+    for layer in imported.graph.inner:
         weights = any(p.trainable or name in layer.frozen for name, p in layer.own_parameters())
         if weights and layer.role is not Role.TIED and not layer.out.differentiable:
             raise LayerwiseError(
@@ -123,12 +123,12 @@ def _exported(program: ExportedProgram, name: str, batch: int) -> Network:
     from layerwise.importers.torch.from_torch import import_torch
 
     graph, stored = import_torch(program, name=name)
-    held: Mapping[str, Tensor] = program.state_dict
-    known: dict[int, str] = {}
-    for key, tensor in held.items():
-        if key in stored or id(tensor) not in known:
-            known[id(tensor)] = key
-    keys = {key: known[id(tensor)] for key, tensor in held.items()}
-    values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
-    frozen = {known[id(t)] for t in held.values() if isinstance(t, nn.Parameter) and not t.requires_grad}
+    state: Mapping[str, Tensor] = program.state_dict
+    names: dict[int, str] = {}
+    for key, tensor in state.items():
+        if key in stored or id(tensor) not in names:
+            names[id(tensor)] = key
+    keys = {key: names[id(tensor)] for key, tensor in state.items()}
+    values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in state.items() if key not in stored}
+    frozen = {names[id(t)] for t in state.values() if isinstance(t, nn.Parameter) and not t.requires_grad}
     return Network(graph.freeze(frozen | graph.unreached).rebatch(batch), values, keys)

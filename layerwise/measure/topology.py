@@ -25,7 +25,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GroupShape:
     """Groups of ranks that are at work at once."""
 
     fan: tuple[int, ...]  # members of a group at each level
@@ -38,12 +38,12 @@ class Shape:
 
 
 def find_topology(comm: Comm) -> Topology:
-    """From the ranks' host names, or where all have the same one (nodes in one machine), from LOCAL_WORLD_SIZE.
+    """The topology by the ranks' host names, or where all have the same one (nodes in a machine), by LOCAL_WORLD_SIZE.
 
     Every rank calls this. LayerwiseError where nodes differ in size or their ranks are not numbered one after another.
     """
-    mine = [platform.node(), os.environ.get("LOCAL_WORLD_SIZE", "")]
-    facts = comm.all_gather_object(mine)
+    local = [platform.node(), os.environ.get("LOCAL_WORLD_SIZE", "")]
+    facts = comm.all_gather_object(local)
     hosts = [host for host, _ in facts]
     if len(set(hosts)) == 1 and facts[0][1].isdecimal() and 0 < int(facts[0][1]) < comm.size:
         hosts = [f"node {rank // int(facts[0][1])}" for rank in range(comm.size)]
@@ -51,7 +51,7 @@ def find_topology(comm: Comm) -> Topology:
 
 
 def topology_of(hosts: Sequence[str]) -> Topology:
-    """From the name of each rank's node."""
+    """The topology by the name of each rank's node."""
     names = list(dict.fromkeys(hosts))
     local = hosts.count(names[0])
     if list(hosts) != [name for name in names for _ in range(local)]:
@@ -62,7 +62,7 @@ def topology_of(hosts: Sequence[str]) -> Topology:
     return Topology(len(names), local)
 
 
-def shapes(where: Topology) -> list[Shape]:
+def shapes(where: Topology) -> list[GroupShape]:
     """Every kind of group that a grid of cells makes: divisors of a node's ranks times divisors of the nodes.
 
     All groups of a kind at once, as in a step; and where several then share a node's port, also one of them alone.
@@ -79,23 +79,23 @@ def shapes(where: Topology) -> list[Shape]:
                     groups.append(tuple(n * where.local + first + i for n in nodes for i in range(inner)))
             fan = trimmed((inner, outer))
             load = where.local // inner if outer > 1 else 1
-            result.append(Shape(fan, load, tuple(groups)))
+            result.append(GroupShape(fan, load, tuple(groups)))
             if load > 1:
-                result.append(Shape(fan, 1, tuple(groups[::load])))
+                result.append(GroupShape(fan, 1, tuple(groups[::load])))
     return result
 
 
-def pairs(where: Topology) -> list[Shape]:
+def pairs(where: Topology) -> list[GroupShape]:
     """Ranks that talk in twos, at each level: all of them at once, and between nodes also one pair a port."""
     result = []
     if where.local > 1:
         starts = [n * where.local + i for n in range(where.nodes) for i in range(0, where.local - 1, 2)]
-        result.append(Shape((2,), 1, tuple((r, r + 1) for r in starts)))
+        result.append(GroupShape((2,), 1, tuple((r, r + 1) for r in starts)))
     if where.nodes > 1:
         starts = [n * where.local + i for n in range(0, where.nodes - 1, 2) for i in range(where.local)]
-        result.append(Shape((1, 2), where.local, tuple((r, r + where.local) for r in starts)))
+        result.append(GroupShape((1, 2), where.local, tuple((r, r + where.local) for r in starts)))
         if where.local > 1:
-            result.append(Shape((1, 2), 1, tuple((r, r + where.local) for r in starts[:: where.local])))
+            result.append(GroupShape((1, 2), 1, tuple((r, r + where.local) for r in starts[:: where.local])))
     return result
 
 

@@ -15,32 +15,34 @@ from layerwise.run.guards.refusals import AS_WRITTEN
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.loop import OPTIMIZERS, Settings
 
-Wanted = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
-Scheduling = LRScheduler | Callable[[Optimizer], LRScheduler]
+OptimizerLike = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 # By lower-case names, because such classes come from many packages: they take a parameter as one matrix.
 MATRICES = frozenset(("adafactor", "muon", "shampoo", "distributedshampoo", "soap", "galoreadamw"))
 UNFIT = {"LBFGS": "is stepped with a closure", "SparseAdam": "takes sparse gradients only"}  # for `fit`'s loop
 
 
-def check(wanted: object, scheduler: object) -> None:
+def check(optimizer: object, scheduler: object) -> None:
     """LayerwiseError for what can be no optimizer, or no scheduler of it: before the work that they are for."""
-    if isinstance(wanted, str):
-        if wanted not in OPTIMIZERS:
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZERS:
             raise LayerwiseError(
-                f"unknown optimizer {wanted!r}{nearest(wanted, OPTIMIZERS)}: there are {', '.join(OPTIMIZERS)}"
+                f"unknown optimizer {optimizer!r}{nearest(optimizer, OPTIMIZERS)}: there are {', '.join(OPTIMIZERS)}"
             )
-    elif isinstance(wanted, Optimizer):
-        _check_kind(type(wanted))
-        if wanted.state:
+    elif isinstance(optimizer, Optimizer):
+        _check_kind(type(optimizer))
+        if optimizer.state:
             raise LayerwiseError(
                 "the optimizer has taken steps already: give one that is new, or a function that makes it"
             )
-    elif not callable(wanted):
-        raise LayerwiseError(f"optimizer is of type {type(wanted).__name__}: give a name, a function, or an optimizer")
-    elif isinstance(wanted, type):
-        _check_kind(wanted)
+    elif not callable(optimizer):
+        raise LayerwiseError(
+            f"optimizer is of type {type(optimizer).__name__}: give a name, a function, or an optimizer"
+        )
+    elif isinstance(optimizer, type):
+        _check_kind(optimizer)
     if isinstance(scheduler, LRScheduler):
-        if scheduler.optimizer is not wanted:
+        if scheduler.optimizer is not optimizer:
             raise LayerwiseError("the scheduler is of another optimizer: give fit the one that it was built over, too")
     elif scheduler is not None and not callable(scheduler):
         raise LayerwiseError(
@@ -49,31 +51,31 @@ def check(wanted: object, scheduler: object) -> None:
         )
 
 
-def build(wanted: Wanted, model: object, module: ParallelModule) -> Optimizer:
+def build(optimizer: OptimizerLike, model: object, module: ParallelModule) -> Optimizer:
     """An optimizer over the module's parameters.
 
     wanted: a name (its usual learning rate), a function of the parameters, or an optimizer over `model`'s parameters:
     that very one goes on with the module's in their place, so its groups, settings and schedulers stay as they are.
     LayerwiseError where it is over others, and for optimizers that do not suit the plan.
     """
-    if isinstance(wanted, Optimizer):
-        made = _moved(wanted, model, module)
+    if isinstance(optimizer, Optimizer):
+        built = _moved(optimizer, model, module)
     else:
         trained = [p for p in module.parameters() if p.requires_grad]
-        made = Settings(wanted).build(trained) if isinstance(wanted, str) else wanted(trained)
-        _check_kind(type(made))
-    if module.comm.size > 1 and module.cut and any(base.__name__.lower() in MATRICES for base in type(made).__mro__):
+        built = Settings(optimizer).build(trained) if isinstance(optimizer, str) else optimizer(trained)
+        _check_kind(type(built))
+    if module.comm.size > 1 and module.cut and any(base.__name__.lower() in MATRICES for base in type(built).__mro__):
         raise LayerwiseError(
-            f"{type(made).__name__} takes a parameter as one matrix, but the plan splits the parameters over the "
+            f"{type(built).__name__} takes a parameter as one matrix, but the plan splits the parameters over the "
             f"ranks: take an element-wise optimizer such as SGD or AdamW, or {AS_WRITTEN}"
         )
-    return made
+    return built
 
 
-def planned(wanted: Wanted) -> str:
+def planned(optimizer: OptimizerLike) -> str:
     """The optimizer that memory is planned for: Adam's for those that are not known."""
-    name = wanted if isinstance(wanted, str) else type(wanted).__name__.lower()
-    if isinstance(wanted, Optimizer) and name == "sgd" and wanted.defaults["momentum"]:
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__.lower()
+    if isinstance(optimizer, Optimizer) and name == "sgd" and optimizer.defaults["momentum"]:
         return "momentum"
     return name if name in PLANNED else "adam"
 
@@ -87,18 +89,18 @@ def _check_kind(kind: type) -> None:
             )
 
 
-def _moved(given: Optimizer, model: object, module: ParallelModule) -> Optimizer:
+def _moved(optimizer: Optimizer, model: object, module: ParallelModule) -> Optimizer:
     """A rank that has nothing of a group's parameters steps none in it."""
     names = {id(p): name for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
-    held, groups = dict(module.named_parameters()), list[list[nn.Parameter]]()
-    for group in given.param_groups:
+    parameters, groups = dict(module.named_parameters()), list[list[nn.Parameter]]()
+    for group in optimizer.param_groups:
         strange = next((p for p in group["params"] if id(p) not in names), None)
         if strange is not None:
             raise LayerwiseError(
                 f"the optimizer has a parameter of shape {tuple(strange.shape)} that is not the model's: build it over "
                 "model.parameters(), or give a function of the parameters"
             )
-        groups.append([held[names[id(p)]] for p in group["params"] if names[id(p)] in held])
-    for group, mine in zip(given.param_groups, groups, strict=True):
-        group["params"] = mine
-    return given
+        groups.append([parameters[names[id(p)]] for p in group["params"] if names[id(p)] in parameters])
+    for group, local in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = local
+    return optimizer

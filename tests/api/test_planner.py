@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from layerwise.api.planning.choose import Choice, Planner, Request, fixed_layers
-from layerwise.api.planning.machine import built_in, given
-from layerwise.api.planning.report import lines
+from layerwise.api.machine import built_in, named_profile
+from layerwise.api.planner import Choice, Planner, Request, fixed_layers, lines
 from layerwise.api.world import World
 from layerwise.comm.base import Comm
 from layerwise.config import SearchSpace
@@ -103,9 +102,9 @@ def test_a_given_plan_is_checked_with_the_same_assumptions() -> None:
             return None
         profile = built_in(world).profile
         with pytest.raises(LayerwiseError, match="the strategy needs"):
-            Planner(graph, world, profile, replace(adam, memory_bytes=0.99 * need)).given(plan)
+            Planner(graph, world, profile, replace(adam, memory_bytes=0.99 * need)).priced(plan)
         enough = Planner(graph, world, profile, replace(adam, memory_bytes=1.01 * need))
-        return enough.given(plan).best.price.memory_bytes
+        return enough.priced(plan).best.price.memory_bytes
 
     assert run_threads(4, run)[0] == need
 
@@ -146,8 +145,8 @@ def test_wrong_strategies(strategy: object, message: str) -> None:
 
 
 def test_profiles() -> None:
-    assert given("p100").profile.name == "p100"
-    assert given(load("v100")).profile.name == "v100"
+    assert named_profile("p100").profile.name == "p100"
+    assert named_profile(load("v100")).profile.name == "v100"
 
     def fitting(device: str) -> tuple[str, str]:
         made = built_in(World(None, 1, 1, (0,), device, 1))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from layerwise.api.data.split import Share
+from layerwise.api.split import SplitDataset
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input
 from layerwise.run.parallel import ParallelModule
@@ -38,11 +38,11 @@ def example_of(loader: DataLoader[Any]) -> tuple[Tensor | tuple[Tensor, ...] | M
     data: Any = loader.dataset
     with torch.random.fork_rng(devices=[]):  # augmentation draws; the script draws as if without this
         items = data.__getitems__(numbers) if hasattr(data, "__getitems__") else [data[i] for i in numbers]
-        made = loader.collate_fn(items)
-    inputs = made[0] if isinstance(made, tuple | list) and len(made) == 2 else made
+        collated = loader.collate_fn(items)
+    inputs = collated[0] if isinstance(collated, tuple | list) and len(collated) == 2 else collated
     called = tuple(inputs) if isinstance(inputs, tuple | list) else inputs
     tensors = called.values() if isinstance(called, Mapping) else called if isinstance(called, tuple) else (called,)
-    if (isinstance(made, tuple | list) and len(made) != 2) or not all(isinstance(x, Tensor) for x in tensors):
+    if (isinstance(collated, tuple | list) and len(collated) != 2) or not all(isinstance(x, Tensor) for x in tensors):
         raise LayerwiseError(f"the loader's batches are neither (inputs, target) nor tensors by name: {OTHERWISE}")
     return called, min(batch, count)
 
@@ -58,7 +58,7 @@ def check(loader: DataLoader[Any]) -> None:
             "the loader has a DistributedSampler: parallelize gives each rank its share of a batch by itself, so give "
             "it the loader that one device would have"
         )
-    if isinstance(loader.dataset, Share):
+    if isinstance(loader.dataset, SplitDataset):
         raise LayerwiseError(
             "the loader has a rank's share by layerwise.split: parallelize gives each rank its share of a batch by "
             "itself, so give it a loader of the whole data set"
@@ -82,13 +82,13 @@ def _sized(dataset: object) -> Sized:
 def shared(loaders: Iterable[DataLoader[Any]], module: ParallelModule) -> list[DataLoader[Any]]:
     """The first to train on, the others to evaluate with; the module knows what it is being given from them."""
     feeding = Feeding(module)
-    return [SharedLoader(loader, feeding, whole=number > 0) for number, loader in enumerate(loaders)]
+    return [SharedLoader(loader, feeding, full=number > 0) for number, loader in enumerate(loaders)]
 
 
 class Feeding:
     """What the module may be called with. live: of each loop over a loader, the latest last, its batch's samples.
 
-    whole: every rank has all of it, not its share: without gradients each then computes its share only, and gets all
+    full: every rank has all of it, not its share: without gradients each then computes its share only, and gets all
     outputs, where they have a row a sample. Else all ranks compute all of it, with the same result; so, too, where it
     may as well be a share of another loop's batch.
     """
@@ -97,8 +97,8 @@ class Feeding:
         self.module, self.live = module, dict[object, tuple[int, bool]]()
         self._gathering = 0
         layers, batch = module.graph.layers, module.graph.batch
-        rows = {layer.name for layer in layers if type(layer.op) is Input and layer.out.index("n") == 0}
-        self._by_sample = [path for path, leaf in module._arguments.leaves.items() if leaf.name in rows]
+        sample_inputs = {layer.name for layer in layers if type(layer.op) is Input and layer.out.index("n") == 0}
+        self._by_sample = [path for path, leaf in module._arguments.leaves.items() if leaf.name in sample_inputs]
         sink = layers[-1]
         losses = any(name in module.graph.losses for name in sink.inputs)
         self._rows = not losses and all(x.index("n") == 0 and x.shape[0] == batch for x in sink.specs)
@@ -118,19 +118,21 @@ class Feeding:
             return None
         flat = module._arguments.named(inputs, named)
         by_sample = [x for path in self._by_sample if isinstance(x := flat.get(path), Tensor) and x.dim()]
-        given = {x.shape[0] for x in by_sample}
+        sizes = {x.shape[0] for x in by_sample}
         of = reversed(self.live.values())
-        size, whole = next((one for one in of if given == {one[0] if one[1] else self._shares(one[0])[0]}), (0, False))
-        if size and not whole:
+        size, full = next(
+            (loop for loop in of if sizes == {loop[0] if loop[1] else self._shares(loop[0])[0]}), (0, False)
+        )
+        if size and not full:
             return inputs, named | {"batch": size}
-        others = {count for size, whole in self.live.values() if not whole for count in self._shares(size)}
+        others = {count for size, full in self.live.values() if not full for count in self._shares(size)}
         alone = torch.is_grad_enabled() or not self._rows or module.comm.size == 1 or size in others
         if alone or size < self.least():
             return None
         self._gathering, share = size, module.share(size)
         cut = set(map(id, by_sample))
-        mine, by_name = pytree.tree_map_only(Tensor, lambda x: x[share] if id(x) in cut else x, (inputs, named))
-        return mine, by_name | {"batch": size}
+        local, by_name = pytree.tree_map_only(Tensor, lambda x: x[share] if id(x) in cut else x, (inputs, named))
+        return local, by_name | {"batch": size}
 
     def _shares(self, size: int) -> list[int]:
         """Samples of a batch that this rank has, then those that the others have."""
@@ -140,34 +142,34 @@ class Feeding:
     def _after(self, _: nn.Module, inputs: Any, outputs: Any) -> Any:
         return pytree.tree_map_only(Tensor, self._gather, outputs) if self._gathering else outputs
 
-    def _gather(self, mine: Tensor) -> Tensor:
+    def _gather(self, local: Tensor) -> Tensor:
         """The rows of all ranks."""
         module, size = self.module, self._gathering
         shares = [(share.start, share.stop) for share in samples(module.plan, size)]
-        padded = mine.new_zeros((max(stop - start for start, stop in shares), *mine.shape[1:]))
-        padded[: len(mine)] = mine
+        padded = local.new_zeros((max(stop - start for start, stop in shares), *local.shape[1:]))
+        padded[: len(local)] = local
         every = padded.new_empty((module.comm.size, *padded.shape))
         module.comm.all_gather(every, padded, tuple(range(module.comm.size)), "io", "outputs of an evaluation").wait()
-        whole = mine.new_empty((size, *mine.shape[1:]))
-        for rows, (start, stop) in zip(every, shares, strict=True):
-            whole[start:stop] = rows[: stop - start]
-        return whole
+        full = local.new_empty((size, *local.shape[1:]))
+        for shard, (start, stop) in zip(every, shares, strict=True):
+            full[start:stop] = shard[: stop - start]
+        return full
 
 
 class Shares(Sampler[list[int]]):
-    """Of every batch that `theirs` draws on rank 0 this rank's share (whole: all of it). sizes: of those batches."""
+    """Draws this rank's share (full: all) of every batch that `theirs` draws on rank 0. sizes: of those batches."""
 
-    def __init__(self, theirs: Iterable[list[int]], feeding: Feeding, *, whole: bool) -> None:
-        self.theirs, self.feeding, self.whole = theirs, feeding, whole
+    def __init__(self, theirs: Iterable[list[int]], feeding: Feeding, *, full: bool) -> None:
+        self.theirs, self.feeding, self.full = theirs, feeding, full
         self.sizes = deque[int]()
 
     def __iter__(self) -> Iterator[list[int]]:
         module, drawn = self.feeding.module, self._drawn()
-        if not self.whole or self.joining():
+        if not self.full or self.joining():
             _join(drawn, self.feeding.least())
         self.sizes = deque(map(len, drawn))
         for numbers in drawn:
-            yield numbers if self.whole else numbers[module.share(len(numbers))]
+            yield numbers if self.full else numbers[module.share(len(numbers))]
 
     def __len__(self) -> int:
         return len(_sized(self.theirs)) - bool(self.joining())
@@ -175,7 +177,7 @@ class Shares(Sampler[list[int]]):
     def joining(self) -> int:
         """Samples of a last batch that is too small for the plan's cuts, and so joins the one before; else 0."""
         theirs = self.theirs
-        split = not self.whole or (
+        split = not self.full or (
             self.feeding.module.io == "free" and getattr(theirs, "batch_size", 0) >= self.feeding.least()
         )
         if not split or not isinstance(theirs, BatchSampler) or theirs.drop_last:
@@ -223,13 +225,13 @@ def _join(drawn: list[list[int]], least: int) -> None:
 
 
 class SharedLoader(DataLoader[Any]):
-    """`theirs`, but each rank loads its share of the batches only, or each all of them (whole)."""
+    """`theirs`, but each rank loads its share of the batches only, or each all of them (full)."""
 
-    def __init__(self, theirs: DataLoader[Any], feeding: Feeding, *, whole: bool) -> None:
+    def __init__(self, theirs: DataLoader[Any], feeding: Feeding, *, full: bool) -> None:
         check(theirs)
         assert theirs.batch_sampler is not None
-        self._feeding, self._whole = feeding, whole
-        self._shares = Shares(theirs.batch_sampler, feeding, whole=whole)
+        self._feeding, self._full = feeding, full
+        self._shares = Shares(theirs.batch_sampler, feeding, full=full)
         super().__init__(
             theirs.dataset,
             batch_sampler=self._shares,
@@ -253,10 +255,10 @@ class SharedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         live, loop, sizes = self._feeding.live, object(), None
         try:
-            for made in super().__iter__():
+            for batch in super().__iter__():
                 sizes = self._shares.sizes if sizes is None else sizes  # of this loop: another may begin within it
                 live.pop(loop, None)
-                live[loop] = sizes.popleft(), self._whole
-                yield made
+                live[loop] = sizes.popleft(), self._full
+                yield batch
         finally:  # also where the loop is left early
             live.pop(loop, None)

@@ -5,23 +5,16 @@ from __future__ import annotations
 import platform
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import LinkLevel, Profile
-from layerwise.machine import load as load_profile
-from layerwise.measure.links.measure import Measured, Series
-from layerwise.measure.links.shapes import Topology
+from layerwise.measure.link_times import Measured, Series
+from layerwise.measure.topology import Topology
 
 SHARED = 1.5  # times as long as one pair: then the pairs of a node share its port
-
-
-def base_profile(out: str, fallback: str) -> Profile:
-    """What the links are added to: the profile in the file, or where there is none yet, the fallback."""
-    return load_profile(out if Path(out).is_file() else fallback)
 
 
 def conditions(comm: Comm, where: Topology) -> dict[str, object]:
@@ -66,8 +59,8 @@ def with_links(profile: Profile, measured: Measured, where: Topology, facts: dic
             level = _measured_level(level, number, series, where, source, sources)
         levels[number] = level if number == 0 else replace(level, devices=None)  # beyond the nodes it is everything
     gone = (*(f"levels[{number}]." for number in range(2, len(profile.levels))), "levels[1].devices ")
-    kept = {path: text for path, text in sources.items() if not f"{path} ".startswith(gone)}
-    return replace(profile, levels=tuple(levels), links=measured.links(facts), sources=kept)
+    remaining = {path: text for path, text in sources.items() if not f"{path} ".startswith(gone)}
+    return replace(profile, levels=tuple(levels), links=measured.links(facts), sources=remaining)
 
 
 def port_series(measured: Measured, level: int) -> list[Series]:

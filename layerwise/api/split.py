@@ -19,7 +19,7 @@ from layerwise.run.parallel import ParallelModule
 Remainder = Literal["short", "repeat", "leave out"]
 
 
-class Share(Dataset[Any]):
+class SplitDataset(Dataset[Any]):
     """A rank's share of a map-style data set: some of its samples, in its order.
 
     numbers: which. batch_size: how many of a whole batch, for a DataLoader. last: how many samples of all ranks
@@ -43,7 +43,7 @@ def split(
     batch: int | None = None,
     remainder: Remainder = "short",
     verbose: bool = True,
-) -> Share:
+) -> SplitDataset:
     """Returns this rank's share of a map-style data set; all ranks call it alike, and together they have all of it.
 
         share = layerwise.split(dataset, model)                      # after layerwise.parallelize
@@ -79,16 +79,16 @@ def split(
         raise LayerwiseError(f"the data set has {count} samples, too few for {size} ranks: each needs one at least")
     if remainder not in ("short", "repeat", "leave out"):
         raise LayerwiseError(f"remainder is {remainder!r}; it must be 'short', 'repeat' or 'leave out'")
-    whole = batch if batch is not None else model.plan.batch if model is not None else None
-    each = count if whole is None else whole
-    left = count % each if whole is not None else 0
-    uneven = count % size if whole is None else left
+    full_batch = batch if batch is not None else model.plan.batch if model is not None else None
+    each = count if full_batch is None else full_batch
+    left = count % each if full_batch is not None else 0
+    uneven = count % size if full_batch is None else left
     numbers, last, note = list(range(count)), None, ""
     if uneven and remainder == "leave out":
         numbers = numbers[: count - uneven]
         note = f"the last {uneven} of {count:,} samples are left out"
     elif uneven and remainder == "repeat":
-        fill = (size if whole is None else each) - uneven
+        fill = (size if full_batch is None else each) - uneven
         numbers += [i % count for i in range(fill)]
         note = f"the first {fill} of {count:,} samples count twice, to fill the last batch"
     elif uneven:
@@ -105,10 +105,10 @@ def split(
         )
     if note and verbose and rank == 0:
         print(f"layerwise.split: {note}", file=sys.stderr)
-    each = len(numbers) if whole is None else each
+    each = len(numbers) if full_batch is None else each
     batches = (numbers[first : first + each] for first in range(0, len(numbers), each))
-    mine = [number for samples in batches for number in _part(samples, rank, size, model)]
-    return Share(dataset, mine, max(1, len(_part(range(each), rank, size, model))), last, note)
+    local = [number for samples in batches for number in _part(samples, rank, size, model)]
+    return SplitDataset(dataset, local, max(1, len(_part(range(each), rank, size, model))), last, note)
 
 
 def _part(numbers: Sequence[int], rank: int, size: int, model: ParallelModule | None) -> Sequence[int]:

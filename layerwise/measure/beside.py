@@ -10,9 +10,8 @@ import torch
 
 from layerwise.comm.base import Comm, Handle
 from layerwise.machine.curves import Operation, Overlap
-from layerwise.measure.links.shapes import Shape
-from layerwise.measure.links.timing import Do, timed
-from layerwise.measure.stolen import stolen_s
+from layerwise.measure.timing import Do, stolen_s, timed
+from layerwise.measure.topology import GroupShape
 
 # Samples, channels, height and width of the convolution whose gradients are computed beside an operation: some ms.
 KERNEL = {"cpu": (2, 64, 16, 16), "cuda": (64, 256, 32, 32)}
@@ -41,7 +40,7 @@ def convolution(device: torch.device) -> Do:
     return do
 
 
-def overlap(comm: Comm, shape: Shape, operation: Operation, start: Start | None, rounds: int = ROUNDS) -> Overlap:
+def overlap(comm: Comm, shape: GroupShape, operation: Operation, start: Start | None, rounds: int = ROUNDS) -> Overlap:
     """Speeds of an operation, and of computation, while both go on. `start` starts one; None: takes no part.
 
     On a CPU what each got done of the other's time, in turns with each alone, for a processor's speed moves; the mean
@@ -98,7 +97,7 @@ def _beside(compute: Do, start: Start, alone_s: float, each_s: float) -> tuple[f
     return beside_s, _share((count * each_s - (end - began - beside_s)) / beside_s)
 
 
-def _by_totals(comm: Comm, start: Start | None, rounds: int = 3) -> tuple[float, float]:
+def _by_totals(comm: Comm, start: Start | None) -> tuple[float, float]:
     """An operation under twice as long a computation, and computation under twice as long operations.
 
     With u, the seconds that the first pair takes longer than its computation alone, a second of operation, and v, those
@@ -116,7 +115,7 @@ def _by_totals(comm: Comm, start: Start | None, rounds: int = 3) -> tuple[float,
             for handle in handles:
                 handle.wait()
 
-        return timed(comm, None if start is None else both, rounds).seconds
+        return timed(comm, None if start is None else both, rounds=3).seconds
 
     two, one = seconds(0, 2), seconds(0, 1)
     equal = max(1, round(one / (seconds(8, 0) / 8)))  # convolutions that take as long as an operation

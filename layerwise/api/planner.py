@@ -1,8 +1,8 @@
-"""Choose: what the user asks for (nothing, a named strategy, layers by hand, a plan) becomes a plan, on rank 0."""
+"""Planner: what the user asks for (nothing, a named strategy, layers by hand, a plan) becomes a plan, on rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -21,6 +21,7 @@ from layerwise.machine.profile import Profile
 from layerwise.partition.sharding import check_held
 from layerwise.plan import Plan, nearest
 from layerwise.quantities import units
+from layerwise.report.content import Lines, Part, Report
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
 from layerwise.search.halos import search_halos
@@ -28,7 +29,8 @@ from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.remedies import remedies
 from layerwise.search.report.limit import nothing_fits
-from layerwise.search.report.sentences import halo_lines
+from layerwise.search.report.sentences import halo_lines, why_data
+from layerwise.search.report.tables import strategy_table
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
 
@@ -90,7 +92,7 @@ class Planner:
 
     @property
     def space(self) -> SearchSpace:
-        """All that is searched."""
+        """The configurations that are searched."""
         return SearchSpace(self.world.size, spread=self.world.nodes > 1)
 
     @property
@@ -127,7 +129,7 @@ class Planner:
         best = replace(result.best, name=strategy) if isinstance(strategy, str) else result.best
         return Choice(plan, model, best, result.baselines["data"], searched, (*notes, *_unproven(result)))
 
-    def given(self, plan: Plan) -> Choice:
+    def priced(self, plan: Plan) -> Choice:
         """A plan of the user's, priced on this machine."""
         size = self.world.size
         if plan.gpus != size:
@@ -143,7 +145,7 @@ class Planner:
         return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), None, ())
 
     def _nothing_fits(self, model: CostModel, result: SearchResult) -> LayerwiseError:
-        """For a search that found no plan that fits."""
+        """The error for a search that found no plan that fits."""
         try:
             more = self._device_graph(2 * self.world.size)
         except LayerwiseError:  # the machine cannot have so many
@@ -185,7 +187,7 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
 
 
 def _over_memory(model: CostModel, best: Candidate) -> LayerwiseError:
-    """For a strategy of the user's that does not fit."""
+    """The error for a strategy of the user's that does not fit."""
     need, have = units(best.price.memory_bytes, "B"), units(model.devices.processor.memory_bytes, "B")
     instead = (
         "use more ranks or a smaller batch" if model.devices.count == 1 else "name another with strategy= or plan="
@@ -200,3 +202,31 @@ def _unproven(result: SearchResult) -> list[str]:
         return []
     bound = result.optimum.lower_bound_s
     return [f"not proven optimal: no strategy takes less than {bound:.3g} s without overlap, this one may take more"]
+
+
+def report(choice: Choice, world: World, machine: str) -> Report:
+    """One table, and the lines below it."""
+    nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
+    about = f" on {world.size} × {world.device}{nodes}, {choice.plan.batch:,} samples a step"
+    parts: list[Part] = [strategy_table(choice.model, choice.best), Lines(list(lines(choice, world, machine)))]
+    return Report(f"layerwise: {choice.plan.model}", about, parts)
+
+
+def lines(choice: Choice, world: World, machine: str) -> Iterator[str]:
+    """What it gains over data parallelism, and what that rests on."""
+    best, data = choice.best, choice.data
+    time, other = best.timeline.total_s, data.timeline.total_s
+    if world.size == 1:
+        yield f"one rank, nothing to split: {units(time, 's')} a step predicted"
+    elif best.strategy == data.strategy:
+        why = "as asked for" if choice.searched is None else why_data(choice.searched)
+        yield f"data parallelism, {why}; {units(time, 's')} a step, {units(best.price.bytes_moved, 'B')} sent"
+    else:
+        ratio = f"{other / time:.2f}× as fast as data parallelism" + " (SLOWER)" * (time > other)
+        ratio += "" if data.fits else ", which does not fit into memory"
+        yield (
+            f"{best.name}: {units(time, 's')} a step predicted, {ratio}: {units(other, 's')}; "
+            f"{units(best.price.bytes_moved, 'B')} sent a step instead of {units(data.price.bytes_moved, 'B')}"
+        )
+    yield f"predictions rest on {machine}"
+    yield from choice.notes

@@ -1,0 +1,150 @@
+"""How long something takes, warm and repeated: on this device (Stopwatch), or by several ranks together (timed).
+
+Rounds of several ranks during which a machine's host took CPU time from it are repeated, and those with the least of it
+count, however long they took.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from layerwise.comm.base import Comm
+from layerwise.run.trace import now_s
+
+STAT = Path("/proc/stat")
+ROUNDS = 5
+ROUND_S = 0.03  # short operations are repeated until a round takes about that
+MOST = 50  # repetitions a round
+STOLEN = 0.02  # of all cores' time: a round with more is repeated
+TRIES = 3  # times as many rounds at most
+Do = Callable[[], object]
+Parts = Sequence[Do]
+
+
+def nothing() -> None:
+    """Prepares nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was timed."""
+
+    seconds: tuple[float, ...]  # the median of each part
+    spread: float  # the range of the middle half of the whole's samples, as a share of their median
+    samples: int  # how many there were
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times parts that run one after the other.
+
+    On a GPU by events between the parts, in a stream that is never waited for amid the samples: a part takes what the
+    GPU takes, or what its launches take where these are slower. On a CPU by a clock.
+    """
+
+    device: torch.device
+    budget_s: float = 0.5  # about how long it takes
+    least: int = 5  # samples, at least
+    most: int = 200  # samples, at most
+    warm: int = 2  # samples before, which do not count
+    clock: Callable[[], float] | None = None  # in seconds; default: the wall clock
+
+    def __call__(self, parts: Parts, before: Parts | None = None) -> Reading:
+        """before: what runs before each part, and is not timed."""
+        pairs = list(zip(repeat(nothing, len(parts)) if before is None else before, parts, strict=True))
+        sample = self._events if self.device.type == "cuda" else self._clocked
+        sample(pairs, self.warm - 1)
+        start = time.perf_counter()
+        sample(pairs, 1)
+        estimate = time.perf_counter() - start
+        count = min(self.most, max(self.least, int(self.budget_s / max(estimate, 1e-6))))
+        samples = sample(pairs, count)
+        totals = sorted(sum(row) for row in samples)
+        median = statistics.median(totals)
+        middle = totals[-1 - count // 4] - totals[count // 4]
+        seconds = tuple(statistics.median(column) for column in zip(*samples, strict=True))
+        return Reading(seconds, middle / median if median > 0 else 0.0, count)
+
+    def _clocked(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
+        samples, now = [], self.clock or time.perf_counter
+        for _ in range(count):
+            row = []
+            for prepare, part in pairs:
+                prepare()
+                start = now()
+                part()
+                row.append(now() - start)
+            samples.append(tuple(row))
+        return samples
+
+    def _events(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
+        torch.cuda.synchronize(self.device)
+        samples: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+        for _ in range(count):
+            row = []
+            for prepare, part in pairs:
+                prepare()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start.record()
+                part()
+                end.record()
+                row.append((start, end))
+            samples.append(row)
+        torch.cuda.synchronize(self.device)
+        return [tuple(float(a.elapsed_time(b)) / 1e3 for a, b in row) for row in samples]
+
+
+def stolen_s() -> float:
+    """CPU seconds that the host of a virtual machine has kept from all its cores since it started; 0 where the kernel
+    does not tell.
+    """
+    try:
+        fields = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Seconds of one operation: the median of the rounds, and their spread, (largest - smallest) / median."""
+
+    seconds: float
+    spread: float
+
+
+def timed(comm: Comm, operation: Do | None, rounds: int = ROUNDS) -> Time:
+    """How long an operation takes the slowest rank. Every rank calls this; None: it takes no part."""
+    for _ in range(2):  # the first one connects and allocates
+        _, first = _slowest(comm, operation, 1)
+    times = max(1, min(MOST, round(ROUND_S / max(first, 1e-9))))
+    bearable_s = STOLEN * (os.cpu_count() or 1) * times * first
+    rounds_taken: list[tuple[float, float]] = []  # seconds stolen, and of the operation
+    while len(rounds_taken) < TRIES * rounds and sum(stolen <= bearable_s for stolen, _ in rounds_taken) < rounds:
+        rounds_taken.append(_slowest(comm, operation, times))
+    least = sorted(rounds_taken, key=lambda taken: taken[0])[:rounds]  # of those that are alike the earlier ones
+    seconds = [each for _, each in least]
+    middle = median(seconds)
+    return Time(middle, (max(seconds) - min(seconds)) / middle if middle else 0.0)
+
+
+def _slowest(comm: Comm, operation: Do | None, times: int) -> tuple[float, float]:
+    """Seconds that were stolen meanwhile from the rank that lost most, and seconds that the slowest rank took."""
+    before = stolen_s()
+    comm.barrier()
+    start = now_s(comm.device)
+    if operation is not None:
+        for _ in range(times):
+            operation()
+    local_s = (now_s(comm.device) - start) / times if operation is not None else 0.0
+    everyone = comm.all_gather_object([stolen_s() - before, local_s])
+    return max(stolen for stolen, _ in everyone), max(seconds for _, seconds in everyone)
