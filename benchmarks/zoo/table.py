@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
+from textwrap import shorten
 
 from benchmarks.zoo.trial import Row
 
@@ -135,4 +136,4 @@ def _by_type(rows: Sequence[Row]) -> str:
 def _said(row: Row) -> str:
     """Why a network is not exact."""
     texts = [row.said, *row.wrong.values(), *row.refused.values(), row.planned]
-    return " ".join(f"`{text}`" for text in dict.fromkeys(t.replace("`", "'") for t in texts if t))
+    return " ".join(f"`{shorten(text, 120, placeholder=' …')}`" for text in dict.fromkeys(t.replace("`", "'") for t in texts if t))
