@@ -27,15 +27,6 @@ def test_a_grid_is_priced_beside_the_baselines(run: Run) -> None:
     assert best["lower_bound_s"] <= found["step_time_s"] * (1 + 1e-12)
 
 
-def test_a_pure_grid_costs_what_the_baseline_does(run: Run) -> None:
-    found = json.loads(search(run, "--gpus 8 --price grid:8x1 --json"))
-    data = json.loads(search(run, "--gpus 8 --price data --json"))
-    assert found == data
-    assert all(found[key] == value for key, value in found["baselines"]["data"].items())
-    rows = [line.split()[:1] for line in search(run, "--gpus 8 --price data").splitlines()]
-    assert rows.count(["data"]) == 1
-
-
 def test_one_grid_as_a_plan(run: Run) -> None:
     out = search(run, "--gpus 4 --price grid:2x2 --global-batch 8 --out plan.json")
     assert "plan written to plan.json" in out

@@ -89,12 +89,6 @@ def test_measured_runs(run: Run, here: Path) -> None:
     assert "mean accuracy: data " in text
 
 
-def test_figure(run: Run, here: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run(*LENET, "--gpus", "1..4", "--plot", "a.png", "--plot-phases", "b.png", "--strategy", "data,filter")
-    assert all((here / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
-
-
 def test_figure_of_measured_runs_alone(run: Run, here: Path) -> None:
     """Without --gpus there are no answers, and runs of several strategies, batches and repetitions."""
     pytest.importorskip("matplotlib")

@@ -166,10 +166,6 @@ def test_a_bad_field_is_named(path: str, value: object, said: str, tmp_path: Pat
     [
         (b"", "is not JSON: Expecting value: line 1"),
         (FILES["v100"].encode()[:900], "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (FILES["v100"].replace('"value": 80,', '"value": 1e999,', 1).encode(), "is not JSON: 1e999 is more than"),
-        (FILES["v100"].replace('"value": 80,', '"value": NaN,', 1).encode(), "is not JSON: NaN is not a number"),
-        (b'{"format": "layerwise-profile", "format": "x"}', "'format' appears twice"),
         (b"[]", "not a profile of layerwise"),
         (b"\xff\xfe\x00", "not a text file"),
     ],
@@ -327,7 +323,6 @@ def test_a_cell_is_a_line_of_the_file(tmp_path: Path) -> None:
             "fast",
             "operators[0].cells[0].forward_s: expected a num",
         ),
-        (("sets", 0, "operators", 0, "cells", 0, "backward_s"), float("nan"), "NaN is not a number of JSON"),
         (("sets", 0, "operators", 0, "cells", 0, "extents"), [1.5], "cells[0].extents[0]: expected a whole number"),
         (("sets", 0, "operators", 0, "cells", 0, "work"), [1, 2], "cells[0].work: expected a list of 6 numbers"),
         (("sets", 0, "operators", 0, "cells", 0, "samples"), ..., "cells[0].samples: missing"),
