@@ -17,19 +17,12 @@ from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
 from layerwise.run.__main__ import parser
 from tests.report.page import Page
-from tests.train.command import MLP, RESULT, environment, save_plans, strict
+from tests.train.command import MLP, RESULT, environment, strict
 
 Run = Callable[..., str]
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test in a directory of its own, with plans in it."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("COLUMNS", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    save_plans(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture
