@@ -58,7 +58,7 @@ def frozen_part(setting: Setting) -> Numbers:
 
 @row
 def part_in_evaluation(setting: Setting) -> Numbers:
-    """`eval()` of another part, `model.head.eval()`"""
+    """`eval()` of a part without batch norms and dropouts"""
     model = setting.net()
     model.head.eval()
     return train(setting, model)
