@@ -136,4 +136,6 @@ def _by_type(rows: Sequence[Row]) -> str:
 def _said(row: Row) -> str:
     """Why a network is not exact."""
     texts = [row.said, *row.wrong.values(), *row.refused.values(), row.planned]
-    return " ".join(f"`{shorten(text, 120, placeholder=' …')}`" for text in dict.fromkeys(t.replace("`", "'") for t in texts if t))
+    return " ".join(
+        f"`{shorten(text, 120, placeholder=' …')}`" for text in dict.fromkeys(t.replace("`", "'") for t in texts if t)
+    )
