@@ -47,11 +47,6 @@ AUGMENTED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def spatial(batch: int, ranks: int, *, loss: bool = True) -> Plan:
     """Every layer cut along d, as far as it goes."""
     graph = segments(batch, loss=loss)[2]
