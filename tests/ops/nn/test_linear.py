@@ -172,13 +172,6 @@ def test_linear(data: st.DataObject) -> None:
     check_split(data, op, [x], lambda *a, **k: linear(op, *a, **k))
 
 
-@pytest.mark.parametrize("cuts", [(1, 1, 1), (3, 1, 2), (2, 3, 1), (1, 1, 5)])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_known_linear(cuts: tuple[int, ...], transposed: bool) -> None:
-    op = Linear(7, True, transposed)
-    check_kernel(op, [TensorSpec((5, 11), ("n", "c"))], cuts, lambda *a, **k: linear(op, *a, **k))
-
-
 @st.composite
 def products(draw: st.DrawFn) -> list[TensorSpec]:
     """Operands of a matrix product whose leading dimensions broadcast, some of one dimension."""
