@@ -12,8 +12,8 @@ ZOO = diffusers dynamic-network-architectures monai segmentation-models-pytorch 
 search: $(VENV)/.installed  ## the best strategy: make search MODEL=resnet50 GPUS=64 ARGS="--profile p100"
 	$(VENV)/bin/python -m layerwise.search $(MODEL) --gpus $(GPUS) $(ARGS)
 
-test: $(VENV)/.installed-dev  ## all tests; ARGS="-m slow" for the long ones
-	$(VENV)/bin/python -m pytest $(ARGS)
+test: $(VENV)/.installed-dev  ## all tests, on all cores; ARGS="-m slow" for the long ones, ARGS="-n 0" for one process
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -32,16 +32,14 @@ PAGE = """# ONNX operators
 
 Opsets {oldest} to {newest} are read (onnx {version}). Of ONNX's {count} standard operators since opset {start},
 {layers} are layers or made of layers; the others are below. They are tried with ONNX's own test cases, {right:,} of
-{tried:,} of which are imported, and {wrong} of these compute what ONNX says. This page is written by
-`python -m benchmarks.onnx_operators --write docs/reference/onnx.md`. An operator that is missing is taught by
-`layerwise.register_op`: [Add an operator](../how-to/add_an_operator.md).
+{tried:,} of which are imported, and {wrong} of these compute what ONNX says
+(`python -m benchmarks.onnx_operators --write docs/reference/onnx.md`). `layerwise.register_op` teaches an operator that
+is missing: [Add an operator](../how-to/add_an_operator.md).
 
-External data is read from the model's own folder. Functions of the file are inlined. Operators of other domains are
-refused by name, unless they are registered.
+External data is read from the model's own folder. Functions of the file are inlined.
 
-Refused whatever the operator, and not counted here: numbers of types that PyTorch has few kernels for (uint16 to
-uint64), strings, sequences and optional values as inputs, sizes other than the batch that are left open, tensors
-without elements, and models that compute nothing.
+Refused, and not counted here: operators of other domains that are not registered, uint16 to uint64, strings,
+sequences and optional values as inputs, open sizes other than the batch, empty tensors, models that compute nothing.
 
 ## Layers
 

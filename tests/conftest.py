@@ -18,6 +18,9 @@ settings.register_profile("default", deadline=None, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+# A worker a core has a thread of its own (before PyTorch is imported, which asks once).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # What a test searches for is searched for, and what somebody has measured here before changes no test.
 os.environ["LAYERWISE_NO_CACHE"] = "1"
 if "LAYERWISE_CACHE" not in os.environ:  # else it is the one of the process that has started this one

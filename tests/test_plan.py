@@ -15,7 +15,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
 from layerwise.errors import LayerwiseError
-from layerwise.files import check_writable, read_json, write_text
+from layerwise.files import check_writable, write_text
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
@@ -237,29 +237,12 @@ class TestStrategies:
         costs = [price(model, parse_strategy(s, model.graph, 8)).step_time_s for s in (flat, strided)]
         assert costs[0] != costs[1]  # within a node, and between two
 
-    @pytest.mark.parametrize(
-        ("change", "reason"),
-        [
-            ({"features.00": {"n": 2}}, r"'features.00', which the model does not have \(did you mean 'features.0'"),
-            ({"features.0": {"n": 5}}, "n=5 is more than the 4"),
-            ({"features.0": {"n": 4, "c": 3}}, "needs 12 devices, there are 8"),
-            ({"classifier.0": {"h": 2}}, "cannot be split along 'h'"),
-            ({"features.0": {"n": 2.0}}, "a degree >= 1"),
-            ({"features.0": {"n": True}}, "a degree >= 1"),
-            ({"features.0": {"n": -1}}, "a degree >= 1"),
-            ({"features.0": "n"}, "a mapping"),
-            ({"features.0": {"n": 2, "placement": "sideways"}}, "placement is"),
-        ],
-    )
-    def test_unsound(self, graph: LayerGraph, change: dict[str, Any], reason: str) -> None:
-        sound = {layer.name: {"n": 1} for layer in graph.inner}
-        with pytest.raises(LayerwiseError, match=reason):
-            parse_strategy(sound | change, graph, 8)
-
     def test_missing_and_misplaced(self, graph: LayerGraph) -> None:
         sound = {layer.name: {"n": 1} for layer in graph.inner}
         with pytest.raises(LayerwiseError, match=r"no configuration for layer 'features.0' \(\d+ missing"):
             parse_strategy({}, graph, 8)
+        with pytest.raises(LayerwiseError, match=r"'features.00', which the model does not have \(did you mean"):
+            parse_strategy(sound | {"features.00": {"n": 2}}, graph, 8)
         with pytest.raises(LayerwiseError, match="names layer 'nowhere'"):
             parse_strategy({"strategy": sound, "placements": {"nowhere": "strided"}}, graph, 8)
         with pytest.raises(LayerwiseError, match="must be a JSON object, not list"):
@@ -304,8 +287,3 @@ class TestFiles:
             with pytest.raises(LayerwiseError, match="cannot be written"):
                 write(path)
         assert not list(tmp_path.iterdir())
-
-    def test_repeated_member(self, tmp_path: Path) -> None:
-        (tmp_path / "f").write_text('{"conv": {"n": 1, "n": 2}}')
-        with pytest.raises(LayerwiseError, match="'n' appears twice"):
-            read_json(tmp_path / "f", "strategy")

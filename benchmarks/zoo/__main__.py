@@ -24,6 +24,7 @@ def main() -> int:
     """Prints the table. Exit code 1 where a number is wrong, or (--small) where a network is not exact."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="such as 'timm/*'")
+    parser.add_argument("--list", action="store_true", help="only name the networks")
     parser.add_argument("--small", action="store_true", help="few networks that must be exact, for CI")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keeps every row; what it has is not tried again")
     parser.add_argument("--again", choices=("failed", "all"), help="of FILE, what is tried again nevertheless")
@@ -36,6 +37,9 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="PAGE", help="the table's page, such as docs/benchmarks/zoo.md")
     asked = parser.parse_args()
     wanted = [name for name in (SMALL if asked.small else names()) if any(fnmatch(name, glob) for glob in asked.only)]
+    if asked.list:
+        print("\n".join(wanted))
+        return 0
     known = _known(asked.json, asked.again)
     missing = [name for name in wanted if (name, asked.dtype) not in known]
     for row in tried(missing, asked.limit_s, asked.jobs, asked.dtype, timed=not asked.untimed):

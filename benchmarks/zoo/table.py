@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
+from textwrap import shorten
 
 from benchmarks.zoo.trial import Row
 
 HEAD = """# The zoo: published networks at the first try
 
-`make zoo` installs the packages beside the environment and runs `python -m benchmarks.zoo`; `--small` is a step of
-CI. Each network is built at reduced size with random weights, imported, planned for 8 GPUs (profile h100, 8 samples a
-GPU), and run for one step on two ranks under five plans: samples split, channels split, space or sequence split, the
-plan found for a slow cluster, and random configurations. Evaluation follows: the same samples, one sample a rank, and
-weights that are zeroed and loaded again.
+`make zoo` installs the packages beside the environment and runs `python -m benchmarks.zoo`; `--list` names the
+networks, `--small` is a step of CI. Each network is built at reduced size with random weights, imported, planned for 8
+GPUs (profile h100, 8 samples a GPU), and trained for one step on two ranks under five plans: samples, channels, space
+or sequence split, the plan of a slow cluster, random configurations. It is evaluated on the same samples, on one sample
+a rank, and with weights that are zeroed and loaded again.
 
 *Exact*: in float64 the loss, outputs, gradients, buffers and parameters are within 1e-9 of plain PyTorch on one
 device, and the bytes sent are the bytes predicted. Dropout is off.
-
-"""
-
-MARKS = """
-## Networks
-
-`~`: it draws random numbers, and is compared with one rank's layers. `32`: it casts a part of itself to float32, and
-is compared to 1e-6. Those that are not exact are below.
 
 """
 
@@ -90,8 +83,8 @@ def page(rows: Sequence[Row], others: Sequence[Row] = (), before: str = "") -> s
             *(_package(package, own) for package, own in packages.items()),
             "\nLayers, K (the final graph of the search) and seconds are the largest. Import/export (CPU time)\n"
             "and gain (predicted, over data parallelism) are the median, and the largest.\n",
-            MARKS,
-            *(f"- **{package}**: {', '.join(map(_name, own))}\n" for package, own in packages.items()),
+            _marked("To 1e-6, as they cast a part of themselves to float32", [row for row in rows if row.narrow]),
+            _marked("Beside one rank's layers, as they draw random numbers", [row for row in rows if row.random]),
             _not_exact(rows),
             _by_type(others),
             f"\n{NOTES}{notes}" if notes else "",
@@ -113,8 +106,9 @@ def _package(package: str, rows: Sequence[Row]) -> str:
     return f"| {package} | {' | '.join(cells)} |\n"
 
 
-def _name(row: Row) -> str:
-    return row.name.partition("/")[2] + " `32`" * row.narrow + " `~`" * row.random
+def _marked(how: str, rows: Sequence[Row]) -> str:
+    """A line with the networks that are compared in another way."""
+    return f"\n{how}: {', '.join(row.name.partition('/')[2] for row in rows)}.\n" if rows else ""
 
 
 def _not_exact(rows: Sequence[Row]) -> str:
@@ -142,4 +136,6 @@ def _by_type(rows: Sequence[Row]) -> str:
 def _said(row: Row) -> str:
     """Why a network is not exact."""
     texts = [row.said, *row.wrong.values(), *row.refused.values(), row.planned]
-    return " ".join(f"`{text}`" for text in dict.fromkeys(t.replace("`", "'") for t in texts if t))
+    return " ".join(
+        f"`{shorten(text, 120, placeholder=' …')}`" for text in dict.fromkeys(t.replace("`", "'") for t in texts if t)
+    )

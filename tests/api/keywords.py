@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from layerwise.api.options import ParallelOptions
+from layerwise.comm.base import Comm
 
 OPTIONS = {field.name for field in fields(ParallelOptions)}
 
@@ -18,3 +19,8 @@ def keywords(how: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if name not in OPTIONS} | {
         "options": ParallelOptions(**options)
     }
+
+
+def quiet(comm: Comm, **how: Any) -> dict[str, Any]:
+    """Keywords of `parallelize` on a rank of a test: nothing is measured or printed."""
+    return keywords(how, comm=comm, verbose=False)

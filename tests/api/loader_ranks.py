@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
+from tests.api.keywords import quiet
 from tests.api.script import BATCH, SEED, data, network
 from tests.traces import once
 
@@ -26,14 +26,7 @@ def loop_over_loaders(
     torch.manual_seed(SEED + comm.rank)  # the ranks' random states differ
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
-        model, loader, held = parallelize(
-            network(),
-            loader,
-            DataLoader(held_out, BATCH),
-            options=ParallelOptions(comm=comm, measure_s=0),
-            verbose=False,
-            **how,
-        )
+        model, loader, held = parallelize(network(), loader, DataLoader(held_out, BATCH), **quiet(comm, **how))
     torch.manual_seed(SEED + comm.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     seen, losses = [], []
@@ -62,9 +55,7 @@ def left_early(comm: Comm) -> tuple[Tensor, Tensor]:
     """A loop over held-out samples is left early; then each rank evaluates samples of its own."""
     x = data().tensors[0]
     own = DataLoader(data(), BATCH)
-    model, _, held = parallelize(
-        network(), own, DataLoader(data(), BATCH), options=ParallelOptions(comm=comm, measure_s=0), verbose=False
-    )
+    model, _, held = parallelize(network(), own, DataLoader(data(), BATCH), **quiet(comm))
     model.eval()
     with torch.no_grad():
         for whole, _ in held:
@@ -78,11 +69,7 @@ def nested(comm: Comm) -> tuple[bool, Tensor, Tensor]:
     """Loops over a loader within loops over it and others; outputs of this rank's share of the last batch of 5."""
     dataset = data(BATCH + 5)
     model, loader, held = parallelize(
-        network().eval(),
-        DataLoader(dataset, BATCH),
-        DataLoader(data(9), 4),
-        options=ParallelOptions(comm=comm, measure_s=0),
-        verbose=False,
+        network().eval(), DataLoader(dataset, BATCH), DataLoader(data(9), 4), **quiet(comm)
     )
     same = all(torch.equal(a, b) for (a, _), (b, _) in zip(held, held, strict=True))
     with torch.no_grad():
@@ -114,11 +101,7 @@ def evaluated(comm: Comm) -> tuple[list[Tensor], list[Tensor]]:
     for net in (_Losses(network()).eval(), rows.eval(), network()):
         single = copy.deepcopy(net)
         model, _, held = parallelize(
-            net,
-            DataLoader(data(), BATCH),
-            DataLoader(data(9), 4, drop_last=True),
-            options=ParallelOptions(comm=comm, measure_s=0),
-            verbose=False,
+            net, DataLoader(data(), BATCH), DataLoader(data(9), 4, drop_last=True), **quiet(comm)
         )
         with torch.no_grad():
             for x, _ in held:
@@ -135,11 +118,6 @@ def few(comm: Comm) -> tuple[list[int], list[int]]:
     net = network()[5:]
     x = TensorDataset(torch.randn(7, 64, dtype=torch.float64), torch.zeros(7))
     model, loader, held = parallelize(
-        net,
-        DataLoader(x, 2),
-        DataLoader(Subset(x, range(3)), 2),
-        options=ParallelOptions(comm=comm, measure_s=0),
-        strategy="data",
-        verbose=False,
+        net, DataLoader(x, 2), DataLoader(Subset(x, range(3)), 2), **quiet(comm, strategy="data")
     )
     return [len(model(a)) for a, _ in loader], [len(model(a)) for a, _ in held]

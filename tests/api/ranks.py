@@ -26,7 +26,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.measure import timing
-from tests.api.keywords import keywords
+from tests.api.keywords import keywords, quiet
 from tests.api.script import BATCH, SEED, data, network
 from tests.traces import once
 
@@ -102,7 +102,7 @@ def whole_batch(comm: Comm) -> str:
         for p in net.parameters():
             p.fill_(0.01)
     alone = F.cross_entropy(net(x), y)
-    model = parallelize(net, x, options=ParallelOptions(comm=comm, measure_s=0), batch=1, verbose=False)
+    model = parallelize(net, x, **quiet(comm, batch=1))
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     assert abs(loss.item() - alone.item()) < 1e-12
@@ -112,9 +112,7 @@ def whole_batch(comm: Comm) -> str:
 @once()
 def plan_text(comm: Comm) -> str:
     """A plan for these ranks."""
-    return parallelize(
-        network(), data().tensors[0][:4], options=ParallelOptions(comm=comm, measure_s=0), verbose=False
-    ).plan.dumps()
+    return parallelize(network(), data().tensors[0][:4], **quiet(comm)).plan.dumps()
 
 
 @once()
@@ -150,12 +148,7 @@ def too_few(comm: Comm) -> str:
 def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tensor]]:
     """A loop of the user's own over a split data set, whose last batch is short."""
     dataset = data(count)
-    model = parallelize(
-        network(),
-        dataset.tensors[0][: BATCH // comm.size],
-        options=ParallelOptions(comm=comm, measure_s=0),
-        verbose=False,
-    )
+    model = parallelize(network(), dataset.tensors[0][: BATCH // comm.size], **quiet(comm))
     share = split(dataset, model, verbose=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
@@ -202,7 +195,7 @@ def automatic(comm: Comm, compute_s: float) -> tuple[int, str]:
     """What "auto" finds."""
     example = data().tensors[0][: BATCH // comm.size]
     return auto(
-        parallelize(smooth(), example, options=ParallelOptions(comm=comm, measure_s=0), strategy="data", verbose=False),
+        parallelize(smooth(), example, **quiet(comm, strategy="data")),
         compute_s,
     )
 
@@ -331,9 +324,7 @@ def fine_tuned(comm: Comm) -> tuple[float, int, dict[str, Tensor]]:
     x, y = data(BATCH).tensors
     net = network()
     net[:5].requires_grad_(False)
-    model = parallelize(
-        net, x[: BATCH // comm.size], options=ParallelOptions(comm=comm, measure_s=0), strategy="data", verbose=False
-    )
+    model = parallelize(net, x[: BATCH // comm.size], **quiet(comm, strategy="data"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     before = comm.sent["sync"]
     loss = F.cross_entropy(model(x[model.share()]), y[model.share()])
@@ -347,13 +338,7 @@ def fine_tuned(comm: Comm) -> tuple[float, int, dict[str, Tensor]]:
 @once()
 def saved(comm: Comm, path: str) -> tuple[dict[str, Tensor], str]:
     """The whole state; it is saved, and not where that is impossible."""
-    model = parallelize(
-        network(),
-        data().tensors[0][:4],
-        options=ParallelOptions(comm=comm, measure_s=0),
-        strategy="model",
-        verbose=False,
-    )
+    model = parallelize(network(), data().tensors[0][:4], **quiet(comm, strategy="model"))
     save(model, path)
     assert Path(path).exists()
     try:

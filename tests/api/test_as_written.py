@@ -19,7 +19,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.plan import load_plan
 from tests.api.as_written_models import MODELS, Branching, Quantised
-from tests.api.keywords import keywords
+from tests.api.keywords import keywords, quiet
 from tests.comm.thread import run_threads
 from tests.run.plans import difference
 
@@ -99,9 +99,7 @@ def test_another_strategy_is_refused_and_this_one_is_named() -> None:
 
 def test_its_plan_is_read_again(tmp_path: Any) -> None:
     def rank(comm: Comm) -> bool:
-        first = parallelize(
-            Quantised(), IMAGES[:4].float(), options=ParallelOptions(comm=comm, measure_s=0), verbose=False
-        )
+        first = parallelize(Quantised(), IMAGES[:4].float(), **quiet(comm))
         first.plan.save(tmp_path / f"{comm.rank}.json")
         again = parallelize(
             Quantised(), IMAGES[:4].float(), plan=tmp_path / f"{comm.rank}.json", options=ParallelOptions(comm=comm)
@@ -118,9 +116,7 @@ def test_a_frozen_batch_norm_stays_as_it_is() -> None:
     wanted, outputs = loop(copy.deepcopy(module), *data())
 
     def rank(comm: Comm) -> tuple[dict[str, Tensor], Tensor]:
-        model, *loaders = parallelize(
-            copy.deepcopy(module), *data(), options=ParallelOptions(comm=comm, measure_s=0), verbose=False
-        )
+        model, *loaders = parallelize(copy.deepcopy(module), *data(), **quiet(comm))
         return loop(model, *loaders)
 
     for state, made in run_threads(2, rank, timeout_s=30):
@@ -140,9 +136,7 @@ def test_what_a_data_plan_would_lose_by_layers_is_run_as_it_is_written() -> None
     def rank(comm: Comm) -> None:
         module = nn.Sequential(Dropping(6, 6), nn.Linear(6, 2))
         module[0].register_forward_hook(lambda *_: called.append(comm.rank))
-        model = parallelize(
-            module, torch.randn(4, 6), strategy="data", options=ParallelOptions(comm=comm, measure_s=0), verbose=False
-        )
+        model = parallelize(module, torch.randn(4, 6), **quiet(comm, strategy="data"))
         called.clear()
         model(torch.randn(4, 6)).sum().backward()
 

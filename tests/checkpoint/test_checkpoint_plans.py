@@ -48,11 +48,6 @@ class Odd(nn.Module):
         return F.linear(x, self.lost)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @cache
 def odd() -> tuple[Case, Odd]:
     torch.manual_seed(0)

@@ -15,9 +15,10 @@ from tests.cli.commands import Run
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Every test in a directory of its own, on a terminal of no particular width."""
+    """Every test in a directory of its own, on a terminal of no particular width, as one rank."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("COLUMNS", raising=False)
+    for name in ("COLUMNS", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name in ("networks", "broken_code", "quits"):

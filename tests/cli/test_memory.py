@@ -135,32 +135,3 @@ def test_a_plan_is_drawn(run: Run) -> None:
         picture = Path(name).read_text(encoding="utf-8")
         assert picture.startswith("<svg")
         assert ", device 3</title>" in picture
-
-
-MISTAKES = [
-    ("--memory-limit 0", "--memory-limit is '0': it must be at least 1 B, and finite"),
-    ("--memory-limit=-2GB", "--memory-limit is '-2GB': it must be at least 1 B"),
-    ("--memory-limit inf", "it must be at least 1 B, and finite"),
-    ("--memory-limit 1e-3B", "--memory-limit is '1e-3B': it must be at least 1 B"),
-    ("--memory-limit 24", "--memory-limit is 24, which is 24 bytes: write 24GB or 24GiB, or 24B"),
-    ("--memory-limit much", "--memory-limit is 'much': give a number of bytes, such as 14GB or 14GiB"),
-    ("--memory-limit 14GByte", "the unit 'GByte' is none of B, KB, MB, GB, TB, KiB … TiB"),
-    ("--memory-curve 8GB", "--memory-curve is '8GB': give the least and the most, such as 8GB..80GB"),
-    ("--memory-curve 8GB..2GB", "--memory-curve is '8GB..2GB': the first must be less than the second"),
-    ("--memory-curve 0..2GB", "an end of --memory-curve '0..2GB' is '0': it must be at least 1 B"),
-    ("--memory-curve 1GB..", "an end of --memory-curve '1GB..' is '': give a number of bytes"),
-    ("--memory-curve 1GB..2GB --out p.json", "--memory-curve is about many plans: leave out --out"),
-    ("--memory-curve 1GB..2GB --memory --memory-limit 3GB", "leave out --memory-limit and --memory"),
-    ("--memory-curve 1GB..2GB --plot c.txt", "must end in .png, .svg, .pdf"),
-    ("--memory-curve 1GB..2GB --plot missing/c.png", "cannot be written"),
-    ("--plot c.png", "--plot 'c.png': the picture of a plan is an .svg"),
-    ("--plot missing/c.svg", "cannot be written"),
-    ("--offer swap", "'swap': choose of recompute, shard, joined by commas"),
-    ("--no-offer ,", "choose of recompute, shard"),
-    ("--offer shard --no-offer shard", "--no-offer: not allowed with argument --offer"),
-]
-
-
-@pytest.mark.parametrize(("flags", "reason"), MISTAKES, ids=[flags for flags, _ in MISTAKES])
-def test_bad_input(refuse: Run, flags: str, reason: str) -> None:
-    assert reason in refuse(*MLP, *flags.split())

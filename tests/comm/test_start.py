@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from layerwise.comm.seat import read_environment
-from layerwise.comm.signs import Sign, gone_text, stopped_text, stuck_text, unpack
+from layerwise.comm.signs import Sign, gone_text, unpack
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import start
 from layerwise.errors import LayerwiseError
@@ -80,39 +78,8 @@ def test_signs_are_what_was_packed() -> None:
 
 
 def test_what_is_said_of_ranks_that_are_gone() -> None:
-    text = gone_text([1], {1: sign()}, 4, 103.24, 0)
-    assert text == (
-        "rank 1 of 4 is gone (last sign 3.2 s ago, at step 3 in layer conv1): killed, or its network is cut"
-    )
+    """Also of several, of which one never arrived. (test_faults.py has what real ranks say.)"""
     text = gone_text([3, 1], {1: sign(step=None)}, 4, 99.0, 0)
     assert text.startswith("ranks 1 and 3 of 4 are gone (last signs 0.0 s ago, before its first step; none: it never")
     assert text.endswith("killed, or their network is cut")
-    itself = "or their network is cut, or rank 2 itself is cut off: it hears nobody"
-    assert gone_text([0, 1], {}, 3, 0.0, 2).endswith(itself)
     assert "it never arrived): not started, or ended early as its own output says" in gone_text([1], {}, 2, 0.0, 0)
-    assert gone_text([1], {}, 2, 0.0, 0).endswith("its network is cut, or rank 0 itself is cut off: it hears nobody")
-
-
-def test_what_is_said_of_ranks_that_were_stopped() -> None:
-    on, stopped = sign(), replace(sign(), stopped=True)
-    assert stopped_text({0: on, 1: on}, 2) == ""
-    assert stopped_text({0: on, 1: stopped}, 2) == (
-        "rank 1 of 2 was stopped from outside (SIGTERM) at step 3 in layer conv1"
-    )
-    assert stopped_text({0: stopped, 1: on, 2: stopped}, 3).startswith("ranks 0 and 2 of 3 were stopped from outside")
-    assert stopped_text({0: stopped, 1: stopped}, 2).startswith(
-        "the run was stopped from outside (SIGTERM to all 2 ranks) at step 3"
-    )
-
-
-def test_what_is_said_of_ranks_that_are_alive() -> None:
-    def said(signs: list[Sign]) -> str:
-        return stuck_text(dict(enumerate(signs)), len(signs), 30.0, "connection reset")
-
-    waiting = sign("conv2", 31.0)
-    assert said([waiting, sign(ended=True), sign()]) == (
-        "rank 1 of 3 has ended the run (at step 3 in layer conv1) while others go on"
-    )
-    assert said([waiting, sign(since_s=20), sign(since_s=25.4)]).startswith("rank 2 of 3 is alive but stuck: for 25 s")
-    assert said([waiting, waiting, sign()]).startswith("all ranks are alive but wait for each other for more than 15 s")
-    assert said([waiting, sign(), sign()]).endswith("although all of them are alive: connection reset")

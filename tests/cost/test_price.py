@@ -316,17 +316,6 @@ def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) ->
             assert held <= found.layers[layer.name].memory_bytes, f"{layer.name}: device {device}"
 
 
-def test_memory_grows_with_the_batch_and_shrinks_with_the_degrees() -> None:
-    rows = []
-    for batch in (8, 16, 32):
-        model = CostModel(classifier(batch), brute.machine((8,)), CostOptions(io="free"))
-        configs = [Config.of({"n": degree}) for degree in (1, 2, 4, 8)]
-        rows.append([price(model, {"conv": config, "linear": config}).memory_bytes for config in configs])
-    memory = np.array(rows)
-    assert (np.diff(memory, axis=0) > 0).all()
-    assert (np.diff(memory, axis=1) < 0).all()
-
-
 # ---- what a user may get wrong ---------------------------------------------------------------------------------------
 
 

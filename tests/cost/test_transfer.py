@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost import sums as module
-from layerwise.cost import transfer
 from layerwise.cost.collectives import all_reduce_s, group_shape, overlap, reduce_scatter_s
 from layerwise.cost.compute.measured import COPY
 from layerwise.cost.model import CostModel
@@ -202,33 +201,6 @@ def test_any_maps(
 
 def _spec(dims: tuple[Dim, ...], dtype: str) -> TensorSpec:
     return TensorSpec(tuple(d.extent for d in dims), tuple(d.label for d in dims), dtype, tuple(d.unit for d in dims))
-
-
-@pytest.mark.parametrize("chunk", [1, 300, 10_000])
-@pytest.mark.parametrize("sizes", [(3, 6), (2, 4, 6)])
-def test_all_pairs_at_once_are_each_pair_by_itself(
-    chunk: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the size of the pieces that the pairs are worked off in."""
-    source = TensorSpec((4, 6, 5), ("n", "c", "l"))
-    out = TensorSpec((4, 4, 3), ("n", "c", "l"))
-    over = (*brute.plain(out).dims, Dim("k", 6))
-    maps = (identity(4, 0), identity(6, 3), window(3, 5, 2, stride=2, first=-1, last=1))
-    target = Space(out, over, (maps,), (), (False,))
-    graph = brute.machine(sizes)
-    us, vs = (brute.legal(where.dims, graph.count) for where in (brute.plain(source), target))
-    monkeypatch.setattr(transfer, "CHUNK", chunk)
-    u, v = layout(us, brute.plain(source), 6).owned, layout(vs, target, 6).computed
-    at_once = traffic(Edge.of(source, u, maps, over, v), graph)
-    monkeypatch.undo()
-    assert len(us) > 20
-    assert len(vs) > 40
-    for i in range(0, len(us), 7):
-        u = layout((us[i],), brute.plain(source), 6).owned
-        for j, config in enumerate(vs):
-            single = traffic(Edge.of(source, u, maps, over, layout((config,), target, 6).computed), graph)
-            for name in ("bytes", "messages", "total_bytes", "received_bytes"):
-                assert (getattr(at_once, name)[i, j] == getattr(single, name)[0, 0]).all(), (name, us[i], config)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def clip_value(setting: Setting) -> Numbers:
 
 @row
 def norms_by_hand(setting: Setting) -> Numbers:
-    """norms of gradients by hand, `p.grad.norm()`"""
+    """`p.grad.norm()`"""
     model, norms = setting.net(), []
 
     def look() -> None:
@@ -107,7 +107,7 @@ def penalty_on_weights(setting: Setting) -> Numbers:
 
 @row
 def noise_on_gradients(setting: Setting) -> Numbers:
-    """changing gradients in place, element by element (`p.grad.mul_`)"""
+    """`p.grad.mul_`, element by element"""
     model = setting.net()
 
     def halve() -> None:
@@ -119,7 +119,7 @@ def noise_on_gradients(setting: Setting) -> Numbers:
 
 @row
 def two_losses(setting: Setting) -> Numbers:
-    """several losses of one output; several backward passes with `retain_graph`"""
+    """several losses, `retain_graph`"""
     model = setting.net()
     optimizer = SGD(model.parameters(), lr=0.1)
     for x, y in setting.batches():
@@ -133,7 +133,7 @@ def two_losses(setting: Setting) -> Numbers:
 
 @row
 def two_forwards(setting: Setting) -> Numbers:
-    """two forward passes and one backward pass (siamese networks, consistency)"""
+    """two forward passes, one backward pass (siamese networks)"""
     model = setting.net()
     optimizer = SGD(model.parameters(), lr=0.1)
     for x, y in setting.batches():
@@ -145,7 +145,7 @@ def two_forwards(setting: Setting) -> Numbers:
 
 @row
 def inputs(setting: Setting) -> Numbers:
-    """gradients of inputs: adversarial samples, saliency"""
+    """gradients of inputs (adversarial samples, saliency)"""
     model = setting.net()
     optimizer, seen = SGD(model.parameters(), lr=0.1), []
     for x, y in setting.batches():
@@ -186,7 +186,7 @@ def gradient_penalty_with_batch_norm(setting: Setting) -> Numbers:
 
 @row
 def penalty_on_gradients(setting: Setting) -> Numbers:
-    """a penalty on `p.grad` after `loss.backward(create_graph=True)`"""
+    """a penalty on `p.grad` (`create_graph=True`)"""
     model = setting.net(smooth=True)
     (x, _), *_ = setting.batches()
     model(x).square().mean().backward(create_graph=True)
@@ -198,7 +198,7 @@ def penalty_on_gradients(setting: Setting) -> Numbers:
 
 @row
 def of_parameters(setting: Setting) -> Numbers:
-    """`torch.autograd.grad` with respect to parameters"""
+    """`torch.autograd.grad` of parameters"""
     model = setting.net()
     (x, y), *_ = setting.batches()
     made = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
@@ -207,7 +207,7 @@ def of_parameters(setting: Setting) -> Numbers:
 
 @row
 def of_parameters_or_none(setting: Setting) -> Numbers:
-    """`torch.autograd.grad(..., allow_unused=True)` with respect to parameters"""
+    """`torch.autograd.grad(..., allow_unused=True)` of parameters"""
     model = setting.net()
     (x, y), *_ = setting.batches()
     made = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()), allow_unused=True)
@@ -216,7 +216,7 @@ def of_parameters_or_none(setting: Setting) -> Numbers:
 
 @row
 def of_a_penalty(setting: Setting) -> Numbers:
-    """`torch.autograd.grad` of a penalty on weights alone, which is not of the model's outputs"""
+    """`torch.autograd.grad` of a penalty on weights alone"""
     model, numbers = setting.net(), {}
     held = dict(model.named_parameters())
     made = torch.autograd.grad(sum(p.square().sum() for p in held.values()), list(held.values()))
@@ -240,7 +240,7 @@ def some_inputs(setting: Setting) -> Numbers:
 
 @row
 def some_inputs_twice(setting: Setting) -> Numbers:
-    """`loss.backward(inputs=...)` of the gradient of a gradient"""
+    """`loss.backward(inputs=...)` of a second derivative"""
     model = setting.net(smooth=True)
     (x, _), *_ = setting.batches()
     x = x.clone().requires_grad_()
@@ -281,7 +281,7 @@ def deep_supervision(setting: Setting) -> Numbers:
 
 @row
 def unused_output(setting: Setting) -> Numbers:
-    """an output that the loss does not use, in some steps, and weight decay: no gradient is `None`, not zeros"""
+    """an output that some steps' losses do not use: its gradients are `None`"""
     model = setting.parallel(Supervised(), IMAGES)
     optimizer, calls = AdamW(model.parameters(), lr=0.1, weight_decay=0.5), []
     model.get_parameter("second.weight").register_post_accumulate_grad_hook(lambda p: calls.append(1))
@@ -313,7 +313,7 @@ def output_of_some_ranks(setting: Setting) -> Numbers:
 
 @row
 def frozen(setting: Setting) -> Numbers:
-    """freezing layers before the model is made parallel (fine-tuning)"""
+    """freezing layers before `parallelize`"""
     model = Net()
     model.first.requires_grad_(False)
     model = setting.parallel(model)
@@ -332,7 +332,7 @@ def frozen_later(setting: Setting) -> Numbers:
 
 @row
 def thawed_later(setting: Setting) -> Numbers:
-    """gradual unfreezing: layers frozen at first, then trained with `optimizer.add_param_group`, then others frozen"""
+    """gradual unfreezing, with `optimizer.add_param_group`"""
     model, none = setting.net(), []
     last = [p for name, p in model.named_parameters() if name.startswith(("hidden", "second"))]
     for p in last:
@@ -354,7 +354,7 @@ def thawed_later(setting: Setting) -> Numbers:
 
 @row
 def accumulated_while_thawing(setting: Setting) -> Numbers:
-    """layers frozen or trained again between the backward passes of one step, some of them within `no_sync()`"""
+    """freezing and unfreezing between the backward passes of a step"""
     model = setting.net()
     optimizer, sync = SGD(model.parameters(), lr=0.1, momentum=0.9), getattr(model, "no_sync", nullcontext)
     for number, (x, y) in enumerate(setting.batches(6)):

@@ -36,7 +36,7 @@ def evaluation(setting: Setting) -> Numbers:
 
 @row
 def other_in_evaluation(setting: Setting) -> Numbers:
-    """a model that returns something else in evaluation (`if self.training:`), as GoogLeNet and Inception do"""
+    """another output in evaluation (`if self.training:`)"""
     model = setting.parallel(Inceptive(), IMAGES)
     optimizer, seen = SGD(model.parameters(), lr=0.1), []
     for x, y in setting.batches():
@@ -79,7 +79,7 @@ def hooks_of_the_model(setting: Setting) -> Numbers:
 
 @row
 def initialise(setting: Setting) -> Numbers:
-    """`model.apply(fn)` after the model is made parallel: random initial values, also of a part"""
+    """`model.apply(fn)`: random initial values"""
     model = setting.net()
 
     def init(module: nn.Module) -> None:
@@ -97,7 +97,7 @@ def initialise(setting: Setting) -> Numbers:
 
 @row
 def initialise_constants(setting: Setting) -> Numbers:
-    """`nn.init` of constants after the model is made parallel: `nn.init.zeros_(model.head.bias)`"""
+    """`nn.init.zeros_(model.head.bias)`, and other constants"""
     model = setting.net()
     nn.init.zeros_(model.head.bias)
     nn.init.constant_(model.hidden.weight, 0.01)
@@ -107,7 +107,7 @@ def initialise_constants(setting: Setting) -> Numbers:
 
 @row
 def initialise_at_random(setting: Setting) -> Numbers:
-    """`nn.init` of random numbers after the model is made parallel: `nn.init.normal_(model.head.weight)`"""
+    """`nn.init.normal_(model.head.weight)`"""
     model = setting.net()
     torch.manual_seed(3)
     for module in model.modules():
@@ -128,13 +128,13 @@ def unlike_modes(setting: Setting) -> Numbers:
 
 @row
 def evaluated_training(setting: Setting) -> Numbers:
-    """fine-tuning in evaluation mode: `model.eval()`, and batch norms stay as they are"""
+    """fine-tuning in evaluation mode"""
     return train(setting, setting.net().eval())
 
 
 @row
 def noise(setting: Setting) -> Numbers:
-    """noise on weights between steps: `p.add_(torch.randn_like(p))`, `p.data.normal_()`"""
+    """noise on weights: `p.add_(torch.randn_like(p))`"""
     model = setting.net()
     train(setting, model)
     torch.manual_seed(1)
@@ -167,7 +167,7 @@ def sync_batch_norm(setting: Setting) -> Numbers:
 
 @row
 def sum_of_parameters(setting: Setting) -> Numbers:
-    """`parameters_to_vector`, norms of parameters for a log"""
+    """`parameters_to_vector`, norms of parameters"""
     model = setting.net()
     norm = sum(p.detach().norm() ** 2 for p in model.parameters())
     vector = parameters_to_vector(model.parameters())
@@ -214,7 +214,7 @@ def autocast_inside(setting: Setting) -> Numbers:
 
 @row
 def scaler(setting: Setting) -> Numbers:
-    """`torch.amp.GradScaler`, with `unscale_` and `clip_grad_norm_`; steps that overflow"""
+    """`torch.amp.GradScaler`, `unscale_`, steps that overflow"""
     model, scales = setting.net(), []
     optimizer, scaler = SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 1024.0)
     for step, (x, y) in enumerate(setting.batches()):
@@ -262,7 +262,7 @@ def profiler(setting: Setting) -> Numbers:
 
 @row
 def other_sizes(setting: Setting) -> Numbers:
-    """images of another size than the example's"""
+    """images of another size"""
     model = setting.parallel(Supervised(), IMAGES)
     x = torch.randn(8, 1, 12, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return {"rows.out": model(setting.share(x))[1].detach()}
@@ -270,7 +270,7 @@ def other_sizes(setting: Setting) -> Numbers:
 
 @row
 def other_batches(setting: Setting) -> Numbers:
-    """batches of another size, a short last one"""
+    """batches of another size"""
     model = setting.net()
     x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     model.eval()
@@ -279,7 +279,7 @@ def other_batches(setting: Setting) -> Numbers:
 
 @row
 def last_batches(setting: Setting) -> Numbers:
-    """last batches that leave the ranks unequal shares, in training, with or without `batch=`"""
+    """last batches with unequal shares"""
     model = setting.net()
     optimizer = SGD(model.parameters(), lr=0.1)
     for number, size in enumerate((8, 7, 6, 5, 7)):
@@ -294,7 +294,7 @@ def last_batches(setting: Setting) -> Numbers:
 
 @row
 def kept_loss(setting: Setting) -> Numbers:
-    """a loss that the model keeps in an attribute, also with unequal shares"""
+    """a loss that the model keeps in an attribute"""
     model = setting.parallel(Balanced())
     optimizer = SGD(model.parameters(), lr=0.1)
     for number, size in enumerate((8, 7, 8)):
@@ -330,7 +330,7 @@ class Holder(nn.Module):
 
 @row
 def ddp_of_a_holder(setting: Setting) -> Numbers:
-    """`DistributedDataParallel` around a module that holds the parallel model, as Lightning's `ddp` has it"""
+    """`DistributedDataParallel` around a holder of the parallel model (Lightning's `ddp`)"""
     model = setting.net()
     held = Holder(model)
     train(
@@ -343,7 +343,7 @@ def ddp_of_a_holder(setting: Setting) -> Numbers:
 
 @row
 def ddp_of_the_rest(setting: Setting) -> Numbers:
-    """`DistributedDataParallel` around a module with the model's tensors in `_ddp_params_and_buffers_to_ignore`"""
+    """`DistributedDataParallel` around a module that ignores the model's tensors"""
     model = setting.net()
     held: Any = Holder(model)
     optimizer = SGD(held.parameters(), 0.1)
@@ -360,7 +360,7 @@ def ddp_of_the_rest(setting: Setting) -> Numbers:
 
 @row
 def fully_shard_of_a_holder(setting: Setting) -> Numbers:
-    """`fully_shard` of the parallel model, or of a module that holds it"""
+    """`fully_shard` of the parallel model or a holder"""
     model = setting.net()
     held: Any = Holder(model)
     optimizer = SGD(held.parameters(), 0.1)
@@ -374,7 +374,7 @@ def fully_shard_of_a_holder(setting: Setting) -> Numbers:
 
 @row
 def given_model(setting: Setting) -> Numbers:
-    """`state_dict()`, a call or a copy of the model that `parallelize` was given, after training"""
+    """the given model, used after training"""
     given = Net()
     train(setting, setting.parallel(given))
     return whole(given)
@@ -382,7 +382,7 @@ def given_model(setting: Setting) -> Numbers:
 
 @row
 def given_model_loaded(setting: Setting) -> Numbers:
-    """calls of the given model before training, or after `net.load_state_dict(model.full_state_dict())`"""
+    """calls of the given model before training"""
     given = Net()
     model = setting.parallel(given)
     (x, _), *_ = setting.batches()
@@ -396,7 +396,7 @@ def given_model_loaded(setting: Setting) -> Numbers:
 
 @row
 def given_other_values(setting: Setting) -> Numbers:
-    """other values loaded into the given model before training, `net.load_state_dict(...)`, or into a part of it"""
+    """`net.load_state_dict(...)` of the given model"""
     given, other = Net(), Net(1)
     model = setting.parallel(given)
     given.head.load_state_dict(other.head.state_dict())
@@ -406,7 +406,7 @@ def given_other_values(setting: Setting) -> Numbers:
 
 @row
 def given_written(setting: Setting) -> Numbers:
-    """`nn.init` and other writes into parameters of the given model"""
+    """writes into parameters of the given model"""
     given = Net()
     model = setting.parallel(given)
     torch.manual_seed(1)
@@ -416,7 +416,7 @@ def given_written(setting: Setting) -> Numbers:
 
 @row
 def given_frozen(setting: Setting) -> Numbers:
-    """freezing a part of the given model, `net.hidden.requires_grad_(False)`"""
+    """`net.hidden.requires_grad_(False)` of the given model"""
     given = Net()
     model = setting.parallel(given)
     given.hidden.requires_grad_(False)
@@ -425,7 +425,7 @@ def given_frozen(setting: Setting) -> Numbers:
 
 @row
 def save_pretrained(setting: Setting) -> Numbers:
-    """`model.save_pretrained`, as Hugging Face's models have it"""
+    """`model.save_pretrained` of Hugging Face"""
     model = setting.net()
     train(setting, model)
     with tempfile.TemporaryDirectory() as folder:
@@ -438,7 +438,7 @@ def save_pretrained(setting: Setting) -> Numbers:
 
 @row
 def another_type(setting: Setting) -> Numbers:
-    """moving to another element type: `model.float()`, `model.half()`"""
+    """`model.float()`, `model.half()`"""
     model = setting.net()
     train(setting, model)
     model = model.float()

@@ -21,21 +21,21 @@ def sgd(setting: Setting) -> Numbers:
 
 @row
 def adamw_foreach(setting: Setting) -> Numbers:
-    """AdamW, also `foreach=True`"""
+    """AdamW, `foreach=True`"""
     model = setting.net()
     return train(setting, model, AdamW(model.parameters(), lr=1e-2, foreach=True))
 
 
 @row
 def adamw_fused(setting: Setting) -> Numbers:
-    """AdamW with `fused=True`"""
+    """AdamW, `fused=True`"""
     model = setting.net()
     return train(setting, model, AdamW(model.parameters(), lr=1e-2, fused=True))
 
 
 @row
 def several_optimizers(setting: Setting) -> Numbers:
-    """Adagrad, RMSprop, NAdam and the other element-wise ones of torch.optim"""
+    """the other element-wise optimizers of torch.optim"""
     numbers: dict[str, Any] = {}
     for kind in (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adamax, torch.optim.RAdam):
         model = setting.net()
@@ -46,7 +46,7 @@ def several_optimizers(setting: Setting) -> Numbers:
 
 @row
 def parameter_groups(setting: Setting) -> Numbers:
-    """parameter groups by name, no weight decay for biases and norms"""
+    """parameter groups by name"""
     model = setting.net()
     plain = [p for name, p in model.named_parameters() if name.endswith("bias") or "norm" in name]
     others = [p for name, p in model.named_parameters() if not (name.endswith("bias") or "norm" in name)]
@@ -105,7 +105,7 @@ def schedulers(setting: Setting) -> Numbers:
 
 @row
 def optimizer_in_hooks(setting: Setting) -> Numbers:
-    """an optimizer that steps in `register_post_accumulate_grad_hook`"""
+    """an optimizer step in `register_post_accumulate_grad_hook`"""
     model = setting.net()
     optimizers = {p: SGD([p], lr=0.1) for p in model.parameters()}
 

@@ -14,7 +14,7 @@ from tests.loops.setting import Net, Setting, Tied, whole
 
 @row
 def named_modules(setting: Setting) -> Numbers:
-    """`named_modules()`, `modules()`, `children()`, `model.head` by the model's own names, of its own classes"""
+    """`named_modules()`, `modules()`, `children()`, `model.head`"""
     model = setting.net()
     named = dict(model.named_modules())
     linear = [m for m in model.modules() if type(m) is nn.Linear]
@@ -33,7 +33,7 @@ def named_modules(setting: Setting) -> Numbers:
 
 @row
 def decay_by_class(setting: Setting) -> Numbers:
-    """weight decay by the modules' classes, as minGPT has it"""
+    """weight decay by the modules' classes"""
     model = setting.parallel(Tied(), {"head": {"k": 2}})
     decay, none = set[str](), set[str]()
     for path, module in model.named_modules():
@@ -48,7 +48,7 @@ def decay_by_class(setting: Setting) -> Numbers:
 
 @row
 def frozen_part(setting: Setting) -> Numbers:
-    """freezing a part through its module, `model.hidden.requires_grad_(False)`"""
+    """`model.hidden.requires_grad_(False)`"""
     model = setting.net()
     model.hidden.requires_grad_(False)
     for p in model.first.parameters():
@@ -58,7 +58,7 @@ def frozen_part(setting: Setting) -> Numbers:
 
 @row
 def part_in_evaluation(setting: Setting) -> Numbers:
-    """`eval()` of a part without batch norms or dropouts, `model.head.eval()`"""
+    """`eval()` of a part without batch norms and dropouts"""
     model = setting.net()
     model.head.eval()
     return train(setting, model)
@@ -66,7 +66,7 @@ def part_in_evaluation(setting: Setting) -> Numbers:
 
 @row
 def frozen_statistics(setting: Setting) -> Numbers:
-    """`eval()` of a batch norm, or of a part that has one, in training"""
+    """`eval()` of a batch norm in training"""
     model = setting.net()
     model.norm.eval()
     return train(setting, model)
@@ -74,7 +74,7 @@ def frozen_statistics(setting: Setting) -> Numbers:
 
 @row
 def another_momentum(setting: Setting) -> Numbers:
-    """a layer's attribute set later: a batch norm's momentum, a dropout's rate"""
+    """setting a layer's attribute later, such as a batch norm's momentum"""
     model = setting.net()
     model.norm.momentum = 0.5
     return train(setting, model)
@@ -82,7 +82,7 @@ def another_momentum(setting: Setting) -> Numbers:
 
 @row
 def part_replaced(setting: Setting) -> Numbers:
-    """a layer replaced later, `model.head = nn.Linear(...)`"""
+    """`model.head = nn.Linear(...)`"""
     model = setting.net()
     model.head = nn.Linear(12, 10).double()
     return train(setting, model)
@@ -115,7 +115,7 @@ def forward_hooks(setting: Setting) -> Numbers:
 
 @row
 def forward_hooks_of_before(setting: Setting) -> Numbers:
-    """forward hooks of layers, registered before the model is made parallel"""
+    """forward hooks of layers, registered before"""
     model, seen = Net(), []
     model.hidden.register_forward_hook(lambda module, given, out: seen.append(out.detach()))
     train(setting, setting.parallel(model))
@@ -124,7 +124,7 @@ def forward_hooks_of_before(setting: Setting) -> Numbers:
 
 @row
 def hooks_of_all(setting: Setting) -> Numbers:
-    """forward hooks of all modules, `torch.nn.modules.module.register_module_forward_hook`"""
+    """`register_module_forward_hook` of all modules"""
     model, seen = setting.net(), []
     hook = register_module_forward_hook(lambda module, given, out: seen.append(type(module).__name__))
     try:

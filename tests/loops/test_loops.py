@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -120,40 +120,26 @@ RECOMPUTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.slow) for i, name in enumerate(RECOMPUTED)]
-)
-def test_a_loop_with_recomputed_layers(name: str) -> None:
-    (loop,) = (loop for loop in LOOPS if loop.__name__ == name)
-    test_a_loop(loop, "recompute")
+SOON = {
+    "recompute": RECOMPUTED[::3],
+    "shared": ["accumulated_while_thawing", "thawed_later", "optimizer_state", "scaler"],
+    "fewer": ["clip_norm", "penalty_on_weights", "ema", "dcp_resume", "scaler", "full_model_state"],
+}
 
 
-FEWER_SOON = ("clip_norm", "penalty_on_weights", "ema", "dcp_resume", "scaler", "full_model_state")
-SOON = ("accumulated_while_thawing", "thawed_later", "optimizer_state", "scaler")
+def forms_of_split_plans() -> Iterator[object]:
+    """Recomputed layers; sharded states and recomputed layers; layers on one of the ranks. Many are slow together."""
+    by_name = {loop.__name__: loop for loop in LOOPS}
+    works = [name for name in by_name if "split" not in REFUSED.get(name, {})]
+    for kind, names in {"recompute": RECOMPUTED, "shared": works, "fewer": works}.items():
+        for name in names:
+            marks = () if name in SOON[kind] else pytest.mark.slow
+            yield pytest.param(by_name[name], kind, marks=marks, id=f"{name}-{kind}")
 
 
-@pytest.mark.parametrize(
-    "loop",
-    [
-        pytest.param(loop, marks=() if loop.__name__ in SOON else pytest.mark.slow, id=loop.__name__)
-        for loop in LOOPS
-        if "split" not in REFUSED.get(loop.__name__, {})
-    ],
-)
-def test_a_loop_with_sharded_states_and_recomputed_layers(loop: Loop) -> None:
-    test_a_loop(loop, "shared")
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        pytest.param(loop, marks=() if loop.__name__ in FEWER_SOON else pytest.mark.slow, id=loop.__name__)
-        for loop in LOOPS
-        if "split" not in REFUSED.get(loop.__name__, {})
-    ],
-)
-def test_a_loop_with_layers_on_one_of_the_ranks(loop: Loop) -> None:
-    test_a_loop(loop, "fewer")
+@pytest.mark.parametrize(("loop", "kind"), forms_of_split_plans())
+def test_a_loop_with_other_forms_of_layers(loop: Loop, kind: str) -> None:
+    test_a_loop(loop, kind)
 
 
 def test_the_page_has_every_row() -> None:

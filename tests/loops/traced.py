@@ -78,7 +78,7 @@ def functional_norm(setting: Setting) -> Numbers:
 
 @row
 def checkpointed_inside(setting: Setting) -> Numbers:
-    """`torch.utils.checkpoint` inside the model, also with `use_reentrant=True`"""
+    """`torch.utils.checkpoint` inside the model"""
     made = {}
     for reentrant in (False, True):
         model = setting.parallel(Checkpointed(smooth=True, reentrant=reentrant))
@@ -88,17 +88,17 @@ def checkpointed_inside(setting: Setting) -> Numbers:
 
 @row
 def checkpointed_norm(setting: Setting) -> Numbers:
-    """a batch norm within `torch.utils.checkpoint`, whose running statistics move twice"""
+    """a batch norm within `torch.utils.checkpoint`"""
     return train(setting, setting.parallel(Checkpointed(smooth=False, reentrant=False)))
 
 
 @row
 def function(setting: Setting) -> Numbers:
-    """an autograd function with a backward pass of its own: a gradient reversal, a straight-through estimator"""
+    """an autograd function with a backward pass of its own"""
     return train(setting, setting.parallel(Adversarial()))
 
 
 @row
 def hook_inside(setting: Setting) -> Numbers:
-    """a hook of a gradient, `x.register_hook`, in the model's forward"""
+    """`x.register_hook` in the model's forward"""
     return train(setting, setting.parallel(Damped()))

@@ -26,7 +26,7 @@ from tests.loops.setting import Net, Setting, whole
 
 @row
 def ema(setting: Setting) -> Numbers:
-    """an average of weights: `AveragedModel`, EMA"""
+    """`AveragedModel`, EMA"""
     model = setting.net()
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
     numbers = train(setting, model, after=lambda _: averaged.update_parameters(model))
@@ -38,7 +38,7 @@ def ema(setting: Setting) -> Numbers:
 
 @row
 def ema_by_hand(setting: Setting) -> Numbers:
-    """an average of weights kept by hand, from `state_dict()`"""
+    """an average of weights from `state_dict()`"""
     model = setting.net()
     average = copy.deepcopy(model.state_dict())
 
@@ -54,7 +54,7 @@ def ema_by_hand(setting: Setting) -> Numbers:
 
 @row
 def copies(setting: Setting) -> Numbers:
-    """`copy.deepcopy` of the model; a teacher for distillation"""
+    """`copy.deepcopy`; a teacher for distillation"""
     model = setting.net()
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -70,7 +70,7 @@ def copies(setting: Setting) -> Numbers:
 
 @row
 def save_and_load(setting: Setting) -> Numbers:
-    """`layerwise.save`, `torch.save` of `full_state_dict()`, and loading into a plain model"""
+    """`layerwise.save`, `torch.save(model.full_state_dict())`, for a plain model"""
     model = setting.net()
     train(setting, model)
     full = getattr(model, "full_state_dict", model.state_dict)()
@@ -97,7 +97,7 @@ def torch_save(setting: Setting) -> Numbers:
 
 @row
 def dcp_resume(setting: Setting) -> Numbers:
-    """`torch.distributed.checkpoint` of model and optimizer, and going on from it"""
+    """`torch.distributed.checkpoint` of model and optimizer"""
     model = setting.net()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     train(setting, model, optimizer)

@@ -61,35 +61,6 @@ def test_a_plan_says_that_it_rests_on_it(profile: Path, tmp_path: Path, capsys: 
     assert "at float64 t_C is analytic" in said["warnings"][0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["vgg61", "--gpus", "2"], "unknown model 'vgg61'"),
-        ([*MODEL, "--device", "cuda"], "--device cuda: "),
-        ([*MODEL, "--device", "tpu"], "invalid choice: 'tpu'"),
-        ([*MODEL, "--budget", "soon"], "'soon' is not a time such as 120s"),
-        ([*MODEL, "--dtype", "float16"], "--dtype float16: layerwise runs"),
-        ([*MODEL, "--dims", "n,z"], "--dims 'n,z': choose from"),
-        ([*MODEL, "--threads", "0"], "--threads must be from 1 to"),
-        ([*MODEL, "--threads", "100000000000"], "--threads must be from 1 to"),
-        (["mlp:8x6x4", "--gpus", "0"], "the number of GPUs must be 1 to"),
-        ([*MODEL, "--out", "none/such/x.json"], "cannot be written"),
-        ([*MODEL, "--profile", "h10"], "did you mean h100"),
-        ([], "the following arguments are required"),
-    ],
-)
-def test_bad_input_is_a_line(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert run_main(dispatch, ["measure", "layers", *flags]) == 2
-    captured = capsys.readouterr()
-    assert said in captured.err
-    assert len(captured.err.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_profile_that_is_damaged_or_of_another_device(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

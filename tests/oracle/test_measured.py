@@ -55,9 +55,7 @@ def test_several_iterations_are_their_median_and_outliers_are_counted(tmp_path: 
         ([GOOD | {"segments": 2}], "'segments' is for pipeline, not for data"),
         ([GOOD | {"insdie": 2}], "unknown field 'insdie' (did you mean 'inside'?)"),
         ([GOOD | {"epoch_s": "x"}], "'epoch_s' must be seconds above 0, not 'x'"),
-        ([GOOD | {"iteration_s": 10**400}], "more than a float64 holds"),
         ([GOOD | {"iteration_s": 1e-320}], "'iteration_s' must be seconds from"),
-        ([GOOD | {"iteration_s": float("nan")}], "NaN is not a number of JSON"),
         (
             [{"strategy": "data", "gpus": 2, "batch": 4, "epoch_s": 1e308, "samples": 1}],
             "'epoch_s' must be seconds from",

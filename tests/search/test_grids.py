@@ -16,12 +16,10 @@ from layerwise.machine import load
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.search.baselines import baseline, named_strategy
-from layerwise.search.find import candidate
-from layerwise.search.grids import ProcessGrid, grid_strategy, grids, mlp_layers, parse_grid
-from layerwise.search.make_plan import plan_for
+from layerwise.search.grids import ProcessGrid, grid_strategy, grids, parse_grid
 from layerwise.tensor import TensorSpec
 from tests.examples import examples
-from tests.importers.networks import Net, chain
+from tests.importers.networks import Net
 
 
 def mlp(batch: int, *widths: int) -> LayerGraph:
@@ -108,32 +106,7 @@ def test_a_narrow_layer_is_cut_less() -> None:
     assert grid_strategy(model_of(mlp(8, 16, 16, 1), 4), ProcessGrid(1, 4))["fc1"] == Config()
 
 
-def test_a_grid_as_a_plan() -> None:
-    model = model_of(mlp(8, 16, 16, 4), 4)
-    priced = candidate(model, "grid:2x2", grid_strategy(model, ProcessGrid(2, 2)))
-    plan = plan_for("mlp:16x16x4", "p100", model, SearchSpace(4), priced, fused=True)
-    plan.check(model.graph, 4)
-    assert set(plan.strategy.values()) == {Config.of({"n": 2, "c": 2})}
-    assert plan.provenance["chosen"] == "grid:2x2"
-    assert plan.predicted["timeline_s"] == priced.timeline.total_s
-
-
 @pytest.mark.parametrize("text", ["", "2", "2x", "x2", "0x4", "2x-1", "2x2x2", "2*2", "1_0x2", "all2", "９x1"])
 def test_what_is_no_grid(text: str) -> None:
     with pytest.raises(LayerwiseError, match="write batch groups x model parts"):
         parse_grid(text)
-
-
-def test_grids_that_do_not_fit() -> None:
-    model = model_of(mlp(2, 16, 8, 4), 4)
-    with pytest.raises(LayerwiseError, match="grid 4x1: a batch of 2 samples cannot be cut into 4 groups"):
-        grid_strategy(model, ProcessGrid(4, 1))
-    with pytest.raises(LayerwiseError, match="grid 2x4 has 8 processes, there are 4: give --gpus 8"):
-        grid_strategy(model, ProcessGrid(2, 4))
-    with pytest.raises(LayerwiseError, match="the widest layer has 8 outputs and cannot be cut into 16 parts"):
-        grid_strategy(model_of(mlp(2, 16, 8, 4), 16), ProcessGrid(1, 16))
-
-
-def test_only_mlps_have_grids() -> None:
-    with pytest.raises(LayerwiseError, match=r"process grids are for MLPs.*: layer '.*' \(conv\) is none"):
-        mlp_layers(fuse(chain(4)))

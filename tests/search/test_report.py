@@ -6,11 +6,14 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
+from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import load
 from layerwise.quantities import units
 from layerwise.search.find import search
@@ -176,3 +179,24 @@ def test_a_batch_norm_of_one_number_is_warned_of(batch: int, warned: bool) -> No
     line = "WARNING: PyTorch will not train layer 'bottom.0': its batch norm has one number of each channel"
     assert (line in text) == warned
     assert any(line in one for one in found["warnings"]) == warned
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.linalg.svdvals(self.up(x).view(-1, 8, 8)))
+
+
+def test_reports_name_whole_layers_and_their_share() -> None:
+    graph = fuse(from_torch(Net(), (torch.randn(8, 16),)))
+    model = CostModel(graph, load("cpu").device_graph(gpus=2, gpus_per_node=2), CostOptions())
+    result = search(model, SearchSpace(2))
+    (line,) = (line for line in verdict(model, result) if line.startswith("Whole"))
+    told = as_dict(model, result, "net", {})["whole"]
+    assert list(told) == ["linalg_svdvals"]
+    assert 0 < told["linalg_svdvals"] < 1
+    named = f"linalg_svdvals (aten::linalg_svdvals), {told['linalg_svdvals']:.0%}"
+    assert line == f"Whole (not split), with their share of the step: {named}."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,19 +17,12 @@ from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
 from layerwise.run.__main__ import parser
 from tests.report.page import Page
-from tests.train.command import MLP, RESULT, environment, save_plans, strict
+from tests.train.command import MLP, RESULT, environment, strict
 
 Run = Callable[..., str]
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test in a directory of its own, with plans in it."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("COLUMNS", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    save_plans(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture
@@ -146,48 +138,6 @@ def test_resuming_says_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]
 
 
 # ------------------------------------------------------------------------------------------------------ mistakes
-
-BAD = [
-    ("two.json", "the plan is for 2 ranks, there is 1: start them with torchrun --nproc-per-node 2"),
-    ("missing.json", "plan 'missing.json' cannot be read"),
-    ("one.json --data cifar", "unknown data 'cifar'"),
-    ("one.json --data no.module:f", "raised ModuleNotFoundError"),
-    ("one.json --steps 0", "'0' is not a whole number of at least 1"),
-    ("one.json --epochs two", "'two' is not a whole number of at least 1"),
-    ("one.json --steps 3 --epochs 1", "not allowed with"),
-    ("one.json --lr 0", "'0' is not a number above 0"),
-    ("one.json --lr nan", "'nan' is not a number above 0"),
-    ("one.json --momentum 1", "'1' is not a number of at least 0 and below 1"),
-    ("one.json --accumulate 1000", "too few for one step of the plan's batch of 8 and --accumulate 1000"),
-    ("one.json --dtype float16", "invalid choice: 'float16'"),
-    ("one.json --optimizer lion", "invalid choice: 'lion'"),
-    ("one.json --resume", "need --checkpoint DIR"),
-    ("one.json --checkpoint-every 3", "need --checkpoint DIR"),
-    ("one.json --checkpoint ''", "--checkpoint is empty: name a folder"),
-    ("one.json --checkpoint a\0b", r"--checkpoint a\x00b: embedded null byte"),
-    ("one.json --checkpoint two.json", "--checkpoint two.json: File exists"),
-    ("one.json --checkpoint two.json/ck", "--checkpoint two.json/ck: Not a directory"),
-    ("one.json --checkpoint ck --data cifar", "unknown data 'cifar'"),
-    ("one.json --checkpoint ck/a --trace missing/t.json", "'missing/t.json' cannot be written"),
-    ("one.json --compare-single --local-batch-norm", "leave out --compare-single"),
-    ("local.json --compare-single", "give --no-local-batch-norm"),
-    ("one.json --trace missing/t.json", "'missing/t.json' cannot be written"),
-    ("one.json --weights missing.safetensors", "weights 'missing.safetensors' cannot be read as safetensors"),
-    ("one.json --weights one.json", "weights 'one.json' cannot be read as safetensors"),
-    ("one.json --timeout 0", "'0' is not a number above 0"),
-]
-
-
-@pytest.mark.parametrize(("line", "reason"), BAD, ids=[line for line, _ in BAD])
-def test_mistakes(line: str, reason: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(here.iterdir())
-    assert run_main(dispatch, ["run", *shlex.split(line)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("layerwise: error: ")
-    assert err.count("\n") == 1
-    assert reason in err
-    assert sorted(here.iterdir()) == before
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,19 +18,12 @@ from layerwise.run.__main__ import _flags, _hushed, parser
 from layerwise.tensorfile import fingerprint
 from tests.comm.launch import ROOT, launch, torchrun
 from tests.comm.thread import run_threads
-from tests.train.command import RESULT, save_plans, strict
+from tests.train.command import RESULT, strict
 
 RUN = ("-m", "layerwise.run")
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test in a directory of its own, with plans in it."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("COLUMNS", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    save_plans(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_two_ranks_equal_one_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,11 +43,6 @@ SPLITS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def data_for(found: Plan, count: int = 26) -> Data:
     """Random numbers, float64; 11 held out."""
     wanted = load_data("synthetic", graph(MLP, found.batch)).task

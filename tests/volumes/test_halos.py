@@ -56,7 +56,6 @@ class Drops(nn.Module):
 @pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (1, 4)])
 def test_halos_that_are_sent_train_as_one_device(seed: int, ranks: int, tmp_path: Path) -> None:
     """Every voxel is read once; another plan, which reads halos, began the training."""
-    torch.set_num_threads(1)
     _, network, graph = segments(2)
     x, target = samples(2)
 

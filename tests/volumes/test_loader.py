@@ -31,9 +31,6 @@ from layerwise.geometry import Box
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
-from layerwise.train.data import load_data
-from layerwise.train.loop import Settings, Trainer, sampler
-from layerwise.train.objective import TaskObjective
 from layerwise.volumes.loader import BoxLoader
 from layerwise.volumes.predict import predict
 from layerwise.volumes.sources import source_of
@@ -48,11 +45,6 @@ AUGMENTED: dict[str, Any] = {
     "seed": 3,
     "intensity": lambda box, rng: box * rng.uniform(0.5, 1.5) + rng.normal(),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def spatial(batch: int, ranks: int, *, loss: bool = True) -> Plan:
@@ -183,21 +175,6 @@ def test_what_is_read_is_the_box() -> None:
     flipped = [t for t, _ in BoxLoader(module, x, target, flip="w", seed=1)]
     for given, read in zip(torch.from_numpy(x), flipped[0], strict=True):
         assert torch.equal(read, given) != torch.equal(read, given.flip(-1))
-
-
-def test_layerwise_run_feeds_boxes() -> None:
-    _, network, graph = segments(2)
-    data, settings = load_data("synthetic", graph), Settings("sgd", lr=0.01)
-
-    def run(comm: Comm) -> list[float]:
-        plan = spatial(2, comm.size)
-        module = load(plan, network, comm=comm, dtype=torch.float64)
-        steps = sampler(plan, data.train.count, 1, 0)
-        objective, optimizer = TaskObjective(module, data.task, data.train), settings.build(module.parameters())
-        return [step.loss for step in Trainer(module, objective, steps, optimizer).run(2)]
-
-    losses = run(SoloComm())
-    assert all(mine == pytest.approx(losses, rel=1e-9) for mine in run_threads(2, run))
 
 
 def test_crops_are_parts_of_the_samples() -> None:

@@ -157,7 +157,6 @@ def samples() -> tuple[Tensor, Tensor]:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is reduced in parts of 16,384 voxels and more is so of these few, too."""
     monkeypatch.setattr(reductions, "LARGE", 64)
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -38,7 +38,6 @@ from tests.run.plans import Case, case, random_plan
 @pytest.fixture
 def brain(monkeypatch: pytest.MonkeyPatch) -> tuple[Case, Data]:
     """A small one, and a U-Net for crops of 16 voxels a side."""
-    torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     volume = rng.normal(size=(1, 48, 20, 17)).astype(np.float32)
     classes = (volume[0] > 0).astype(np.int64) + (volume[0] > 1)

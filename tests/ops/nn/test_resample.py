@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.base import space
 from layerwise.ops.facts import Local
@@ -34,16 +33,10 @@ def test_pads_of_borders_need_a_halo_not_everything() -> None:
         assert (int(lo[0]), int(hi[0])) == need, mode
 
 
-def test_pad_labels_and_limits() -> None:
+def test_pad_labels() -> None:
     x = TensorSpec((4, 6, 10, 5), ("n", "c", "h", "w"), units=(1, 2, 5, 1))
     out = Pad(((1, 0), (0, 0), (0, 5), (1, 1))).output(x)
     assert out == TensorSpec((5, 6, 15, 7), (None, "c", None, "w"), units=(1, 2, 1, 1))
-    with pytest.raises(LayerwiseError, match="pairs of pads"):
-        Pad(((1, 1),)).output(x)
-    with pytest.raises(LayerwiseError, match="at most 4, not 5, 0"):
-        Pad(((0, 0), (0, 0), (0, 0), (5, 0)), "reflect").output(x)
-    with pytest.raises(LayerwiseError, match="leave nothing"):
-        Pad(((0, 0), (0, 0), (0, 0), (-3, -2))).output(x)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest_exact"])
@@ -65,8 +58,6 @@ def test_nearest_neighbours_as_rounded(mode: str) -> None:
 def test_interpolation_labels() -> None:
     x = TensorSpec((4, 6, 10, 5), ("n", "c", "h", "w"), units=(1, 2, 5, 1))
     assert Interpolate((20, 10)).output(x) == TensorSpec((4, 6, 20, 10), ("n", "c", None, "w"), units=(1, 2, 1, 1))
-    with pytest.raises(LayerwiseError, match="cannot resample 4"):
-        Interpolate((1, 2, 3, 4)).output(x)
 
 
 @given(st.data())

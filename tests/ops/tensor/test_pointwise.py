@@ -68,31 +68,6 @@ def argued(name: str) -> tuple[float, ...]:
     return (3.0,) if name.endswith("_scalar") else ARGUMENTS.get(name, ())
 
 
-def test_unary_functions_are_torch_functions() -> None:
-    """Shapes and result types, of floating point and of integers."""
-    for name in sorted(REAL | KEEPING | TESTING):
-        with case(name):
-            is_torchs(name)
-
-
-def is_torchs(name: str) -> None:
-    op = Unary(name, argued(name))
-    for dtype in ("float64", "float32", "int64", "bool"):
-        real: Tensor = torch.rand(IMAGE.shape, dtype=torch.float64).to(getattr(torch, dtype))
-        arguments = [int(a) if a == int(a) and "float" not in dtype else a for a in op.arguments]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                result = function(name)(real, *arguments)
-        except (RuntimeError, TypeError):  # not of integers or booleans
-            assert "float" not in dtype or name == "bitwise_not"
-            continue
-        out = op.output(TensorSpec(IMAGE.shape, IMAGE.dims, dtype))
-        assert out.shape == result.shape
-        if "float" in dtype or name in TESTING:
-            assert f"torch.{out.dtype}" == str(result.dtype)
-
-
 @given(st.data())
 def test_unary_needs(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted((REAL | KEEPING | TESTING) - {"bitwise_not"})))
@@ -201,19 +176,6 @@ def test_dropout_and_cast_need_their_own_box(data: st.DataObject) -> None:
     assert Cast("int64").output(IMAGE).dtype == "int64"
 
 
-def test_operands_that_do_not_fit() -> None:
-    with pytest.raises(LayerwiseError, match="do not broadcast"):
-        Binary("add").output(IMAGE, TensorSpec((3,), ("c",)))
-    with pytest.raises(LayerwiseError, match=r"do not broadcast.*\(3,\)"):
-        Binary("add", (3,)).output(IMAGE)
-    with pytest.raises(LayerwiseError, match="slopes"):
-        Prelu(3).output(IMAGE)
-    with pytest.raises(LayerwiseError, match="probability"):
-        Dropout(1.5).output(IMAGE)
-    with pytest.raises(LayerwiseError, match="element type"):
-        Cast("complex32").output(IMAGE)
-
-
 POSITIVE = ("log", "log10", "log2", "sqrt", "rsqrt", "lgamma", "digamma", "pow_scalar", "rpow_scalar")
 UNIT = ("acos", "asin", "atanh", "erfinv", "logit", "log1p")
 
@@ -250,7 +212,7 @@ def is_the_function(name: str) -> None:
 
 
 def test_unary_functions_have_the_type_that_is_planned() -> None:
-    for name, dtype in product(sorted(REAL | KEEPING | TESTING), ("int64", "int32", "bool", "float32")):
+    for name, dtype in product(sorted(REAL | KEEPING | TESTING), ("int64", "int32", "bool", "float32", "float64")):
         if dtype != "bool" or "sub_" not in name:  # PyTorch does not subtract booleans
             with case(name, dtype):
                 has_the_type_that_is_planned(name, dtype)
@@ -260,18 +222,20 @@ def has_the_type_that_is_planned(name: str, dtype: str) -> None:
     spec = TensorSpec((4,), ("n",), dtype)
     for op in (Unary(name, argued(name)), Unary(name, tuple(a + 0.5 for a in argued(name)))):
         x = torch.tensor([1, 0, 1, 1]).to(getattr(torch, dtype))
-        numbers = [int(a) if a == int(a) and dtype != "float32" else a for a in op.arguments]
+        real = "float" in dtype
+        numbers = [int(a) if a == int(a) and not real else a for a in op.arguments]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                fitting = x.float() if any(a % 1 for a in op.arguments) else x.long() if dtype == "bool" else x
+                wide = any(a % 1 for a in op.arguments) and not real
+                fitting = x.float() if wide else x.long() if dtype == "bool" else x
                 wanted = function(name)(fitting if "_scalar" in name else x, *numbers)
         except (RuntimeError, TypeError):  # not of this type
             continue
         out = op.run(whole(op, [spec]), [x], {})
-        if "_scalar" in name or "float" in dtype or name in TESTING:
+        if "_scalar" in name or real or name in TESTING:
             assert str(out.dtype) == f"torch.{op.output(spec).dtype}"
-        torch.testing.assert_close(out, wanted, equal_nan=True, check_dtype=False)
+        torch.testing.assert_close(out, wanted, equal_nan=True, check_dtype=real or name in TESTING)
 
 
 @pytest.mark.parametrize(
