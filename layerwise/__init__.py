@@ -34,7 +34,7 @@ _HOME = {
     "load_plan": "layerwise.plan",
     "load_profile": "layerwise.machine",
     "parallelize": "layerwise.api.parallelize",
-    "predict": "layerwise.volumes.predict",
+    "predict": "layerwise.inference.predict",
     "price": "layerwise.cost.price",
     "register_op": "layerwise.importers.registry",
     "save": "layerwise.api.save",
@@ -93,13 +93,13 @@ if TYPE_CHECKING:
     from layerwise.importers.onnx.from_onnx import from_onnx
     from layerwise.importers.registry import register_op
     from layerwise.importers.torch.from_torch import from_torch
+    from layerwise.inference.predict import predict
     from layerwise.machine import DeviceGraph
     from layerwise.machine import load as load_profile
     from layerwise.ops.base import Op
     from layerwise.plan import Plan, load_plan
     from layerwise.tensor import TensorSpec
     from layerwise.volumes.loader import BoxLoader
-    from layerwise.volumes.predict import predict
 
 
 def __getattr__(name: str) -> Any:

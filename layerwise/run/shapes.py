@@ -25,10 +25,9 @@ from layerwise.run.lean import skeleton
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes
+from layerwise.run.sized import Sizes
 from layerwise.run.state.initial import stored
 from layerwise.tensorfile import dtype_name
-
-Sizes = tuple[tuple[int, ...], ...]  # of every input, but for the samples
 
 
 @dataclass(frozen=True, slots=True)

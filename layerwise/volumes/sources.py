@@ -18,7 +18,7 @@ from layerwise.errors import LayerwiseError
 Array = NDArray[Any]
 Slices = tuple[slice, ...]
 Reader = Callable[[int, Slices], Array]
-KINDS = ".npy, .zarr, .h5::name or .hdf5::name"
+KINDS = ".npy, .zarr, .nii, .nii.gz, .h5::name or .hdf5::name"
 
 
 @contextmanager
@@ -209,12 +209,31 @@ def _opened(name: str, kind: str, inside: str) -> Any:
         import h5py
 
         return h5py.File(name, "r")[inside]
+    if name.lower().endswith((".nii", ".nii.gz")):
+        import nibabel
+
+        return _Nifti(nibabel.load(name).dataobj)  # type: ignore[attr-defined]
     if kind == ".zarr":
         import zarr
 
         opened = zarr.open(name, mode="r")
         return opened[inside] if inside else opened
     raise LayerwiseError(f"file {name!r}: there are {KINDS}")
+
+
+class _Nifti:
+    """A NIfTI volume (x, y, z) or (x, y, z, channels) as a sample (channels, x, y, z), of which slices are read."""
+
+    def __init__(self, proxy: Any) -> None:
+        self.proxy, self.channels = proxy, len(proxy.shape) > 3
+        extents = tuple(int(extent) for extent in proxy.shape)
+        self.shape = (extents[3], *extents[:3]) if self.channels else (1, *extents)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Array:
+        first, *rest = index
+        if self.channels:
+            return np.moveaxis(np.asarray(self.proxy[(*rest, first)]), -1, 0)
+        return np.asarray(self.proxy[tuple(rest)])[None][first]
 
 
 def in_a_line(error: BaseException) -> str:
