@@ -119,9 +119,9 @@ class NiftiFolder(NpyFolder):
             assert gathered is not None
             array = gathered.cpu().numpy()
             volume = np.moveaxis(array, 0, -1) if array.ndim > 3 else array
-            affine = nibabel.load(self.files[number]).affine  # type: ignore[attr-defined]
+            affine = nibabel.load(self.files[number]).affine
             dtype = np.uint8 if array.dtype == np.bool_ else array.dtype
-            nibabel.save(nibabel.Nifti1Image(volume.astype(dtype), affine, dtype=dtype), file)  # type: ignore[attr-defined,no-untyped-call]
+            nibabel.save(nibabel.Nifti1Image(volume.astype(dtype), affine, dtype=dtype), file)
 
         with _beside(self, self.folder / f"{name}{self.suffix}", folders=True) as file:
             self._first(save, f"{name} cannot be written")

@@ -18,7 +18,7 @@ SIGMA = 1 / 8  # of the Gaussian, in extents of the window
 
 
 def starts(shape: Sequence[int], window: Sequence[int], overlap: float) -> list[tuple[int, ...]]:
-    """Where each window begins, by dimension: evenly spaced, so that neighbours share at least `overlap` of their extent.
+    """Where each window begins, by dimension: evenly spaced, neighbours share at least `overlap` of it.
 
     >>> starts((10, 4), (4, 4), 0.5)
     [(0, 0), (2, 0), (4, 0), (6, 0)]

@@ -212,7 +212,7 @@ def _opened(name: str, kind: str, inside: str) -> Any:
     if name.lower().endswith((".nii", ".nii.gz")):
         import nibabel
 
-        return _Nifti(nibabel.load(name).dataobj)  # type: ignore[attr-defined]
+        return _Nifti(nibabel.load(name).dataobj)
     if kind == ".zarr":
         import zarr
 
