@@ -165,9 +165,8 @@ class OwnModule(WithModule):
                 made = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
             return [((Box((0,) * x.dim(), tuple(x.shape)),), x) for x in made]
 
-        return Sized(
-            boxes, _returned_shapes(self.module, self.options.device, [box.shape for box in boxes]), run, alone=True
-        )
+        shapes = _returned_shapes(self.module, self.options.device, [box.shape for box in boxes])
+        return Sized(boxes, shapes, run, alone=True)
 
     def _compiled(self, call: Call, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """What the compiled model makes of its inputs."""
