@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.geometry import Box
+from layerwise.inference.windows import LEAST
 from layerwise.partition.boxes import Each
 from layerwise.partition.transfer import Transfer, transfer
 from layerwise.run.schedule.redistribute import Redistribution
@@ -61,6 +62,7 @@ class Blend:
             along = slice(box.lo[dim] - region.lo[dim], box.hi[dim] - region.lo[dim])
             own = torch.ones(box.shape[dim]) if values is None else values[along]
             weights = weights.unsqueeze(-1) * own.to(weights)
+        weights = weights.clamp(min=LEAST)
         place = box.slices(self.box)
         self._total[place] += part * weights
         self._weights[place[2:]] += weights

@@ -8,16 +8,21 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
 from layerwise.comm.base import Comm, CommError
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.inference.blend import move
 from layerwise.inference.cases import Cases
 from layerwise.inference.predictor import Predictor, Reduce
 from layerwise.inference.results import Results, results_of
+from layerwise.partition.boxes import Each
 from layerwise.quantities import parse_bytes
 from layerwise.run.parallel import ParallelModule
+from layerwise.tensorfile import DTYPE_OF, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,52 @@ def predict(
             return _all(predictor, model.comm, results, alone=alone, overwrite=overwrite, progress=progress)
     finally:
         model.train(training)
+
+
+def answer(
+    model: ParallelModule,
+    x: Tensor,
+    *,
+    output: int = 0,
+    reduce: Reduce | None = None,
+    window: Sequence[int] | None = None,
+    overlap: float = 0.5,
+    mirror: str = "",
+    memory_limit: float | str | None = None,
+) -> Tensor:
+    """Returns an output of samples that every rank has in full, in full on every rank, as float32 or whole numbers.
+
+    Args:
+        model: As `predict` takes it.
+        x: (samples, channels, ...), alike on all ranks, of any size; for networks of one input.
+        output: As `predict` has it, like all that follows. With "argmax" labels are gathered, not logits.
+
+    Raises:
+        LayerwiseError: As `predict`.
+    """
+    cases = Cases.of(model, x.detach().cpu(), output)
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            comm = SoloComm(model.device) if model.sized(cases.planned).alone else model.comm
+            limit = _limit(memory_limit, model.device)
+            predictor = Predictor(model, cases, comm, output, reduce, window, overlap, mirror, limit)
+            made = [_full(comm, *boxed) for boxed in predictor.batch(range(len(cases.names)))]
+    finally:
+        model.train(training)
+    return torch.stack(made)
+
+
+def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
+    """All of a tensor of which the ranks have boxes, on every rank."""
+    held = [box for box in boxes if box is not None]
+    full = Box((0,) * len(held[0].hi), tuple(map(max, *(box.hi for box in held), held[0].hi)))
+    dtype = next(filter(None, comm.all_gather_text("" if x is None else dtype_name(x.dtype))))
+    like = torch.empty(0, dtype=DTYPE_OF[dtype], device=comm.device)
+    gathered = move(comm, x, boxes, (full,) * comm.size, like, "an answer")
+    assert gathered is not None
+    return gathered
 
 
 def _all(

@@ -15,6 +15,7 @@ import numpy as np
 from layerwise.geometry.arrays import Floats
 
 SIGMA = 1 / 8  # of the Gaussian, in extents of the window
+LEAST = 1e-3  # weight of a number: in a corner, where no other window is, there must be one
 
 
 def starts(shape: Sequence[int], window: Sequence[int], overlap: float) -> list[tuple[int, ...]]:
@@ -32,7 +33,7 @@ def starts(shape: Sequence[int], window: Sequence[int], overlap: float) -> list[
 
 
 def profile(size: int) -> Floats:
-    """The weights of a window's numbers along one dimension, (size,): a Gaussian around its middle, never zero."""
+    """The weights of a window's numbers along one dimension, (size,): a Gaussian around its middle."""
     distance = (np.arange(size) - (size - 1) / 2) / max(1.0, size * SIGMA)
-    weights: Floats = np.maximum(np.exp(-0.5 * distance**2), 1e-3)
+    weights: Floats = np.exp(-0.5 * distance**2)
     return weights

@@ -22,8 +22,8 @@ from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
-from layerwise.inference.predict import Predicted, predict
-from layerwise.inference.windows import profile, starts
+from layerwise.inference.predict import Predicted, answer, predict
+from layerwise.inference.windows import LEAST, profile, starts
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
@@ -87,7 +87,7 @@ def in_windows(x: np.ndarray[Any, Any], window: tuple[int, ...], overlap: float)
     before = [(m - n) // 2 for m, n in zip(large, x.shape[1:], strict=True)]
     padded = np.pad(x, [(0, 0), *((b, m - n - b) for b, m, n in zip(before, large, x.shape[1:], strict=True))])
     total, weight = np.zeros((3, *large)), np.zeros(large)
-    gaussian = np.einsum("a,b,c->abc", *map(profile, window))
+    gaussian = np.maximum(np.einsum("a,b,c->abc", *map(profile, window)), LEAST)
     for place in starts(large, window, overlap):
         here = tuple(slice(p, p + w) for p, w in zip(place, window, strict=True))
         total[(slice(None), *here)] += one_pass(padded[(slice(None), *here)]) * gaussian
@@ -239,3 +239,18 @@ def test_windows_cover_and_weigh() -> None:
         assert places == sorted(set(places))
     assert profile(8).min() > 0
     assert np.array_equal(profile(9), profile(9)[::-1])
+
+
+def test_an_answer_in_full_on_every_rank() -> None:
+    """As a server or one of MONAI's evaluators asks."""
+    x = np.stack([volumes()[1], volumes()[1][:, ::-1]])
+    wanted = np.stack([one_pass(sample.copy()) for sample in x])
+
+    def both(comm: Comm) -> tuple[Tensor, Tensor]:
+        module = module_of(comm)
+        given = torch.from_numpy(x.copy())
+        return answer(module, given), answer(module, given, reduce="argmax")
+
+    for logits, labels in run_threads(3, both):
+        np.testing.assert_allclose(logits.numpy(), wanted, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(labels.numpy(), wanted.argmax(1))
