@@ -119,7 +119,15 @@ def answer(
     Args:
         model: As `predict` takes it.
         x: (samples, channels, ...), alike on all ranks, of any size; for networks of one input.
-        output: As `predict` has it, like all that follows. With "argmax" labels are gathered, not logits.
+        output: Which of the network's outputs.
+        reduce: What is made of each rank's box, before it is gathered: with "argmax" labels are, not logits.
+        window: As `predict` has it.
+        overlap: As `predict` has it.
+        mirror: As `predict` has it.
+        memory_limit: As `predict` has it.
+
+    Returns:
+        (samples, classes, ...), or what `reduce` makes of that.
 
     Raises:
         LayerwiseError: As `predict`.
