@@ -14,7 +14,7 @@ from layerwise.inference.predictor import Reduce
 from layerwise.run.parallel import ParallelModule
 
 
-class LayerwiseInferer(Inferer):
+class LayerwiseInferer(Inferer):  # type: ignore[misc] # where MONAI is not installed, its class is Any
     """A MONAI inferer that computes each image over all ranks, in one pass where it fits.
 
         network = layerwise.parallelize(network, image, inference=True, io="boxes")
