@@ -34,7 +34,7 @@ _HOME = {
     "load_plan": "layerwise.plan",
     "load_profile": "layerwise.machine",
     "parallelize": "layerwise.api.parallelize",
-    "predict": "layerwise.volumes.predict",
+    "predict": "layerwise.inference.predict",
     "price": "layerwise.cost.price",
     "register_op": "layerwise.importers.registry",
     "save": "layerwise.api.save",
@@ -66,6 +66,7 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.importers.onnx.from_onnx import from_onnx as from_onnx
     from layerwise.importers.registry import register_op as register_op
     from layerwise.importers.torch.from_torch import from_torch as from_torch
+    from layerwise.inference.predict import predict as predict
     from layerwise.machine import DeviceGraph as DeviceGraph
     from layerwise.machine import load
     from layerwise.ops.base import Op as Op
@@ -73,7 +74,6 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.plan import load_plan as load_plan
     from layerwise.tensor import TensorSpec as TensorSpec
     from layerwise.volumes.loader import BoxLoader as BoxLoader
-    from layerwise.volumes.predict import predict as predict
 
     load_profile = load
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "oracle": ("layerwise.oracle.__main__", "what every parallel strategy would cost, and which to take"),
     "measure": ("layerwise.measure.__main__", "times of layers and links on this machine, into a profile"),
     "run": ("layerwise.run.__main__", "train a planned network; torchrun starts one process a GPU"),
+    "predict": ("layerwise.inference.command", "a planned network's answers for volumes; under torchrun"),
     "export": ("layerwise.export", "make one safetensors file of a checkpoint, for the original model"),
 }
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
+from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
@@ -42,6 +44,7 @@ from layerwise.run.parallel import LossFunction
 from layerwise.run.schedule.place import parameter_boxes, places, shardings
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Shaped, Shapes
+from layerwise.run.sized import Returned, Sized, Sizes
 from layerwise.run.skeleton import without_memory
 from layerwise.run.state.state import Shard, State
 from layerwise.run.trace import Trace
@@ -121,6 +124,24 @@ class LayeredModule(SplitFacade):
     def schedule(self) -> Schedule:
         """What this rank does of the plan, at the plan's batch and sizes."""
         return self._executor(self.graph.batch, self._shapes.first).schedule
+
+    def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
+        if self.io != "boxes":
+            raise LayerwiseError(f"the plan has io {self.io!r}: parallelize the model with io='boxes'")
+        shaped = self._shapes.at(sizes, training=False)
+        executor = self._executor(samples, shaped)
+        schedule, rank = executor.schedule, self.comm.rank
+        inputs = [layer for layer in schedule.graph.layers if layer.role is Role.INPUT]
+        needed = [schedule.places[layer.name].owned.each[rank] for layer in inputs]
+        full = [Box((0,) * len(layer.out.shape), layer.out.shape) for layer in inputs]
+        boxes = tuple(whole if box is None else box for whole, box in zip(full, needed, strict=True))
+
+        def run(given: Sequence[Tensor]) -> Returned:
+            made = self._run(executor, shaped.inputs.fed(schedule, given), (), [1.0] * len(schedule.sinks))
+            return list(zip(map(tuple, schedule.sinks), made, strict=True))
+
+        shapes = tuple(spec.shape for spec in schedule.graph.layers[-1].specs)
+        return Sized(boxes, shapes, run, alone=False)
 
     @property
     def trace(self) -> Trace | None:

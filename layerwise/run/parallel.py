@@ -26,6 +26,7 @@ from layerwise.run.local_tensor import local_tensor
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.place import samples
 from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.sized import Sized, Sizes
 from layerwise.run.state.state import Shard
 from layerwise.run.trace import Trace
 
@@ -201,6 +202,14 @@ class ParallelModule(nn.Module):
         sink, graph = self.schedule.graph.layers[-1], self.schedule.graph
         pairs = zip(sink.inputs, self.schedule.sinks, strict=True)
         return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
+
+    @abstractmethod
+    def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
+        """How samples whose inputs have these shapes are computed together, in evaluation without gradients.
+
+        It is traced and cut once, and remembered. LayerwiseError where the model takes no such input, or the plan's
+        degrees do not suit it.
+        """
 
     def shards(self) -> list[Shard]:
         """Every parameter and buffer that this rank holds; their tensors may be written to."""

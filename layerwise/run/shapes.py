@@ -24,11 +24,10 @@ from layerwise.run.inputs import Inputs
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.place import parameter_boxes
 from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.sized import Sizes
 from layerwise.run.skeleton import skeleton
 from layerwise.run.state.initial import stored
 from layerwise.tensorfile import dtype_name
-
-Sizes = tuple[tuple[int, ...], ...]  # of every input, but for the samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,8 @@ class Shapes:
         if self._skeleton is None:
             raise LayerwiseError(self._unlike(sizes, training, "the model's code is not there to be traced again"))
         samples, pairs = _samples(self._skeleton, sizes), zip(self._layers, sizes, strict=True)
-        tensors = {layer.name: _example(layer, size, samples) for layer, size in pairs}
+        device = next((p.device for p in self._skeleton.parameters()), torch.device("cpu"))  # of its own, also meta
+        tensors = {layer.name: _example(layer, size, samples, device) for layer, size in pairs}
         examples, named = self.arguments.call(tensors, samples)
         try:
             self._skeleton.train(training)
@@ -201,6 +201,8 @@ def _samples(module: nn.Module, sizes: Sizes) -> int:
     return next((n for n in (11, 13, 17, 19, 23, 29, 31, 37) if not any(extent % n == 0 for extent in known)), 41)
 
 
-def _example(layer: Layer, size: tuple[int, ...], samples: int) -> Tensor:
+def _example(layer: Layer, size: tuple[int, ...], samples: int, device: torch.device) -> Tensor:
     shape = (samples, *size) if layer.out.index("n") == 0 else size
-    return torch.zeros((), dtype=getattr(torch, layer.out.dtype)).expand(shape)  # one number: a volume fits no rank
+    return torch.zeros((), dtype=getattr(torch, layer.out.dtype), device=device).expand(
+        shape
+    )  # one number: a volume fits no rank

@@ -95,6 +95,11 @@ class BoxLoader:
         return self.samples // self.batch
 
     @property
+    def inputs(self) -> tuple[BoxInput, ...]:
+        """The model's inputs, and where their samples lie."""
+        return self._reading.inputs
+
+    @property
     def as_they_are(self) -> bool:
         """Whether samples come in their order, whole and unchanged."""
         reading = self._reading

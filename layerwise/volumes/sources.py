@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 
 Array = NDArray[Any]
 Slices = tuple[slice, ...]
 Reader = Callable[[int, Slices], Array]
-KINDS = ".npy, .zarr, .h5::name or .hdf5::name"
+KINDS = ".npy, .zarr, .nii, .nii.gz, .h5::name or .hdf5::name"
 
 
 @contextmanager
@@ -147,7 +149,47 @@ class Computed:
         return None
 
 
-SampleSource = StackedArray | File | SeparateSamples | Computed
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of every sample of a source. Where it is larger than a sample there are zeros.
+
+    Attributes:
+        source: Where the samples lie.
+        box: The region, in positions of a sample; it may begin before it and end after it.
+        mirrored: The dimensions that are read backwards.
+    """
+
+    source: SampleSource
+    box: Box
+    mirrored: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return self.box.shape
+
+    def file(self, index: int) -> str | None:
+        return self.source.file(index)
+
+    def read(self, index: int, slices: Slices) -> Array:
+        lo, hi = zip(*map(self._place, range(len(slices)), slices), strict=True)
+        inside = Box(lo, hi) & Box((0,) * len(lo), self.source.shape(index))
+        if not inside.volume:
+            return np.zeros(Box(lo, hi).shape, np.float32)
+        read = self.source.read(index, inside.slices())
+        margins = [(a - x, y - b) for x, y, a, b in zip(lo, hi, inside.lo, inside.hi, strict=True)]
+        padded = np.pad(read, margins) if any(map(any, margins)) else read
+        return np.flip(padded, tuple(self.mirrored))
+
+    def _place(self, dim: int, s: slice) -> tuple[int, int]:
+        """Where in a sample a slice of the region lies."""
+        if dim in self.mirrored:
+            return self.box.hi[dim] - s.stop, self.box.hi[dim] - s.start
+        return self.box.lo[dim] + s.start, self.box.lo[dim] + s.stop
+
+
+SampleSource = StackedArray | File | SeparateSamples | Computed | Region
 
 
 def source_of(value: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:
@@ -197,12 +239,31 @@ def _opened(name: str, kind: str, inside: str) -> Any:
         import h5py
 
         return h5py.File(name, "r")[inside]
+    if name.lower().endswith((".nii", ".nii.gz")):
+        import nibabel
+
+        return _Nifti(nibabel.load(name).dataobj)
     if kind == ".zarr":
         import zarr
 
         opened = zarr.open(name, mode="r")
         return opened[inside] if inside else opened
     raise LayerwiseError(f"file {name!r}: there are {KINDS}")
+
+
+class _Nifti:
+    """A NIfTI volume (x, y, z) or (x, y, z, channels) as a sample (channels, x, y, z), of which slices are read."""
+
+    def __init__(self, proxy: Any) -> None:
+        self.proxy, self.channels = proxy, len(proxy.shape) > 3
+        extents = tuple(int(extent) for extent in proxy.shape)
+        self.shape = (extents[3], *extents[:3]) if self.channels else (1, *extents)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Array:
+        first, *rest = index
+        if self.channels:
+            return np.moveaxis(np.asarray(self.proxy[(*rest, first)]), -1, 0)
+        return np.asarray(self.proxy[tuple(rest)])[None][first]
 
 
 def in_a_line(error: BaseException) -> str:

@@ -28,11 +28,11 @@ from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
+from layerwise.inference.predict import predict
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from layerwise.volumes.loader import BoxLoader
-from layerwise.volumes.predict import predict
 from layerwise.volumes.sources import source_of
 from tests.comm.thread import run_threads
 from tests.run.plans import priced, random_plan
@@ -347,10 +347,13 @@ def test_an_older_prediction_stays_until_the_new_one_is_whole(tmp_path: Path) ->
     np.save(out, np.ones(3))
     found: list[Any] = []
 
+    def look(box: Tensor) -> Tensor:
+        found.append(np.load(out).tolist())
+        return box
+
     def run(comm: Comm) -> None:
         module = load(random_plan(graph, comm.size, 5, "boxes"), network, comm=comm, dtype=torch.float64)
-        module.register_forward_hook(lambda *_: found.append(np.load(out).tolist()))
-        predict(module, BoxLoader(module, x), out)
+        predict(module, BoxLoader(module, x), out, reduce=look)
 
     run_threads(2, run)
     assert found == [[1.0] * 3] * 4
@@ -409,14 +412,13 @@ def test_what_predict_refuses(tmp_path: Path) -> None:
     zarr.create_array(tmp_path / "a.zarr", shape=(2, *shape), chunks=(1, *shape), dtype="f4")
     read_only = zarr.open_array(tmp_path / "a.zarr", mode="r")
     refused: list[tuple[BoxLoader, object, int, str]] = [
-        (BoxLoader(module, x), tmp_path / "a.npy", 0, "a multiple of 2 samples"),
         (BoxLoader(module, whole, shuffle=True), tmp_path / "a.npy", 0, "does not shuffle"),
         (BoxLoader(module, whole, flip="d"), tmp_path / "a.npy", 0, "does not shuffle, crop, flip"),
         (BoxLoader(module, whole), tmp_path / "a.npy", 1, "there is no number 1"),
-        (BoxLoader(module, whole), tmp_path / "a.txt", 0, "makes .npy files"),
+        (BoxLoader(module, whole), tmp_path / "a.txt", 0, "predict makes .npy files"),
         (BoxLoader(module, whole), tmp_path / "none" / "a.npy", 0, "a.npy' cannot be written"),
         (BoxLoader(module, whole), np.zeros((1, *shape)), 0, "what it is to write into has shape"),
-        (BoxLoader(module, whole), np.zeros((2, *shape), np.int32), 0, "predict writes float64, and .* has int32"),
+        (BoxLoader(module, whole), np.zeros((2, *shape), np.int32), 0, "predict writes float32, and .* has int32"),
         (BoxLoader(module, whole), [1], 0, "cannot write into a list"),
         (BoxLoader(module, whole), None, 0, "cannot write into a NoneType"),
         (BoxLoader(module, whole), read_only, 0, "samples from 0 cannot be written: store was opened in read-only"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +12,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.ops.random import combine
@@ -34,6 +36,7 @@ from layerwise.run.facade import ModuleFacade
 from layerwise.run.guards.hooks import in_backward
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.sized import Returned, Sized, Sizes
 from layerwise.run.trace import Trace
 from layerwise.tensorfile import dtype_name
 
@@ -150,6 +153,18 @@ class DataParallelModule(ModuleFacade):
         if scale != 1:
             map_kept_losses(self.module, leaving)
         return pytree.tree_map_only(Tensor, leaving, outputs)
+
+    def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
+        boxes = tuple(Box((0,) * (1 + len(size)), (samples, *size)) for size in sizes)
+
+        def run(given: Sequence[Tensor]) -> Returned:
+            inputs = given if self._moved is None else list(map(self._moved, given))
+            with self._autocast():
+                made = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
+            return [((Box((0,) * x.dim(), tuple(x.shape)),), x) for x in made]
+
+        shapes = _returned_shapes(self.module, self.options.device, [box.shape for box in boxes])
+        return Sized(boxes, shapes, run, alone=True)
 
     def _compiled(self, call: Call, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """What the compiled model makes of its inputs."""
@@ -313,6 +328,20 @@ class DataParallelModule(ModuleFacade):
             replaced.remove()
         if self._averaged is not None:
             self._averaged.gradients.release()
+
+
+def _returned_shapes(
+    module: nn.Module, device: torch.device, shapes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what a module returns, without computing it. LayerwiseError where it takes no such inputs."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            made = module(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+    except Exception as error:  # the model's own code, which may raise anything
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LayerwiseError(f"the model takes no input of shape {shapes[0]}: {told}") from None
+    return tuple(tuple(x.shape) for x in pytree.tree_leaves(made) if isinstance(x, Tensor))
 
 
 def _unpickled(module: nn.Module, facts: Facts, steps: int) -> DataParallelModule:

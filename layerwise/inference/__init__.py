@@ -1,0 +1,1 @@
+"""Answers for volumes that fit no device: read, computed, reduced and written box by box."""

@@ -1,0 +1,72 @@
+"""Blend: the weighted mean of passes over parts of a sample, of which every rank has its box alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Comm
+from layerwise.geometry import Box
+from layerwise.inference.windows import LEAST
+from layerwise.partition.place import Each
+from layerwise.partition.transfer import Transfer, transfer
+from layerwise.run.schedule.redistribute import Redistribution
+
+Profiles = Sequence[Tensor | None]  # by dimension, the weights of a pass's positions; None: all alike
+
+
+def move(comm: Comm, x: Tensor | None, owned: Each, needed: Each, like: Tensor, what: str) -> Tensor | None:
+    """This rank's box of `needed`, of a tensor of which the ranks have the boxes `owned`. Every rank calls it."""
+    plan = transfer(owned, needed, comm.rank)
+    if plan.pattern != "local":
+        plan = _as_messages(plan)
+    return Redistribution(plan, comm, what).forward(x, like)
+
+
+def _as_messages(plan: Transfer) -> Transfer:
+    """A transfer that no collective is prepared for."""
+    return replace(plan, pattern="messages", group=())
+
+
+class Blend:
+    """Sums what passes return into the boxes that ranks own of the sample.
+
+    Args:
+        comm: The ranks.
+        owned: By rank, the box of the sample's output that it keeps.
+        like: Has the device of what is summed; sums are float32, or float64 where that is.
+    """
+
+    def __init__(self, comm: Comm, owned: Each, like: Tensor) -> None:
+        self.comm, self.owned = comm, owned
+        self.box = owned[comm.rank]
+        self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
+        shape = () if self.box is None else self.box.shape
+        self._total, self._weights = self._like.new_zeros(shape), self._like.new_zeros(shape[2:])
+
+    def add(self, boxes: Each, x: Tensor | None, region: Box, profiles: Profiles) -> None:
+        """Adds a pass over `region`, of which the ranks have `boxes` (of the whole output). Every rank calls it.
+
+        profiles: by dimension of the region but for samples and channels.
+        """
+        needed = tuple(None if own is None or not (own & region).volume else own & region for own in self.owned)
+        x = None if x is None else x.to(self._like.dtype)
+        part, box = move(self.comm, x, boxes, needed, self._like, "a window's output"), needed[self.comm.rank]
+        if part is None or box is None:
+            return
+        weights = torch.ones((), dtype=self._like.dtype, device=self._like.device)
+        for dim, values in enumerate(profiles, 2):
+            along = slice(box.lo[dim] - region.lo[dim], box.hi[dim] - region.lo[dim])
+            own = torch.ones(box.shape[dim]) if values is None else values[along]
+            weights = weights.unsqueeze(-1) * own.to(weights)
+        weights = weights.clamp(min=LEAST)
+        place = box.slices(self.box)
+        self._total[place] += part * weights
+        self._weights[place[2:]] += weights
+
+    def mean(self) -> Tensor | None:
+        """This rank's box of the mean; None where it owns none."""
+        return None if self.box is None else self._total / self._weights

@@ -1,0 +1,221 @@
+"""Predictor: samples become boxes of their predictions, in one pass or in the mean of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Comm
+from layerwise.comm.together import agree
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.inference.blend import Blend
+from layerwise.inference.cases import Cases
+from layerwise.inference.windows import profile, starts
+from layerwise.partition.place import Each
+from layerwise.run.parallel import ParallelModule
+from layerwise.run.sized import Sized, Sizes
+from layerwise.volumes.sources import Region
+
+MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides ask for
+Reduce = Literal["argmax", "softmax", "sigmoid"] | Callable[[Tensor], Tensor]
+Boxed = tuple[Each, Tensor | None]  # the box of every rank, and what this one has in its own
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """How samples are computed.
+
+    Attributes:
+        model: The network, in evaluation.
+        cases: The samples.
+        comm: The ranks that compute a sample together.
+        output: Which of the network's outputs.
+        reduce: What is made of a box of it.
+        window: Extents of a window; None: of the planned size, where a sample needs more than `limit_bytes`.
+        overlap: The share of a window that its neighbour covers, too.
+        mirror: Labels of the dimensions along which the mean over mirrored samples is taken.
+        limit_bytes: What a pass may take on a device.
+    """
+
+    model: ParallelModule
+    cases: Cases
+    comm: Comm
+    output: int
+    reduce: Reduce | None
+    window: Sequence[int] | None
+    overlap: float
+    mirror: str
+    limit_bytes: float
+
+    def __post_init__(self) -> None:
+        cases = self.cases
+        if not 0 <= self.overlap < 1:
+            raise LayerwiseError(f"overlap must be in [0, 1), not {self.overlap}")
+        unknown = [label for label in self.mirror if label not in cases.labels]
+        if unknown:
+            raise LayerwiseError(f"mirror={self.mirror!r}: {unknown[0]!r} is none of {', '.join(cases.labels)}")
+        if (self.mirror or self.window is not None) and not cases.follows:
+            raise LayerwiseError("window= and mirror= need a network of one input whose output has its positions")
+        if self.window is not None and len(self.window) != len(cases.along):
+            raise LayerwiseError(
+                f"window={tuple(self.window)} must have an extent for each of {', '.join(cases.labels)}"
+            )
+
+    def batch(self, numbers: Sequence[int]) -> Iterator[Boxed]:
+        """Predictions of samples of equal shapes, reduced, one by one. Every rank of `comm` calls it alike."""
+        shapes = agree(self.comm, lambda: (self.cases.shapes(numbers[0]), None))[0]
+        made = self._mean(numbers, shapes[0]) if self.cases.follows else self._full(numbers, shapes)
+        boxes, x = self._reduced(*made)
+        for place in range(len(numbers)):
+            here = tuple(None if b is None or not b.lo[0] <= place < b.hi[0] else b for b in boxes)
+            box = here[self.comm.rank]
+            one = None if x is None or box is None else x[place - box.lo[0]]
+            yield tuple(None if b is None else Box(b.lo[1:], b.hi[1:]) for b in here), one
+
+    def _full(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
+        regions = [
+            Region(one.source, Box((0,) * len(shape), shape))
+            for one, shape in zip(self.cases.inputs, shapes, strict=True)
+        ]
+        return self._pass(numbers, self.model.sized(shapes, len(numbers)), regions)
+
+    def _mean(self, numbers: Sequence[int], shape: tuple[int, ...]) -> Boxed:
+        """One pass over samples and what pads them, or the mean of passes over windows and mirrored samples."""
+        along, count = self.cases.along, len(numbers)
+        size, places = self._passes(shape, count)
+        sized = self.model.sized((size,), count)
+        full = Box((0,) * (2 + len(along)), (count, sized.outputs[self.output][1], *(shape[i] for i in along)))
+        ways = list(product(*((False, True) if label in self.mirror else (False,) for label in self.cases.labels)))
+        blend: Blend | None = None
+        for place, way in product(places, ways):
+            lo = [0] * len(shape)
+            for i, begin in zip(along, place, strict=True):
+                lo[i] = begin
+            box = Box(tuple(lo), tuple(a + n for a, n in zip(lo, size, strict=True)))
+            region = Region(
+                self.cases.inputs[0].source, box, frozenset(i for i, on in zip(along, way, strict=True) if on)
+            )
+            boxes, x = self._pass(numbers, sized, [region])
+            region_box = Box((0, 0, *place), (*full.hi[:2], *(box.hi[i] for i in along)))
+            mirrored = [2 + d for d, on in enumerate(way) if on]
+            boxes = tuple(None if b is None else _placed(b, region_box, mirrored) for b in boxes)
+            x = x if x is None or not mirrored else x.flip(mirrored)
+            if len(places) * len(ways) == 1:
+                return _cut(boxes, x, full, self.comm.rank)
+            if blend is None:
+                owned = tuple(_slab(full, rank, self.comm.size) for rank in range(self.comm.size))
+                blend = Blend(self.comm, owned, torch.empty(0, dtype=self.model.dtype, device=self.comm.device))
+            weights = [torch.from_numpy(profile(size[i])) if len(places) > 1 else None for i in along]
+            blend.add(boxes, x, region_box, weights)
+        assert blend is not None
+        return blend.owned, blend.mean()
+
+    def _passes(self, shape: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+        """The shape of what each pass reads of samples of this shape, and where it begins, along its positions."""
+        along, planned = self.cases.along, self.cases.planned[0]
+        needed = self.model.plan.predicted.get("memory_bytes", 0.0) * prod(shape) * count
+        windowed = self.window is not None or needed > self.limit_bytes * prod(planned) * self.model.plan.batch
+        extents = self.window or [planned[i] for i in along]
+        wanted = list(shape)
+        for i, extent in zip(along, extents, strict=True):
+            wanted[i] = extent if windowed else shape[i]
+        size = self._taken(tuple(wanted), count)
+        large = [max(shape[i], size[i]) for i in along]
+        places = starts(large, [size[i] for i in along], self.overlap) if windowed else [(0,) * len(along)]
+        before = [(n - shape[i]) // 2 for n, i in zip(large, along, strict=True)]  # half of what pads it
+        return size, [tuple(a - b for a, b in zip(place, before, strict=True)) for place in places]
+
+    def _taken(self, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """The least shape from this one on that the network takes, and returns the positions of."""
+        refused: object = "its output has other positions than its input"
+        for multiple in MULTIPLES:
+            size = tuple(-(-n // multiple) * multiple if i in self.cases.along else n for i, n in enumerate(shape))
+            try:
+                returned = self.model.sized((size,), count).outputs[self.output]
+            except LayerwiseError as error:
+                refused = error
+                continue
+            if returned[2:] == tuple(size[i] for i in self.cases.along):
+                return size
+        raise LayerwiseError(f"the network takes no samples of shape {shape}, nor padded ones: {refused}")
+
+    def _pass(self, numbers: Sequence[int], sized: Sized, regions: Sequence[Region]) -> Boxed:
+        read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, regions), None))[0]
+        return sized.run(read)[self.output]
+
+    def _reduced(self, boxes: Each, x: Tensor | None) -> Boxed:
+        """What is written of a prediction: float32 where it is no whole number."""
+        if x is not None and x.is_floating_point():
+            x = x.float()
+        if self.reduce is None:
+            return boxes, x
+        held = [box for box in boxes if box is not None and box.volume]
+        if len({(box.lo[1], box.hi[1]) for box in held}) > 1:
+            raise LayerwiseError(
+                "the plan splits the classes of the output, and reduce= needs all of them: reduce them in the model"
+            )
+        if self.reduce in ("softmax", "sigmoid"):
+            return boxes, x if x is None else (x.softmax(1) if self.reduce == "softmax" else x.sigmoid())
+        classes = held[0].hi[1]
+        if self.reduce == "argmax":
+            x = x if x is None else x.argmax(1).to(torch.uint8 if classes <= 256 else torch.int32)
+            return tuple(None if b is None else Box((b.lo[0], *b.lo[2:]), (b.hi[0], *b.hi[2:])) for b in boxes), x
+        if not callable(self.reduce):
+            raise LayerwiseError(f"reduce={self.reduce!r}: it is argmax, softmax, sigmoid or a function of a box")
+        return self._by_user(self.reduce, boxes, x)
+
+    def _by_user(self, reduce: Callable[[Tensor], Tensor], boxes: Each, x: Tensor | None) -> Boxed:
+        """A function of the user's, which may return classes of its own number, or none."""
+
+        def act() -> tuple[Tensor | None, list[int] | None]:
+            if x is None:
+                return None, None
+            made = reduce(x)
+            if (
+                not isinstance(made, Tensor)
+                or made.shape[:1] + made.shape[made.dim() - x.dim() + 2 :] != x.shape[:1] + x.shape[2:]
+            ):
+                raise LayerwiseError(
+                    "reduce= must return a tensor (n, classes, ...) or (n, ...) of the positions it is given"
+                )
+            return made, list(made.shape[1 : made.dim() - x.dim() + 2])
+
+        made, classes = agree(self.comm, act)
+        middle = tuple(next(shape for shape in classes if shape is not None))
+        boxes = tuple(
+            None if b is None else Box((b.lo[0], *(0,) * len(middle), *b.lo[2:]), (b.hi[0], *middle, *b.hi[2:]))
+            for b in boxes
+        )
+        return boxes, made
+
+
+def _placed(box: Box, region: Box, mirrored: Sequence[int]) -> Box:
+    """The box of a pass's output in the sample's own positions. mirrored: the dimensions that it read backwards."""
+    lo, hi = list(box.lo), list(box.hi)
+    for dim in mirrored:
+        lo[dim], hi[dim] = region.shape[dim] - box.hi[dim], region.shape[dim] - box.lo[dim]
+    pairs = tuple(zip(lo, hi, region.lo, strict=True))
+    return Box(tuple(a + o for a, _, o in pairs), tuple(b + o for _, b, o in pairs))
+
+
+def _cut(boxes: Each, x: Tensor | None, full: Box, rank: int) -> Boxed:
+    """Without what was padded."""
+    cut = tuple(None if box is None or not (box & full).volume else box & full for box in boxes)
+    box, kept = boxes[rank], cut[rank]
+    return cut, None if x is None or box is None or kept is None else x[kept.slices(box)]
+
+
+def _slab(full: Box, rank: int, ranks: int) -> Box | None:
+    """The part of a mean that a rank keeps: of the longest dimension of positions."""
+    dim = max(range(2, len(full.hi)), key=full.hi.__getitem__)
+    lo, hi = list(full.lo), list(full.hi)
+    lo[dim], hi[dim] = (full.hi[dim] * (rank + more) // ranks for more in (0, 1))
+    box = Box(tuple(lo), tuple(hi))
+    return box if box.volume else None

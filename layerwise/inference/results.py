@@ -1,0 +1,286 @@
+"""Results: where predictions are written, box by box, and are complete or not there.
+
+A folder or a Zarr group has an array a sample, under its name; a .npy file, or an array of the user's, has all samples,
+which then have one shape.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from math import gcd
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Comm
+from layerwise.comm.together import agree
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.inference.blend import move
+from layerwise.partition.place import Each
+from layerwise.volumes.sources import foreign
+
+T = TypeVar("T")
+LEAST_CHUNK = 16  # positions along a dimension of a Zarr chunk: smaller ones are many small files
+MOST_CHUNK = 128
+
+
+class Results(ABC):
+    """Where predictions go. The ranks that compute a sample together call the methods alike."""
+
+    separate = True  # whether each sample has an array of its own, and is complete where others are not
+    comm: Comm
+
+    @contextmanager
+    def open(self, comm: Comm) -> Iterator[None]:
+        """Within it samples are written."""
+        self.comm = comm
+        yield
+
+    def complete(self, name: str) -> bool:
+        """Whether an earlier run has written this sample."""
+        return False
+
+    @abstractmethod
+    def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
+        """Writes a sample: of its array rank r has the box boxes[r], and `x` is this rank's."""
+
+    def _array(self, boxes: Each, x: Tensor | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and element type of the array whose boxes the ranks have."""
+        held = [box for box in boxes if box is not None]
+        told = self.comm.all_gather_text("" if x is None else str(x.dtype).removeprefix("torch."))
+        return tuple(map(max, *(box.hi for box in held), held[0].hi)), np.dtype(next(filter(None, told)))
+
+    def _first(self, act: Callable[[], object], what: str) -> None:
+        """Rank 0 does this while the others wait."""
+        self._each(act if self.comm.rank == 0 else lambda: None, what)
+
+    def _each(self, act: Callable[[], T], what: str) -> T:
+        """Every rank does this; where it fails on one, all raise."""
+
+        def guarded() -> tuple[T, None]:
+            with foreign(what):
+                return act(), None
+
+        return agree(self.comm, guarded)[0]
+
+
+class NpyFolder(Results):
+    """A folder with a .npy file a sample."""
+
+    suffix = ".npy"
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def complete(self, name: str) -> bool:
+        return (self.folder / f"{name}{self.suffix}").exists()
+
+    def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
+        shape, dtype = self._array(boxes, x)
+        with _beside(self, self.folder / f"{name}{self.suffix}", folders=True) as file:
+            what = f"{name} cannot be written"
+            self._first(lambda: np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape), what)
+            array = self._each(lambda: np.lib.format.open_memmap(file, mode="r+"), what)
+            self._each(lambda: _put(array, boxes[self.comm.rank], x), what)
+            self._each(array.flush, what)
+
+
+class NiftiFolder(NpyFolder):
+    """A folder with a .nii.gz file a sample, which rank 0 writes: labels of a volume fit where its logits do not.
+
+    Args:
+        folder: Its path.
+        files: The samples' own NIfTI files, whose place in the body (affine) the results take over.
+    """
+
+    suffix = ".nii.gz"
+
+    def __init__(self, folder: str, files: Sequence[str]) -> None:
+        super().__init__(folder)
+        self.files = files
+
+    def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
+        shape, dtype = self._array(boxes, x)
+        like = torch.empty(0, dtype=getattr(torch, dtype.name), device=self.comm.device)
+        full = Box((0,) * len(shape), shape)
+        gathered = move(self.comm, x, boxes, (full, *(None,) * (self.comm.size - 1)), like, "labels")
+
+        def save() -> None:
+            import nibabel
+
+            assert gathered is not None
+            array = gathered.cpu().numpy()
+            volume = np.moveaxis(array, 0, -1) if array.ndim > 3 else array
+            affine = nibabel.load(self.files[number]).affine
+            dtype = np.uint8 if array.dtype == np.bool_ else array.dtype
+            nibabel.save(nibabel.Nifti1Image(volume.astype(dtype), affine, dtype=dtype), file)
+
+        with _beside(self, self.folder / f"{name}{self.suffix}", folders=True) as file:
+            self._first(save, f"{name} cannot be written")
+
+
+class ZarrGroup(Results):
+    """A Zarr group with an array a sample; ranks that share one of its chunks write one after the other."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def complete(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
+        import zarr
+
+        shape, dtype = self._array(boxes, x)
+        chunks, apart = _chunks(shape, boxes)
+        rank, what = self.comm.rank, f"{name} cannot be written"
+
+        def create() -> None:
+            zarr.open_group(self.folder, mode="a")
+            zarr.create_array(made, shape=shape, dtype=dtype, chunks=chunks)
+
+        with _beside(self, self.folder / name, folders=True) as made:
+            self._first(create, what)
+            array = self._each(lambda: zarr.open_array(made, mode="r+"), what)
+            for turn in range(1 if apart else self.comm.size):
+                box = boxes[rank] if apart or turn == rank else None
+                self._each(lambda box=box: _put(array, box, x), what)  # type: ignore[misc]
+
+
+class Stacked(Results):
+    """One array (samples, ...): a .npy file, or an array of the user's to write into."""
+
+    separate = False
+
+    def __init__(self, out: Any, samples: int) -> None:
+        self.out, self.samples = out, samples
+        self.array: Any = None
+        self._files = ExitStack()
+
+    @contextmanager
+    def open(self, comm: Comm) -> Iterator[None]:
+        self.comm = comm
+        with self._files:
+            yield
+            if hasattr(self.array, "flush"):
+                self.array.flush()
+
+    def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
+        shape, dtype = self._array(boxes, x)
+        if self.array is None:
+            self.array = self._opened((self.samples, *shape), dtype)
+        if tuple(self.array.shape[1:]) != shape:
+            raise LayerwiseError(
+                f"sample {number} makes an array of shape {shape}, and those before of {tuple(self.array.shape[1:])}: "
+                "give a .zarr or a folder to write into"
+            )
+        what = f"samples from {number} cannot be written"
+        self._each(lambda: _put(self.array, boxes[self.comm.rank], x, number), what)
+
+    def _opened(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        if not isinstance(self.out, str | os.PathLike):
+            _check(self.out, shape, dtype)
+            return self.out
+        file = self._files.enter_context(_beside(self, Path(self.out), folders=False))
+        self._first(lambda: np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape), "it cannot be made")
+        return self._each(lambda: np.lib.format.open_memmap(file, mode="r+"), "rank 0's file is not seen")
+
+
+def results_of(out: object, samples: int, files: Sequence[str | None]) -> Results:
+    """Where `out` says that predictions go. files: of the samples. LayerwiseError where it will not do."""
+    if not isinstance(out, str | os.PathLike):
+        if not hasattr(out, "__setitem__") or not hasattr(out, "shape") or isinstance(out, Tensor):
+            raise LayerwiseError(
+                f"predict cannot write into a {type(out).__name__}: give a .npy, a .zarr or a folder, or an array"
+            )
+        return Stacked(out, samples)
+    path = os.fspath(out)
+    kind = Path(path).suffix.lower()
+    if kind == ".npy":
+        return Stacked(path, samples)
+    if kind == ".zarr":
+        return ZarrGroup(path)
+    if kind and not Path(path).is_dir():
+        raise LayerwiseError(f"predict makes .npy files, .zarr groups and folders, not {path!r}")
+    nifti = [file for file in files if file is not None and file.lower().endswith((".nii", ".nii.gz"))]
+    return NiftiFolder(path, nifti) if len(nifti) == samples else NpyFolder(path)
+
+
+@contextmanager
+def _beside(results: Results, target: Path, *, folders: bool) -> Iterator[Path]:
+    """A path beside `target`, the same on all ranks, which rank 0 renames to it at the end, and removes on an error.
+
+    folders: those above `target` are made.
+    """
+    comm = results.comm
+
+    def choose() -> tuple[None, str]:
+        if comm.rank:
+            return None, ""
+        if folders:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.is_dir() or (target.is_dir() and target.suffix == ".npy"):
+            raise LayerwiseError(f"{os.fspath(target)!r} cannot be written: its folder is missing, or it is one")
+        return None, os.fspath(target.with_name(f".{os.urandom(8).hex()}.{target.name}"))
+
+    path = Path(agree(comm, choose)[1][0])
+
+    def rename() -> tuple[None, None]:
+        if comm.rank == 0:
+            if target.is_dir():
+                _remove(target)
+            path.replace(target)
+        return None, None
+
+    try:
+        yield path
+        agree(comm, rename)
+    except BaseException:
+        if comm.rank == 0:
+            _remove(path)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
+
+
+def _put(array: Any, box: Box | None, x: Tensor | None, *before: int) -> None:
+    """Writes a box into an array. before: what comes before the box's own dimensions."""
+    if x is not None and box is not None and box.volume:
+        array[(*before, *box.slices())] = x.cpu().numpy()
+
+
+def _chunks(shape: tuple[int, ...], boxes: Each) -> tuple[tuple[int, ...], bool]:
+    """The chunks of a Zarr array, and whether no two boxes share one."""
+    common = [gcd(extent, *(box.lo[dim] for box in boxes if box is not None)) for dim, extent in enumerate(shape)]
+    cut = [any(box is not None and box.lo[dim] for box in boxes) for dim in range(len(shape))]
+    apart = all(n >= LEAST_CHUNK for n, there in zip(common, cut, strict=True) if there)
+    if not apart:
+        return tuple(min(extent, MOST_CHUNK) for extent in shape), False
+    most = [n if there else extent for n, there, extent in zip(common, cut, shape, strict=True)]
+    return tuple(
+        next(n for n in range(min(m, MOST_CHUNK), 0, -1) if m % n == 0 or not c) for m, c in zip(most, cut, strict=True)
+    ), True
+
+
+def _check(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """LayerwiseError where an array has another shape or kind: numpy would leave out what lies beyond it, unsaid."""
+    if tuple(array.shape) != shape:
+        raise LayerwiseError(
+            f"predict writes {shape} numbers, and what it is to write into has shape {tuple(array.shape)}"
+        )
+    kinds = {"f": "f", "b": "biuf"}.get(dtype.kind, "iuf")
+    if np.dtype(array.dtype).kind not in kinds:
+        raise LayerwiseError(f"predict writes {dtype.name}, and what it is to write into has {array.dtype}")

@@ -1,0 +1,1 @@
+"""Where layerwise meets the tools that people train and predict with; each needs its package."""

@@ -1,0 +1,11 @@
+"""python -m layerwise.predict: see `layerwise.inference.command`."""
+
+from __future__ import annotations
+
+import sys
+
+from layerwise.cli import run_main
+from layerwise.inference.command import main
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

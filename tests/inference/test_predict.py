@@ -1,0 +1,256 @@
+"""Law: whatever the size of a sample and the number of ranks, what is written is what one device computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+import zarr
+from torch import Tensor, nn
+
+import layerwise
+from layerwise.comm.base import Comm
+from layerwise.config import Config
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import Network, network_of
+from layerwise.inference.predict import Predicted, answer, predict
+from layerwise.inference.windows import LEAST, profile, starts
+from layerwise.run.load import load
+from tests.comm.thread import run_threads
+from tests.run.plans import random_plan
+
+SHAPES = ((1, 13, 16, 12), (1, 16, 16, 16), (1, 17, 9, 14))
+
+
+class Net(nn.Module):
+    """Takes even extents only: what is halved is doubled and added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm3d(4)
+        self.down = nn.Conv3d(4, 4, 2, stride=2)
+        self.up = nn.ConvTranspose3d(4, 4, 2, stride=2)
+        self.head = nn.Conv3d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        out: Tensor = self.head(x + self.up(torch.relu(self.down(x))))
+        return out
+
+
+@cache
+def trained() -> tuple[nn.Module, Network]:
+    torch.manual_seed(0)
+    model = Net().double()
+    model(torch.randn(2, 1, 16, 16, 16, dtype=torch.float64) * 2 + 1)
+    model.eval()
+    return model, network_of(copy.deepcopy(model), (torch.zeros(1, 1, 16, 16, 16, dtype=torch.float64),), 1, "net")
+
+
+def volumes() -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape) for shape in SHAPES]
+
+
+def module_of(comm: Comm, seed: int = 0) -> Any:
+    def deep(configs: list[Config]) -> Config:
+        return max(configs, key=lambda c: (c["d"] * c["h"], c["d"], -c.total))
+
+    _, network = trained()
+    plan = random_plan(fuse(network.graph), comm.size, seed, "boxes", deep)
+    return load(plan, network, comm=comm, dtype=torch.float64).eval()
+
+
+@torch.no_grad()
+def one_pass(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The network's answer for one sample, padded with zeros to even extents on both sides."""
+    rest = [n % 2 for n in x.shape[1:]]
+    before = [r // 2 for r in rest]
+    padded = np.pad(x, [(0, 0), *((b, r - b) for b, r in zip(before, rest, strict=True))])
+    made = trained()[0](torch.from_numpy(padded)[None])[0].numpy()
+    return made[(slice(None), *(slice(b, b + n) for b, n in zip(before, x.shape[1:], strict=True)))]
+
+
+def in_windows(x: np.ndarray[Any, Any], window: tuple[int, ...], overlap: float) -> np.ndarray[Any, Any]:
+    """The Gaussian mean over windows, as sliding windows on one device compute it."""
+    large = [max(n, w) for n, w in zip(x.shape[1:], window, strict=True)]
+    before = [(m - n) // 2 for m, n in zip(large, x.shape[1:], strict=True)]
+    padded = np.pad(x, [(0, 0), *((b, m - n - b) for b, m, n in zip(before, large, x.shape[1:], strict=True))])
+    total, weight = np.zeros((3, *large)), np.zeros(large)
+    gaussian = np.maximum(np.einsum("a,b,c->abc", *map(profile, window)), LEAST)
+    for place in starts(large, window, overlap):
+        here = tuple(slice(p, p + w) for p, w in zip(place, window, strict=True))
+        total[(slice(None), *here)] += one_pass(padded[(slice(None), *here)]) * gaussian
+        weight[here] += gaussian
+    mean = total / weight
+    return mean[(slice(None), *(slice(b, b + n) for b, n in zip(before, x.shape[1:], strict=True)))]
+
+
+def run(ranks: int, samples: object, out: object, **options: Any) -> list[Predicted]:
+    return run_threads(ranks, lambda comm: predict(module_of(comm), samples, out, progress=False, **options))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sizes_that_differ(ranks: int, tmp_path: Path) -> None:
+    run(ranks, volumes(), tmp_path / "logits")
+    for number, x in enumerate(volumes()):
+        found = np.load(tmp_path / "logits" / f"sample_{number:05d}.npy")
+        np.testing.assert_allclose(found, one_pass(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_giant_windows(ranks: int, tmp_path: Path) -> None:
+    """Where all devices together are too small; one sample is smaller than the window in some dimensions."""
+    run(ranks, volumes(), tmp_path / "logits", window=(12, 16, 8), overlap=0.25)
+    for number, x in enumerate(volumes()):
+        found = np.load(tmp_path / "logits" / f"sample_{number:05d}.npy")
+        np.testing.assert_allclose(found, in_windows(x, (12, 16, 8), 0.25), rtol=1e-5, atol=1e-6)
+
+
+def test_windows_are_taken_where_a_sample_does_not_fit(tmp_path: Path) -> None:
+    def limited(comm: Comm) -> None:
+        module = module_of(comm)
+        module.plan.predicted["memory_bytes"] = 1e6  # of the planned size, 16 x 16 x 16
+        predict(module, [*volumes(), np.zeros((1, 40, 16, 16))], tmp_path / "a", memory_limit="2MB", progress=False)
+
+    run_threads(2, limited)
+    for number, x in enumerate([*volumes(), np.zeros((1, 40, 16, 16))]):
+        wanted = one_pass(x) if number < 3 else in_windows(x, (16, 16, 16), 0.5)
+        np.testing.assert_allclose(np.load(tmp_path / "a" / f"sample_{number:05d}.npy"), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mirrored(ranks: int, tmp_path: Path) -> None:
+    run(ranks, volumes(), tmp_path / "logits", mirror="dw")
+    for number, x in enumerate(volumes()):
+        ways = [(), (1,), (3,), (1, 3)]
+        wanted = sum(np.flip(one_pass(np.flip(x, way).copy()), way) for way in ways) / 4
+        odd = any(n % 2 for n in x.shape[1:])  # what pads an odd extent is mirrored with it
+        found = np.load(tmp_path / "logits" / f"sample_{number:05d}.npy")
+        if not odd:
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        assert np.isfinite(found).all()
+
+
+REDUCED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "argmax": ("argmax", lambda y: y.argmax(0)),
+    "softmax": ("softmax", lambda y: np.exp(y) / np.exp(y).sum(0)),
+    "sigmoid": ("sigmoid", lambda y: 1 / (1 + np.exp(-y))),
+    "a threshold": (lambda y: y[:, 1] > 0.1, lambda y: y[1] > 0.1),
+    "two of them": (lambda y: y[:, :2] * 2, lambda y: y[:2] * 2),
+}
+
+
+@pytest.mark.parametrize("kind", ["zarr", "npy"])
+@pytest.mark.parametrize("name", REDUCED)
+def test_reduced_before_anything_is_gathered(name: str, kind: str, tmp_path: Path) -> None:
+    reduce, expected = REDUCED[name]
+    out = tmp_path / ("labels.zarr" if kind == "zarr" else "labels")
+    run(2, volumes(), out, reduce=reduce)
+    for number, x in enumerate(volumes()):
+        case = f"sample_{number:05d}"
+        found = zarr.open_array(out / case)[:] if kind == "zarr" else np.load(out / f"{case}.npy")
+        np.testing.assert_allclose(found, expected(one_pass(x)), rtol=1e-5, atol=1e-6)
+
+
+def test_nifti(tmp_path: Path) -> None:
+    """Labels lie where their volumes lie."""
+    files, affine = [], np.diag([2.0, 1.0, 3.0, 1.0])
+    for number, x in enumerate(volumes()):
+        files.append(str(tmp_path / f"case{number}.nii.gz"))
+        nibabel.save(nibabel.Nifti1Image(x[0], affine), files[-1])
+    run(2, files, tmp_path / "labels", reduce="argmax")
+    for number, x in enumerate(volumes()):
+        made = nibabel.load(tmp_path / "labels" / f"case{number}.nii.gz")
+        assert np.array_equal(made.affine, affine)
+        assert np.array_equal(np.asarray(made.dataobj), one_pass(x).argmax(0))
+
+
+def test_a_case_that_fails_is_named_and_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.npy" for name in "abc"]
+    for file, x in zip(files, volumes(), strict=True):
+        np.save(file, x)
+    files[1].write_bytes(b"no numbers")
+    out = tmp_path / "out"
+    for _ in range(2):  # the second run computes nothing again
+        with pytest.raises(LayerwiseError, match=r"1 of 3 samples failed, . are written: b: .*b\.npy"):
+            run(2, [str(file) for file in files], out)
+        before = (out / "a.npy").stat().st_mtime_ns
+        assert sorted(path.name for path in out.iterdir()) == ["a.npy", "c.npy"]
+    np.save(files[1], volumes()[1])
+    assert run(2, [str(file) for file in files], out) == [Predicted(("b",), ("a", "c"))] * 2
+    assert (out / "a.npy").stat().st_mtime_ns == before
+    assert run(1, [str(file) for file in files], out, overwrite=True) == [Predicted(("a", "b", "c"), ())]
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    wrong: list[tuple[object, object, dict[str, Any], str]] = [
+        ([np.zeros((2, 16, 16, 16))], tmp_path / "a", {}, r"has shape \(2, 16, 16, 16\), and the model takes"),
+        ([np.zeros((16, 16, 16))], tmp_path / "a", {}, r"has shape \(16, 16, 16\), and the model takes"),
+        ([np.full((1, 16, 16, 16), np.nan)], tmp_path / "a", {}, "no finite numbers"),
+        (volumes(), tmp_path / "a.txt", {}, "predict makes .npy files"),
+        (volumes(), tmp_path / "a.npy", {}, "makes an array of shape"),
+        (volumes(), tmp_path / "a", {"overlap": 1.0}, "overlap must be in"),
+        (volumes(), tmp_path / "a", {"mirror": "s"}, "'s' is none of d, h, w"),
+        (volumes(), tmp_path / "a", {"window": (4, 4)}, "must have an extent for each of d, h, w"),
+        (volumes(), tmp_path / "a", {"reduce": "max"}, "argmax, softmax, sigmoid or a function"),
+        (volumes(), tmp_path / "a", {"reduce": lambda y: y.sum()}, "must return a tensor"),
+        (volumes(), tmp_path / "a", {"output": 1}, "there is no number 1"),
+    ]
+    for samples, out, options, said in wrong:
+        with pytest.raises(LayerwiseError, match=said):
+            run(2, samples, out, **options)
+        assert not list(tmp_path.rglob("*.npy")), said
+
+
+def test_ranks_that_split_samples_alone_compute_samples_of_their_own(tmp_path: Path) -> None:
+    model, _ = trained()
+
+    def both(comm: Comm) -> Predicted:
+        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
+        x = torch.zeros(2, 1, 16, 16, 16, dtype=torch.float64)
+        made = layerwise.parallelize(
+            copy.deepcopy(model), x, strategy="data", inference=True, io="boxes", verbose=False, options=options
+        )
+        return predict(made, volumes(), tmp_path / "a", progress=False)
+
+    run_threads(2, both)
+    for number, x in enumerate(volumes()):
+        np.testing.assert_allclose(
+            np.load(tmp_path / "a" / f"sample_{number:05d}.npy"), one_pass(x), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_windows_cover_and_weigh() -> None:
+    for extent, size, overlap in product((5, 16, 33), (4, 5), (0.0, 0.5, 0.75)):
+        places = [place for (place,) in starts((extent,), (size,), overlap)]
+        covered = {i for place in places for i in range(place, place + size)}
+        assert covered == set(range(extent))
+        assert places == sorted(set(places))
+    assert profile(8).min() > 0
+    assert np.array_equal(profile(9), profile(9)[::-1])
+
+
+def test_an_answer_in_full_on_every_rank() -> None:
+    """As a server or one of MONAI's evaluators asks."""
+    x = np.stack([volumes()[1], volumes()[1][:, ::-1]])
+    wanted = np.stack([one_pass(sample.copy()) for sample in x])
+
+    def both(comm: Comm) -> tuple[Tensor, Tensor]:
+        module = module_of(comm)
+        given = torch.from_numpy(x.copy())
+        return answer(module, given), answer(module, given, reduce="argmax")
+
+    for logits, labels in run_threads(3, both):
+        np.testing.assert_allclose(logits.numpy(), wanted, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(labels.numpy(), wanted.argmax(1))
