@@ -149,14 +149,14 @@ class CostModel(Setting):
             compute = compute.updating(owned_share(self, layer, layout))
             seconds |= {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS if term.by_states}
         seconds[COMPUTE.name] = compute.total
-        again = np.array([config.recompute for config in configs])
-        if again.any():
-            for name, once in self.again(layer, cells).items():
-                seconds[name] = seconds[name] + np.where(again, once, 0.0)
+        recomputed = np.array([config.recompute for config in configs])
+        if recomputed.any():
+            for name, once in self.recomputation(layer, cells).items():
+                seconds[name] = seconds[name] + np.where(recomputed, once, 0.0)
         return NodeCost(compute, seconds)
 
-    def again(self, layer: Layer, configs: tuple[Config, ...]) -> dict[str, Floats]:
-        """(C,) seconds by term of a layer's forward pass done once more, whether or not these recompute it."""
+    def recomputation(self, layer: Layer, configs: tuple[Config, ...]) -> dict[str, Floats]:
+        """(C,) seconds by term of recomputing a layer, whether or not these recompute it."""
         cells, rows = distinct_cells(configs)
         layout, compute = self.layout(layer, cells), self.node_cost(layer, cells).compute
         collectives = {term.name: term.recomputed_s(self, layer, layout) for term in LAYER_TERMS if term.recomputed_s}
@@ -213,10 +213,10 @@ class CostModel(Setting):
         costs = dict(self._seconds(edge, times, watched))
         if len(sources_cells) < len(sources) or len(targets_cells) < len(targets):
             costs = {term: seconds[rows][:, columns] for term, seconds in costs.items()}
-        again = np.array([config.recompute for config in targets])
-        if again.any():
+        recomputed = np.array([config.recompute for config in targets])
+        if recomputed.any():
             for term, seconds in self._seconds(edge, 1, watched).items():
-                costs[term] = costs[term] + np.where(again, seconds[rows][:, columns], 0.0)
+                costs[term] = costs[term] + np.where(recomputed, seconds[rows][:, columns], 0.0)
         if name[0] in self.graph.unfed:  # uncut, it is computed everywhere
             uncut = np.array([config.total == 1 for config in sources])
             costs = {term: np.where(uncut[:, None], 0.0, seconds) for term, seconds in costs.items()}

@@ -9,6 +9,7 @@ from typing import ClassVar
 from layerwise.geometry import scaled, whole
 from layerwise.ops.base import Op, Role
 from layerwise.ops.facts import Maps
+from layerwise.ops.specs import at_batch
 from layerwise.tensor import TensorSpec
 
 
@@ -24,8 +25,7 @@ class _Source(Op):
         return ()
 
     def at_batch(self, old: int, new: int) -> Op:
-        rows = zip(self.spec.dims, self.spec.shape, strict=True)
-        return replace(self, spec=replace(self.spec, shape=tuple(s // old * new if d == "n" else s for d, s in rows)))
+        return replace(self, spec=at_batch(self.spec, old, new))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,12 @@ def resized(spec: TensorSpec, extents: tuple[int, ...]) -> TensorSpec:
     return TensorSpec(
         (*spec.shape[:lead], *extents), (*spec.dims[:lead], *labels), spec.dtype, (*spec.units[:lead], *ones)
     )
+
+
+def at_batch(spec: TensorSpec, old: int, new: int) -> TensorSpec:
+    """`spec` of `new` samples, not `old`."""
+    rows = zip(spec.dims, spec.shape, strict=True)
+    return replace(spec, shape=tuple(extent // old * new if label == "n" else extent for label, extent in rows))
 
 
 def dim_index(dim: int, spec: TensorSpec) -> int:

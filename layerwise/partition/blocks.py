@@ -53,13 +53,13 @@ def recomputable(graph: LayerGraph) -> frozenset[str]:
     for layer in reversed(graph.layers):
         if graph.differentiates(layer):
             inside, sources = _read(graph, layer)
-            made_again = any(user in found and of[user] == of[layer.name] for user in consumers[layer.name])
-            if inside or sources or made_again:
+            with_it = any(user in found and of[user] == of[layer.name] for user in consumers[layer.name])
+            if inside or sources or with_it:
                 found.add(layer.name)
     return frozenset(found)
 
 
-def made_again(graph: LayerGraph, recomputed: Collection[str]) -> dict[str, tuple[Layer, ...]]:
+def recomputed_layers(graph: LayerGraph, recomputed: Collection[str]) -> dict[str, tuple[Layer, ...]]:
     """Of each block with recomputed layers these, by the name of the block's last layer."""
     if not recomputed:
         return {}

@@ -18,7 +18,7 @@ class Moved:
     """Elements of one edge on each of N devices; arrays are (N,)."""
 
     need: Floats  # of the box that it needs
-    kept: Floats  # of these, what it owns itself
+    owned: Floats  # of these, what it owns itself
     received: Floats
     sent: Floats
     local: bool  # nothing travels
@@ -33,19 +33,19 @@ def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> 
     """
     own, need = source.owned, target.needs(maps)
     volume = need.volume
-    kept = own.overlap(need)
-    local = source.everywhere or bool((~need.active | (volume == kept)).all())
-    zero = np.zeros_like(kept)
+    owned = own.overlap(need)
+    local = source.everywhere or bool((~need.active | (volume == owned)).all())
+    zero = np.zeros_like(owned)
     if local:
-        return Moved(volume, kept, zero, zero, True, zero, zero)
-    forth = np.zeros(len(kept), np.bool_)
+        return Moved(volume, owned, zero, zero, True, zero, zero)
+    forth = np.zeros(len(owned), np.bool_)
     if lattices:
         shape = tuple(int(cuts[-1]) for cuts in own.cuts)
         counted, all_own = numbering(shape, lattices), own.volume
         maps, own, need = through(maps, counted), own.numbered(counted), need.numbered(counted)
-        volume, kept, forth = need.volume, own.overlap(need), own.volume < all_own
+        volume, owned, forth = need.volume, own.overlap(need), own.volume < all_own
     sent = np.where(own.active, 1.0, 0.0)
-    back = np.zeros(len(kept), np.bool_)
+    back = np.zeros(len(owned), np.bool_)
     for j, axis in enumerate(maps):
         lo, hi = np.zeros(1, np.int64), np.ones(1, np.int64)
         if axis.source is not None and target.cuts:
@@ -56,8 +56,8 @@ def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> 
         back |= ~_parts(need, j, own.cuts[j][:-1], own.cuts[j][1:])[1]
     driven = {axis.source for axis in maps}
     sent = sent * np.prod([len(cuts) - 1 for i, cuts in enumerate(target.cuts) if i not in driven])
-    received, sent = volume - kept, np.maximum(sent - kept, 0.0)
-    return Moved(volume, kept, received, sent, False, np.where(forth, sent, 0.0), np.where(back, received, 0.0))
+    received, sent = volume - owned, np.maximum(sent - owned, 0.0)
+    return Moved(volume, owned, received, sent, False, np.where(forth, sent, 0.0), np.where(back, received, 0.0))
 
 
 def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
@@ -86,6 +86,6 @@ def outputs(source: Place, spec: TensorSpec, io: str, *, alone: bool, loss: bool
         received = whole - own.volume
         return Moved(whole, own.volume, received, zero, bool((received == 0).all()), zero, zero)
     need = of_all_classes(own, spec)
-    kept = own.overlap(need)
-    received, sent = need.volume - kept, np.where(need.active, 0.0, own.volume)
-    return Moved(need.volume, kept, received, sent, not received.any(), sent, received)
+    owned = own.overlap(need)
+    received, sent = need.volume - owned, np.where(need.active, 0.0, own.volume)
+    return Moved(need.volume, owned, received, sent, not received.any(), sent, received)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, begun_before
-from layerwise.partition.blocks import made_again
+from layerwise.partition.blocks import recomputed_layers
 from layerwise.partition.buckets import ALONE, fill, flushed_after
 from layerwise.program.facts import StrategyFacts
 from layerwise.program.instructions import (
@@ -53,7 +53,7 @@ class _Builder:
         self.out: list[Instruction] = []
         self.begun = begun_before(graph, io)
         self.early = {end for ends in self.begun.values() for end in ends if end in facts.travels}
-        self.blocks = made_again(graph, facts.recomputed) if kind == "training" else {}
+        self.blocks = recomputed_layers(graph, facts.recomputed) if kind == "training" else {}
         self.block_of = {layer.name: last for last, layers in self.blocks.items() for layer in layers}
         self.needed = {layer.name for layer in graph.layers} if kind == "training" else graph.returned
         names = [name for name in facts.gathered if name in self.needed]

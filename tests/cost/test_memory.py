@@ -135,7 +135,7 @@ def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.D
             table = brute.exchanged(*ends, () if found.local else lattices)  # what lies here is not packed
             kept = np.diag(table)
             assert found.need.tolist() == table.sum(1).tolist()
-            assert found.kept.tolist() == kept.tolist()
+            assert found.owned.tolist() == kept.tolist()
             assert found.received.tolist() == (table.sum(1) - kept).tolist()
             assert found.sent.tolist() == (table.sum(0) - kept).tolist()
             assert found.local == (not found.received.any())
@@ -363,7 +363,7 @@ def test_travels_are_what_moves_under_every_pair(network: LayerGraph, data: st.D
             travel, own = lifetimes.travels[source, target, slot], ends[0].owned.volume
             assert np.array_equal(travel.bytes("sent", *where), one.sent * travel.item_bytes)
             assert np.array_equal(travel.bytes("back", *where), one.back * travel.item_bytes)
-            made = np.where((one.kept == own) & (one.sent == 0), 0.0, own)
+            made = np.where((one.owned == own) & (one.sent == 0), 0.0, own)
             assert np.array_equal(travel.bytes("returned", *where), made * travel.item_bytes)
 
 

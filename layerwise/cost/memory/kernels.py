@@ -23,7 +23,7 @@ BEFORE = -1  # instead of a slot: the result of the stage before
 class StageMemory:
     """One operator of a layer on all N devices; arrays are (N,), in bytes."""
 
-    kept: Saved
+    saved: Saved
     made: Floats  # its result
     extra: Floats  # this, `forward` and `between`: as in Saved, where a device has a part of the layer
     forward: Floats
@@ -38,8 +38,8 @@ class StageMemory:
 
     def given_padded(self) -> StageMemory:
         """Where that input travels: it arrives in a tensor of `padded` bytes, which is kept instead of a copy."""
-        kept = replace(self.kept, inputs=self.kept.inputs | (self.padded > 0))
-        return replace(self, kept=kept, extra=self.extra - self.padded, between=self.between - self.padded)
+        saved = replace(self.saved, inputs=self.saved.inputs | (self.padded > 0))
+        return replace(self, saved=saved, extra=self.extra - self.padded, between=self.between - self.padded)
 
 
 def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
@@ -49,11 +49,11 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
     for stage, gradients in zip(layer.stages, layer.gradients(flows), strict=True):
         space, boxes = stage.space, place.at(stage.epilogue)
         dims, rank = len(space.dims), len(space.out.shape)
-        kept = stage.op.saved(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
+        saved = stage.op.saved(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
         made = place.owned.volume * space.out.item_bytes
-        around = 0.0 if stage.epilogue or (stage.views and stage.views[0]) else kept.padded
+        around = 0.0 if stage.epilogue or (stage.views and stage.views[0]) else saved.padded
         extra, forward, between, padded = (
-            np.where(boxes.active, size, 0.0) for size in (kept.extra, kept.forward, kept.between, around)
+            np.where(boxes.active, size, 0.0) for size in (saved.extra, saved.forward, saved.between, around)
         )
         if split and not stage.epilogue:  # partial sums; what leaves of them and what comes; then backward those of all
             extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
@@ -62,7 +62,7 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
         slots = tuple(range(stage.inputs.stop)[stage.inputs])
         flags = gradients.result, running, stage.view
         copies, weights = _copies(layer, stage, place, slots)
-        rows.append(StageMemory(kept, made, extra, forward, between, slots, *flags, copies, weights, padded))
+        rows.append(StageMemory(saved, made, extra, forward, between, slots, *flags, copies, weights, padded))
         running = gradients.result
     return rows
 

@@ -1,7 +1,7 @@
 """The memory of parameters and their gradients through a step.
 
 As `layerwise.run.execute` has it. Of what devices share out there are gathers (`gathers`), what layers compute with,
-and gradients in rows (`buckets`).
+and gradients in buckets of shards.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Share:
 
     kind: ParameterKind
     gathered: bool  # whether it is full only while its layer computes
-    whole: Floats  # of the box that a device computes with
-    kept: Floats
-    row: Floats  # of its part as it travels
-    rows: Floats  # of those of all members
+    full: Floats  # of the box that a device computes with
+    owned: Floats
+    shard: Floats  # as it travels
+    shards: Floats  # those of all members
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,12 +99,12 @@ class Parameters:
         rows = self._trained.setdefault(layer.name, [])
         for p in parameters:
             share = p.share
-            local = p.size if share is None else share.kept
+            local = p.size if share is None else share.owned
             new(local, "parameters")
             if share is not None:
                 self._shares.setdefault(layer.name, []).append(share)
                 if not share.gathered:
-                    new(share.whole, "gathered")
+                    new(share.full, "gathered")
             if self.training and (p.trained or share is not None):
                 new(local * states, "states")
                 if share is None:
@@ -129,8 +129,8 @@ class Parameters:
         shares = self._members[what] if isinstance(what, int) else self._shares[what]
         if isinstance(what, str):
             shares = [share for share in shares if share.gathered]
-            self._full[what] = {id(share): self.tracker.new(share.whole, "gathered") for share in shares}
-        travelling = np.sum([share.rows + share.row for share in shares], axis=0)  # as it arrives, and as it leaves
+            self._full[what] = {id(share): self.tracker.new(share.full, "gathered") for share in shares}
+        travelling = np.sum([share.shards + share.shard for share in shares], axis=0)  # as it arrives, and as it leaves
         self._coming[what] = self.tracker.new(travelling, "gathered")
 
     def arrive(self, instruction: Arrive) -> None:
@@ -153,9 +153,9 @@ class Parameters:
                     self.tracker.drop(self._flat.pop(self._summing))
                 self._summing = number
             # This device's part of the sum stays.
-            self.tracker.new(np.sum([share.row for share in shares], axis=0), "gradients")
+            self.tracker.new(np.sum([share.shard for share in shares], axis=0), "gradients")
             if self.model.devices.device_type == "cpu":  # messages arrive in rows of their own
-                others = np.sum([share.rows - share.row for share in shares], axis=0)
+                others = np.sum([share.shards - share.shard for share in shares], axis=0)
                 self._flat[number] += self.tracker.new(others, "gradients")
 
     def update(self, _: Update) -> None:
@@ -171,7 +171,7 @@ class Parameters:
     def gradients(self, layer: Layer) -> list[Ref]:
         """Storages of a layer's, as they are made; those that are summed later go into their rows."""
         made = [self.tracker.new(one.size, "gradients") for one in self._trained[layer.name]]
-        self._into_rows([share for share in self._shares.get(layer.name, ()) if not share.gathered])
+        self._into_shards([share for share in self._shares.get(layer.name, ()) if not share.gathered])
         return made
 
     def put(self, layer: Layer, made: Sequence[Ref]) -> None:
@@ -183,7 +183,7 @@ class Parameters:
         for one, gradient in zip(self._trained[layer.name], made, strict=True):
             if one.share is not None and one.share.gathered:
                 self.tracker.drop(self._full[layer.name].pop(id(one.share)))
-                self._into_rows([one.share])
+                self._into_shards([one.share])
             self.tracker.drop(gradient)
 
     def hand_out(self, layer: Layer) -> None:
@@ -194,11 +194,11 @@ class Parameters:
 
     def put_tied(self, layer: Layer) -> None:
         """The gradient of a parameter that several layers use goes into its rows."""
-        self._into_rows(self._shares.get(layer.name, ()))
+        self._into_shards(self._shares.get(layer.name, ()))
 
-    def _into_rows(self, shares: Sequence[Share]) -> None:
+    def _into_shards(self, shares: Sequence[Share]) -> None:
         for share in shares:
             number = self._bucket[id(share)]
             if number not in self._flat:
-                rows = np.sum([one.rows for one in self._members[number]], axis=0)
+                rows = np.sum([one.shards for one in self._members[number]], axis=0)
                 self._flat[number] = self.tracker.new(rows, "gradients")

@@ -115,5 +115,5 @@ class Sizes:
         if self.strategy[source].recompute or self.strategy[layer.name].recompute:
             return None
         own = self.places[source].owned
-        inside: Mask = own.active & (self.edge(layer, 0).kept == own.volume) & (own.volume > 0)
+        inside: Mask = own.active & (self.edge(layer, 0).owned == own.volume) & (own.volume > 0)
         return inside

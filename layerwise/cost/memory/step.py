@@ -199,13 +199,13 @@ class _Storages:
                 out = tracker.new(stage.made)
             tracker.spike(stage.forward if keeps else stage.forward + stage.extra)
             if keeps:
-                inputs = stage.kept.inputs
+                inputs = stage.saved.inputs
                 where = devices_of(inputs) if isinstance(inputs, np.ndarray) else tracker.everyone * inputs
                 read = {BEFORE: before} | {slot: given[slot] for slot in self._slots(layer, number)} | copies
                 for ref in read.values():
                     mine += tracker.hold(ref, where)
                 mine += tracker.hold(weights)
-                mine += tracker.hold(out) if stage.kept.output else NOBODY
+                mine += tracker.hold(out) if stage.saved.output else NOBODY
             saved.append(mine)
             self._drop([before, weights, *copies.values()])
             if keeps and number == 0 and (within := self.sizes.within(layer)) is not None:
@@ -266,10 +266,10 @@ class _Storages:
             tracker.drop(part(read, two))
             for slot in slots:
                 if self.flows[layer.inputs[slot]]:
-                    inward[slot] = self._gradient(layer, slot, running if stage.kept.through else None)
+                    inward[slot] = self._gradient(layer, slot, running if stage.saved.through else None)
             if stage.running:
                 before = (
-                    tracker.hold(running) if stage.kept.through else tracker.new(stages[number - 1].made, "gradients")
+                    tracker.hold(running) if stage.saved.through else tracker.new(stages[number - 1].made, "gradients")
                 )
             self._drop([between, part(read, ~two)])
             if weights:
@@ -314,7 +314,7 @@ class _Storages:
     def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
         """A view of the gradient where that is all there is to it, else a new tensor."""
         item_bytes, own = self.model.graph[source].out.item_bytes, self.sizes.own(source)
-        alike = (edge.kept * item_bytes == own) & (edge.local | (edge.sent == 0))
+        alike = (edge.owned * item_bytes == own) & (edge.local | (edge.sent == 0))
         return self.tracker.hold(gradient, devices_of(alike)) + self.tracker.new(np.where(alike, 0.0, own), "gradients")
 
     def _drop(self, refs: Sequence[Ref]) -> None:

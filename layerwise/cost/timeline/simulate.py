@@ -254,8 +254,10 @@ class _Clocks:
         """Seconds of a part of a layer's work, and of the collectives inside it by category."""
         model, configs = self.model, (self.strategy[layer.name],)
         if part == "recompute":
-            again = {name: float(one[0]) for name, one in model.again(layer, configs).items()}
-            return again[COMPUTE.name], [(t.span, again[t.name]) for t in LAYER_TERMS if t.span and again.get(t.name)]
+            recomputed = {name: float(one[0]) for name, one in model.recomputation(layer, configs).items()}
+            return recomputed[COMPUTE.name], [
+                (t.span, recomputed[t.name]) for t in LAYER_TERMS if t.span and recomputed.get(t.name)
+            ]
         cost = model.node_cost(layer, configs)
         backward_s = float(cost.compute.backward[0])
         late_s = backward_s * self._late_share(layer, configs) if layer.name in self.late else 0.0

@@ -12,6 +12,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Op
 from layerwise.ops.facts import Extents, Local, Maps, Saved
 from layerwise.ops.random import chance, normal, uniform
+from layerwise.ops.specs import at_batch
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ class Draw(Op):
         return Saved(inputs=False, output=False, forward=drawn * (40 if self.distribution == "normal" else 24))
 
     def at_batch(self, old: int, new: int) -> Op:
-        rows = zip(self.spec.dims, self.spec.shape, strict=True)
-        shape = tuple(extent // old * new if label == "n" else extent for label, extent in rows)
-        return replace(self, spec=replace(self.spec, shape=shape))
+        return replace(self, spec=at_batch(self.spec, old, new))
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch

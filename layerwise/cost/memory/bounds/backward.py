@@ -57,11 +57,13 @@ class Backward(Forward):
                 arrived = self._waiting(layer, read, alone) if number == 0 and not late else []
                 read = self._only(name, read, stage.between == 0) + arrived
             wanted = [slot for slot in slots if self.flows[layer.inputs[slot]]]
-            through = running if stage.kept.through else None
+            through = running if stage.saved.through else None
             apart = through is not None and self._disjoint(layer, stage, wanted, through, stages[number - 1].made)
             if not apart:
-                inward |= {slot: self._inward(layer, slot, through, stage.kept.through) for slot in wanted}
-            before = self._before(name, stages[number - 1].made, through, stage.kept.through) if stage.running else None
+                inward |= {slot: self._inward(layer, slot, through, stage.saved.through) for slot in wanted}
+            before = (
+                self._before(name, stages[number - 1].made, through, stage.saved.through) if stage.running else None
+            )
             ledger.instant(f"backward {name} {number}")
             if late and number == 0:
                 waiting += self._waiting(layer, read, np.ones(stage.made.shape, np.bool_))

@@ -20,8 +20,8 @@ from layerwise.geometry.arrays import Floats, Mask
 
 Owner = str | EdgeName  # whose configurations bytes follow from: a layer's, or those of both ends of an edge
 # sure: whatever the configurations; own: where `source` is not 0, and nobody else counts it there; shared: perhaps.
-# Also shared: kept, of which a layer is made again; again, by a layer that is made again, which may keep the same.
-Kind = Literal["sure", "own", "shared", "kept", "again"]
+# Also shared: source, of which a layer is recomputed; recomputed, by a recomputed layer, which may save the same.
+Kind = Literal["sure", "own", "shared", "source", "recomputed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +45,10 @@ class Claim:
         """Over the configurations that are kept (V_l,); None where nothing is held. local: (V_u, V_v) of these."""
         source, target = self.source, self.target
         if isinstance(self.owner, str):
-            source = _kept(source, keep[self.owner])
+            source = _rows_of(source, keep[self.owner])
         elif (local[self.owner] == self.local).any():
-            source = _kept(source, keep[self.owner[0]])
-            target = None if target is None else _kept(target, keep[self.owner[1]])
+            source = _rows_of(source, keep[self.owner[0]])
+            target = None if target is None else _rows_of(target, keep[self.owner[1]])
         else:
             return None
         if not source.any() or (target is not None and not target.any()):
@@ -106,8 +106,8 @@ def _weights(alive: list[Claim], holds: Holds) -> list[tuple[tuple[Claim, ...], 
         mine = [claim for claim in sure if claim.owner == best.owner]
         groups = (tuple(claim for claim in mine if claim.local == local) for local in (True, False))
         return [(group, 1.0) for group in groups if group]
-    kept = {claim.owner for claim in alive if claim.kind == "kept"}
-    alive = [claim for claim in alive if claim.kind != "again" or claim.owner not in kept]
+    sources = {claim.owner for claim in alive if claim.kind == "source"}
+    alive = [claim for claim in alive if claim.kind != "recomputed" or claim.owner not in sources]
     holder = next((claim.owner for claim in alive if claim.kind != "own" and holds(claim)), None)
     if holder is not None:
         return [((claim,), 1.0) for claim in alive if claim.kind == "own" or claim.owner == holder]
@@ -126,7 +126,7 @@ def _largest(claims: tuple[Claim, ...]) -> Claim:
     return best
 
 
-def _kept(sizes: Floats, keep: Mask) -> Floats:
+def _rows_of(sizes: Floats, keep: Mask) -> Floats:
     """Of (V, N), or of (1, N) for all."""
     return sizes[keep] if len(sizes) > 1 else sizes
 

@@ -30,7 +30,7 @@ class Forward(StepClaims):
             recomputed = self.recomputed[layer.name]
             self.values[layer.name] = self._compute("forward", layer, np.ones_like(recomputed), ~recomputed)
 
-    def _given(self, layer: Layer, slot: int) -> Received:
+    def _receive_forward(self, layer: Layer, slot: int) -> Received:
         source = layer.inputs[slot]
         value, there, behind = self.values[source], list[tuple[ClaimedStorage, Floats]](), None
         if isinstance(value, StageResult):
@@ -75,16 +75,16 @@ class Forward(StepClaims):
                 ledger.instant(f"{pass_} {name} {number}")
                 ledger.drop(spike)
             if stage.tracked and self.flows[name]:
-                where = ((self.at[name].table(stage.kept.inputs) > 0) | (stage.padded > 0)) & keeps
+                where = ((self.at[name].table(stage.saved.inputs) > 0) | (stage.padded > 0)) & keeps
                 whole = np.broadcast_to(keeps, where.shape)
                 read: dict[int, StageResult | Received | None] = {BEFORE: before}
                 read |= {slot: given[slot] for slot in self._slots(layer, number)}
                 read |= copies
                 for slot, ref in read.items():
                     mine += self._keep(name, ref, whole if slot == WEIGHTS else where)
-                if stage.kept.output and isinstance(out, StageResult) and on.all() and stage is last:
+                if stage.saved.output and isinstance(out, StageResult) and on.all() and stage is last:
                     mine += self._keep_output(name, out, whole)
-                elif stage.kept.output:
+                elif stage.saved.output:
                     mine += self._keep(name, out, whole)
             saved[number] += mine
             if before is not None and before is not out and before not in given.values():
@@ -126,7 +126,7 @@ class Forward(StepClaims):
             return self._keep(name, out, where)
         reader, slot = self.within[name]
         first, edge = self.stages[reader][0], (name, reader, slot)
-        kept = ((self.at[reader].table(first.kept.inputs) > 0) | (first.padded > 0)) & ~self.recomputed[reader]
+        kept = ((self.at[reader].table(first.saved.inputs) > 0) | (first.padded > 0)) & ~self.recomputed[reader]
         size: Floats = out.size * (where & ~out.held)
         out.held = out.held | where
         self.moved[name] = size, kept.astype(np.float64)
@@ -145,7 +145,7 @@ class Forward(StepClaims):
             if isinstance(value, StageResult):
                 free, edge = value.size * ~value.held * self._original(layer, source), (source, name, slot)
                 for local in (True, False):
-                    kept += self.ledger.hold(value.storage, edge, "kept", free, always, local=local)
+                    kept += self.ledger.hold(value.storage, edge, "source", free, always, local=local)
         for _, p, dtype in layer.remembered:
             size = where.table(where.place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[dtype])
             kept += self._new(name, size * where.table(where.place.computed.active) * on)
@@ -161,18 +161,18 @@ class Forward(StepClaims):
 
     def _recompute(self, layer: Layer) -> None:
         on = self.recomputed[layer.name]
-        made = self.remade[layer.name] = self._compute("again", layer, on, on)
+        made = self.remade[layer.name] = self._compute("recomputed", layer, on, on)
         self.ledger.drop(made.working if made else [])
 
-    def _given_again(self, layer: Layer, slot: int) -> Received:
-        source, there, again = layer.inputs[slot], list[tuple[ClaimedStorage, Floats]](), self.recomputed[layer.name]
+    def _receive_recomputed(self, layer: Layer, slot: int) -> Received:
+        source, there, on = layer.inputs[slot], list[tuple[ClaimedStorage, Floats]](), self.recomputed[layer.name]
         value = self.values[source]
         if isinstance(value, StageResult):
             there.append((value.storage, value.size * ~value.held * self._original(layer, source)))
         if self.blocks.get(source) == self.blocks[layer.name]:
             made = self.remade.get(source)
             there += [(made.storage, made.size * ~made.held)] if isinstance(made, StageResult) else []
-        return self._received(layer, slot, there, self._need(layer, slot) * again, "again")
+        return self._received(layer, slot, there, self._need(layer, slot) * on, "recomputed")
 
     def _slots(self, layer: Layer, number: int) -> tuple[int, ...]:
         """The layer's inputs that a stage reads; the first one also the parameters that other layers use, too."""

@@ -53,7 +53,7 @@ class Lifetimes(Backward):
 
     def _receive(self, layer: Layer, slot: int, *, recomputed: bool) -> None:
         if layer.role is not Role.SINK:  # whose outputs are looked at together
-            received = self._given_again(layer, slot) if recomputed else self._given(layer, slot)
+            received = self._receive_recomputed(layer, slot) if recomputed else self._receive_forward(layer, slot)
             self.received.setdefault(layer.name, {})[slot] = received
 
     def compute(self, instruction: Compute) -> None:
