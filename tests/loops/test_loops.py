@@ -59,7 +59,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
     "ddp_of_a_holder": {
         "data": "DistributedDataParallel is around a module that holds the parallel one",
-        "split": "DTensor",
+        "split": "parameters that the plan splits were to be sent as they are, as DistributedDataParallel does",
     },
     "fully_shard_of_a_holder": {"data": "leave fully_shard out", "split": ""},
     "given_model": {"split": "has kept its values of before training: call what parallelize returned"},

@@ -31,6 +31,7 @@ from layerwise.errors import LayerwiseError
 
 ALIGNMENT = 16  # bytes: of tensors that travel together
 NUMBER = torch.ops.aten._local_scalar_dense.default
+CAT = torch.ops.aten.cat.default
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 _all_ranks: dict[DeviceMesh, DeviceMesh] = {}  # by sub-mesh: the mesh of all ranks
@@ -60,6 +61,12 @@ class PlanDTensor(DTensor):
             return func(_number(args[0]))
         if func is UNSCALE:
             return _unscale(*args)
+        if func.namespace == "c10d" or (func is CAT and not all(isinstance(x, DTensor) for x in args[0])):
+            raise LayerwiseError(
+                "parameters that the plan splits were to be sent as they are, as DistributedDataParallel does around a "
+                "module that holds the parallel one: leave it out, or, where that module has other parameters, name "
+                "those of the parallel one in its `_ddp_params_and_buffers_to_ignore` first"
+            )
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise LayerwiseError(
                 "random numbers were asked for of a parameter that the plan splits, and would be other ones than one "
