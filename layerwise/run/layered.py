@@ -200,8 +200,6 @@ class LayeredModule(SplitFacade):
         if self.training:
             self.steps += 1
             self._state.count()
-            if next(self.buffers(), None) is not None:  # running statistics
-                self._original.make_stale()
         first = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         known, gathers = self._working.begin(executor.constants)
         run = Pass(known, self.training, seed, self.steps, self._begins(first), gathers)
@@ -290,7 +288,7 @@ class LayeredModule(SplitFacade):
     def replaces(self, original: nn.Module) -> None:
         """This module is trained in the place of the model that it was made of."""
         if self._network.module is not original:  # else it is traced again, as it cannot be copied
-            self._original = OriginalModel(original)
+            self._original = OriginalModel(original, self.parameters())
 
     def _may_change(self) -> None:
         """The loop may write to parameters."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.local_tensor import version
 
 
 class RefusedParameter(nn.Parameter):
@@ -40,7 +41,7 @@ class StaleParameter(RefusedParameter):
     sentence = (
         "this model was made parallel, with a plan that splits its parameters over the ranks, and has kept its "
         "values of before training: call what parallelize returned, build the optimizer over the returned model's "
-        "parameters, save that by layerwise.save(model, file), or bring this one up to date by "
+        "parameters, and clip theirs, save that by layerwise.save(model, file), or bring this one up to date by "
         "load_state_dict(model.full_state_dict()), on every rank"
     )
 
@@ -57,15 +58,27 @@ class StaleParameter(RefusedParameter):
             return func(*args, **(kwargs or {}))
 
 
+_originals: weakref.WeakKeyDictionary[nn.Module, OriginalModel] = weakref.WeakKeyDictionary()
+
+
 class OriginalModel:
     """The parameters of the original model, of which the parallel module trains others. It keeps nothing alive.
 
     They are as ever, but not to be written to, until the parallel module has other values. None: there is no original.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, trained: Iterable[nn.Parameter] = ()) -> None:
+        """trained: the parallel module's."""
         modules = () if model is None else model.modules()
         self._before = [(weakref.ref(m), _facts(m)) for m in modules]
+        self._trained = [(weakref.ref(p), version(p)) for p in trained]
+        if model is not None:
+            _originals[model] = self
+
+    def look(self) -> None:
+        """The parallel module's parameters may have been written to by hand."""
+        if any((p := one()) is not None and version(p) != before for one, before in self._trained):
+            self.make_stale()
 
     def check(self) -> None:
         """LayerwiseError where the loop has written to some, frozen some, or replaced layers."""
@@ -94,6 +107,12 @@ def _facts(module: nn.Module) -> list[tuple[object, ...]]:
         return []
     modules = tuple(map(id, module._modules.values()))
     return [modules, *((id(p), p._version, p.requires_grad) for p in held)]
+
+
+def look_at_original(model: nn.Module) -> None:
+    """Before a model is saved: it goes stale where it is an original, and the parallel one has other values."""
+    if model in _originals:
+        _originals[model].look()
 
 
 def release_original(model: nn.Module) -> None:
