@@ -87,6 +87,14 @@ def predict(
         LayerwiseError: The model, the samples or `out` will not do; or some samples failed, by name, after the others
             were written (at once where all are in one array).
         CommError: A rank is gone.
+
+    Examples:
+        >>> import layerwise, numpy, torch
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 3), torch.randn(2, 4), io="boxes", verbose=False)
+        >>> out = numpy.zeros(6, numpy.uint8)
+        >>> done = predict(model, numpy.ones((6, 4), numpy.float32), out, reduce="argmax")
+        >>> len(done.written), bool((out == out[0]).all())
+        (6, True)
     """
     cases = Cases.of(model, samples, output)
     results = results_of(out, len(cases.names), cases.files)
