@@ -39,7 +39,11 @@ def lie_as(p: nn.Parameter) -> None:
     """Brings the gradient of a DTensor, as autograd has made it, to where the parameter is."""
     gradient: Any = p.grad
     where: Any = p
-    if gradient is None or (gradient.placements == where.placements and gradient.device_mesh == where.device_mesh):
-        return
     bring = getattr(where, "bring", None)  # one of some ranks
+    if gradient is None or (
+        gradient.placements == where.placements
+        and gradient.device_mesh == where.device_mesh
+        and (bring is None or hasattr(gradient, "bring"))  # torch 2.11's autograd makes DTensors of these
+    ):
+        return
     p.grad = gradient.redistribute(where.device_mesh, where.placements) if bring is None else bring(gradient)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from layerwise.errors import LayerwiseError
@@ -28,6 +29,10 @@ _everyone: dict[DeviceMesh, DeviceMesh] = {}  # by sub-mesh: that of all ranks
 def register(mesh: DeviceMesh, everyone: DeviceMesh) -> None:
     """Says which mesh has all ranks, of which `mesh` has some."""
     _everyone[mesh] = everyone
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(torch.Size((0,)), (1,), torch.float32))
+    probe = _dtensor(SubmeshDTensor, torch.empty(0), spec)
+    if type(probe.detach()) is DTensor:  # torch 2.11: its way through C++ is every subclass's
+        SubmeshDTensor.__torch_function__ = classmethod(_by_mode)  # type: ignore[assignment,method-assign]
 
 
 def of_all(mesh: DeviceMesh) -> DeviceMesh:
@@ -105,6 +110,30 @@ class SubmeshDTensor(DTensor):
         here = gradient if gradient.device_mesh == mesh else _on(mesh, _value(gradient))
         plain = _dtensor(DTensor, here._local_tensor, here._spec)
         return _marked(plain.redistribute(mesh, self.placements), device)
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls a SubmeshDTensor's own `__torch_dispatch__`, which torch 2.11 passes over."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, SubmeshDTensor) for x in tree_leaves((args, kwargs))):
+            return SubmeshDTensor.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _by_mode(_: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What a function makes of a SubmeshDTensor, as its `__torch_function__`: its operators go through `_Mode`.
+
+    Where autograd records, tensors of several meshes are brought together before: no mode is on in its backward pass.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), _Mode():  # type: ignore[no-untyped-call]
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+        if torch.is_grad_enabled() and len({x.device_mesh for x in given}) > 1:
+            some = (x for x in given if isinstance(x, SubmeshDTensor) and x.requires_grad)
+            instead = {id(x): _OnAll.apply(x) for x in some}  # type: ignore[no-untyped-call]
+            args, kwargs = tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
+        return func(*args, **kwargs)
 
 
 # Optimizers take their fast way for these types only; DTensor adds itself in the same way.
@@ -185,7 +214,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
 
     for where in places.values():
         given = {key: some(x, where) for key, x in kwargs.items()}
-        result = func(*(some(x, where) for x in args), **given)
+        result = SubmeshDTensor.__torch_dispatch__(func, (), tuple(some(x, where) for x in args), given)
         made |= dict(zip(where, result or (), strict=False))
     return [made[i] for i in range(count)] if made else None
 
