@@ -236,7 +236,7 @@ def layer(setting: Setting, name: str) -> Found:
     fastest = min(found, key=lambda config: found[config][1])
     told = f"{which.name}: {len(found)} configurations, {share:.0%} of {pairs} pairs in order, fastest {fastest}"
     if find_spec("matplotlib"):
-        picture(which.name, found, f"{setting.out}/figure {name}.png")
+        picture(which.name, found, f"{setting.out}/figure-{name.replace(' ', '-')}.png")
     return {"layer": which.name, "configurations": found, "told": told}
 
 

@@ -38,14 +38,18 @@ case = cache(small)
 
 
 def rows(setting: Setting) -> list[Row]:
-    """Random plans of a network, by ranks and type; whole runs."""
-    taken = [(name, ranks, "float64") for ranks in (4, 2) for name in SMALL]
-    taken += [(name, 4, kind) for kind in ("float32", "bf16") for name in ("vgg16", "resnet18", "unet3d")]
+    """Whole runs; random plans of a network, by ranks and type."""
+    kinds = [(name, 4, "float64") for name in SMALL]
+    kinds += [(name, 4, kind) for kind in ("float32", "bf16") for name in ("vgg16", "resnet18", "unet3d")]
+    kinds += [(name, 2, "float64") for name in SMALL]
     if setting.tiny:
-        taken = [("lenet5", 2, "float64"), ("resnet18", 4, "float64")]
-    first = [Row(take.__name__, partial(take, setting)) for take in (traced, killed, sanitized)]
-    first += [Row("compiled, 2 ranks", partial(plans, setting, "lenet5", 2, "float32", compiled=True))]
-    return first + [Row(f"{n}, {r} ranks, {k}", partial(plans, setting, n, r, k), 400.0) for n, r, k in taken]
+        kinds = [("resnet18", 4, "float64"), ("lenet5", 2, "float64")]
+    return [
+        *(Row(take.__name__, partial(take, setting)) for take in (traced, killed)),
+        *(Row(f"{n}, {ranks} ranks, {k}", partial(plans, setting, n, ranks, k), 400.0) for n, ranks, k in kinds),
+        Row("compiled, 2 ranks", partial(plans, setting, "lenet5", 2, "float32", compiled=True)),
+        Row("sanitized", partial(sanitized, setting)),
+    ]
 
 
 def on_rank(comm: Comm, name: str, number: int, dtype: str, options: object) -> tuple[Trained, Trained | None, Plan]:
