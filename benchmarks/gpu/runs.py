@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import multiprocessing
 from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
@@ -71,6 +72,7 @@ def loader(setting: Setting) -> Found:
     model = layerwise.parallelize(
         find("lenet5").build().to(setting.where), torch.from_numpy(x[:4]), options=OPTIONS, verbose=False
     )
+    multiprocessing.set_start_method("fork", force=True)  # of the loader's worker, as in a script
     batches = [batch for (batch,) in layerwise.BoxLoader(model, x, workers=1)]
     assert torch.equal(torch.cat(batches), torch.from_numpy(x))
     assert all(batch.is_pinned() == (setting.device == "cuda") for batch in batches)
