@@ -202,17 +202,13 @@ def in_order(groups_of: Iterable[Iterable[Times]]) -> tuple[float, int]:
 def fit(setting: Setting) -> Found:
     """The roofline's terms with factors fitted to most cells, judged on those left out, by mode: errors (medians)."""
     rows = [row for (stage, _), row in Results(setting).rows.items() if stage == "layers" and "cells" in row]
-    every = {mode: [row for row in rows if row["row"].endswith(mode)] for mode in MODES}
-    found = {
-        mode: (
-            error(pair for row in some for pairs in row["cells"].values() for pair in pairs),
-            some[-1]["held_out_error"],
-        )
-        for mode, some in every.items()
-        if some and some[-1]["held_out_error"] is not None
-    }
-    told = "; ".join(f"{mode}: {before:.0%} → {after:.0%} off" for mode, (before, after) in found.items())
-    return {"before_after": found, "told": told or "fewer than 10 cells were measured"}
+    before, after = dict[str, float](), dict[str, float | None]()
+    for mode in MODES:
+        if some := [row for row in rows if row["row"].endswith(f", {mode}")]:
+            before[mode] = error(pair for row in some for pairs in row["cells"].values() for pair in pairs)
+            after[mode] = some[-1]["held_out_error"]  # of all networks so far; None: fewer than 10 cells
+    told = "; ".join(f"{mode}: {before[mode]:.0%} → {after[mode] or math.nan:.0%} off" for mode in before)
+    return {"before": before, "after": after, "told": told}
 
 
 def layer(setting: Setting, name: str) -> Found:
