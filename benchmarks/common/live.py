@@ -57,11 +57,17 @@ def _nbytes(ref: StorageWeakRef) -> int | None:
     return None if storage is None else storage.nbytes()
 
 
-def step_bytes(network: Network, plan: Plan, comm: Comm, optimizer: str, autocast: torch.dtype | None = None) -> float:
-    """The peak of this rank in the second step, when the optimizer has its state, of `layerwise train`'s kind."""
+def step_bytes(
+    network: Network, plan: Plan, comm: Comm, optimizer: str | None, autocast: torch.dtype | None = None
+) -> float:
+    """The peak of this rank in the second step, when the optimizer has its state, of `layerwise train`'s kind.
+
+    optimizer: None for a step of inference.
+    """
     free = plan.io == "free"
     module = load(plan, network, comm=comm, loss=cross_entropy if free else None, autocast=autocast)
-    update = optimizer_of(optimizer, list(module.parameters()))
+    module.train(optimizer is not None)
+    update = None if optimizer is None else optimizer_of(optimizer, list(module.parameters()))
     graph = fuse(network.graph)
     (entry,) = (layer for layer in graph.layers if layer.end and layer.name in {s for s, _, _ in graph.edges()})
     share = module.share()
@@ -79,6 +85,10 @@ def step_bytes(network: Network, plan: Plan, comm: Comm, optimizer: str, autocas
         return torch.stack([cross_entropy(out, target) for out, target in pairs]).sum()
 
     def step() -> None:
+        if update is None:
+            with torch.no_grad():
+                module(x)
+            return
         update.zero_grad()
         loss().backward()  # type: ignore[no-untyped-call]
         update.step()
@@ -90,7 +100,8 @@ def step_bytes(network: Network, plan: Plan, comm: Comm, optimizer: str, autocas
         return float(torch.cuda.max_memory_allocated(comm.device))
     held = [*module.parameters(), *module.buffers(), x, *targets]
     held += [p.grad for p in module.parameters() if p.grad is not None]
-    held += [t for values in update.state.values() for t in values.values() if isinstance(t, Tensor)]
+    states = [] if update is None else update.state.values()
+    held += [t for values in states for t in values.values() if isinstance(t, Tensor)]
     live = Live(held)
     del held
     with live:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common.live import step_bytes
-from benchmarks.gpu.rows import Found, Row, Setting
+from benchmarks.gpu.rows import Found, Results, Row, Setting, absent
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
@@ -17,10 +18,10 @@ from layerwise.cost.price import price
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, load_network
 from layerwise.machine import load
+from layerwise.machine.devices import reserved_bytes
 from layerwise.measure.conditions import TYPES
 from layerwise.partition.blocks import recomputable
 from layerwise.plan import Plan
-from layerwise.run.load import load as load_module
 
 # And their samples.
 NETWORKS = {"lenet5": 256, "alexnet": 128, "vgg16": 32, "resnet18": 64, "resnet50": 32, "resnet152": 16}
@@ -29,9 +30,10 @@ KINDS = ("training", "recompute", "bf16", "inference")
 
 
 def rows(setting: Setting) -> list[Row]:
-    """A row a network."""
+    """A row a network, then the verdict."""
     networks = {"lenet5": 4, "mlp3": 4} if setting.tiny else NETWORKS
-    return [Row(name, partial(compared, setting, name, batch)) for name, batch in networks.items()]
+    taken = [Row(name, partial(compared, setting, name, batch)) for name, batch in networks.items()]
+    return [*taken, Row("reserve", partial(reserve, setting))]
 
 
 def compared(setting: Setting, name: str, batch: int) -> Found:
@@ -43,47 +45,49 @@ def compared(setting: Setting, name: str, batch: int) -> Found:
         except torch.OutOfMemoryError:
             told.append(f"{kind} does not fit")
             continue
-        ratio = f"{one['predicted'] / one['measured']:.3f}" if one["predicted"] else f"{one['measured'] / 1e9:.2f} GB"
-        told.append(f"{kind} {ratio}" + (f" (+{one['beyond'] / 1e9:.2f} GB)" if "beyond" in one else ""))
-    return found | {"told": ", ".join(told)}
+        beyond = f" (+{one['beyond'] / 1e9:.2f} GB)" if "beyond" in one else ""
+        told.append(f"{kind} {one['predicted'] / one['measured']:.3f}{beyond}")
+    return found | {"told": "predicted / measured: " + ", ".join(told)}
 
 
 def taken(setting: Setting, network: Network, batch: int, kind: str) -> Found:
-    """Bytes: predicted (of inference nothing is) and measured. On a GPU also `beyond`: what it has lost besides.
+    """Bytes: predicted and measured. On a GPU also `beyond`: what it has lost besides.
 
     That is of CUDA's context, of cuDNN's workspaces, and of what the allocator cannot use.
     """
     gpu, graph = setting.device == "cuda", fuse(network.graph)
     dtype = "bf16" if kind == "bf16" and gpu else "float32"  # a CPU's profile has no rate of bf16
+    optimizer = None if kind == "inference" else "adam"
+    options = CostOptions(optimizer=optimizer, dtype=dtype) if optimizer else CostOptions(kind="inference")
     again = recomputable(graph) if kind == "recompute" else frozenset()
     strategy = {layer.name: Config(recompute=layer.name in again) for layer in graph.inner}
-    plan, comm = Plan(graph.name, graph.digest, batch, 1, 1, "sample", True, strategy), SoloComm(setting.where)
-    if gpu:
-        torch.cuda.empty_cache()
-    if kind == "inference":
-        return {"predicted": None, "measured": inference_bytes(network, plan, comm) if gpu else 0.0}
-    machine = load(setting.base()).device_graph(1)
-    predicted = price(CostModel(graph, machine, CostOptions(optimizer="adam", dtype=dtype)), strategy).memory_bytes
-    found: Found = {"predicted": predicted, "before": torch.cuda.memory_allocated() if gpu else 0}
-    found["measured"] = step_bytes(network, plan, comm, "adam", TYPES[dtype][1])
-    if gpu:
-        (free, total), reserved = torch.cuda.mem_get_info(), torch.cuda.max_memory_reserved()
-        found |= {"reserved": reserved, "context": total - free - torch.cuda.memory_reserved()}
-        with Workspaces() as workspaces:
-            step_bytes(network, plan, comm, "adam", TYPES[dtype][1])
-        found |= {"workspace": workspaces.most, "beyond": reserved + found["context"] - predicted}
-    return found
+    plan = Plan(graph.name, graph.digest, batch, 1, 1, "sample", True, strategy)
+    predicted = price(CostModel(graph, load(setting.base()).device_graph(1), options), strategy).memory_bytes
+    measure = partial(step_bytes, network, plan, SoloComm(setting.where), optimizer, TYPES[dtype][1])
+    gc.collect()
+    if not gpu:
+        return {"predicted": predicted, "measured": measure()}
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    measured, reserved = measure() - before, torch.cuda.max_memory_reserved() - before
+    free, total = torch.cuda.mem_get_info()
+    context = total - free - torch.cuda.memory_reserved()
+    with Workspaces() as workspaces:
+        measure()
+    found = {"predicted": predicted, "measured": measured, "before": before, "reserved": reserved, "context": context}
+    return found | {"workspace": workspaces.most, "beyond": reserved + context - predicted}
 
 
-def inference_bytes(network: Network, plan: Plan, comm: SoloComm) -> float:
-    """The peak of a forward pass without gradients."""
-    module = load_module(plan, network, comm=comm).eval()
-    x = torch.randn(next(layer for layer in network.graph.layers if layer.end).out.shape, device=comm.device)
-    with torch.no_grad():
-        module(x)
-        torch.cuda.reset_peak_memory_stats()
-        module(x)
-    return float(torch.cuda.max_memory_allocated())
+def reserve(setting: Setting) -> Found:
+    """Whether what plans leave of a GPU's memory is enough for what the runs lost beyond the predictions."""
+    rows = [row for (stage, _), row in Results(setting).rows.items() if stage == "memory"]
+    beyond = {f"{row['row']}, {k}": row[k]["beyond"] for row in rows for k in KINDS if "beyond" in row.get(k, {})}
+    if not beyond:
+        return absent("what GPUs lose")
+    worst, reserved = max(beyond, key=beyond.__getitem__), reserved_bytes(torch.cuda.mem_get_info()[1], "cuda")
+    verdict = "enough" if beyond[worst] <= reserved else "TOO LITTLE"
+    told = f"{reserved / 1e9:.2f} GB are {verdict}: {beyond[worst] / 1e9:.2f} GB at most were lost ({worst})"
+    return {"beyond": beyond, "reserved": reserved, "told": told}
 
 
 class Workspaces(TorchDispatchMode):

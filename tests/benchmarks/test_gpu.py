@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.rows import Results, Setting, Workers
+from benchmarks.gpu.rows import Results, Setting
 
 ROWS = "tests.benchmarks.gpu_rows:rows"
 
@@ -13,16 +13,11 @@ ROWS = "tests.benchmarks.gpu_rows:rows"
 def test_a_row_that_fails_leaves_the_others_alone_and_a_second_call_goes_on(tmp_path: Path) -> None:
     setting = Setting("cpu", True, str(tmp_path))
     path = tmp_path / "results.jsonl"
-    assert Workers(Results(path, setting), time.monotonic()).run("stage", ROWS) == [
-        "raises",
-        "ends",
-        "hangs",
-        "is well",
-    ]
-    assert Workers(Results(path, setting), time.monotonic() + 300).run("stage", ROWS) == []
+    assert Results(setting).take("stage", ROWS, time.monotonic()) == ["raises", "ends", "hangs", "is well"]
+    assert Results(setting).take("stage", ROWS, time.monotonic() + 300) == []
     with path.open("a") as file:
         file.write('{"stage": "cut of')  # a call was killed as it wrote
-    results = Results(path, setting)
+    results = Results(setting)
     found = {name: row.get("error", row["told"]) for (_, name), row in results.rows.items()}
     assert found == {
         "raises": "RuntimeError: CUDA error: an illegal memory access … Compile with TORCH_USE_CUDA_DSA",
@@ -30,7 +25,8 @@ def test_a_row_that_fails_leaves_the_others_alone_and_a_second_call_goes_on(tmp_
         "hangs": "took more than 6 s",
         "is well": "fine",
     }
-    Workers(results, time.monotonic() + 300).run("stage", ROWS)
-    assert Results(path, setting).rows["stage", "is well"]["pid"] == results.rows["stage", "is well"]["pid"]
+    results.take("stage", ROWS, time.monotonic() + 300)
+    assert Results(setting).rows["stage", "is well"]["pid"] == results.rows["stage", "is well"]["pid"]
+    assert list(Results(setting, again=True).rows) == [("stage", "is well")]
     with pytest.raises(SystemExit, match="another --out"):
-        Results(path, Setting("cuda", True, str(tmp_path)))
+        Results(Setting("cuda", True, str(tmp_path)))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import Future
 from functools import partial
 from random import Random
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -220,3 +222,33 @@ def announced(comm: Comm) -> list[int]:
         handle.when_done(lambda step=step: said.append(step))  # type: ignore[misc]
         handle.wait()
     return said
+
+
+class Pair(tuple[int, ...]):
+    """The group of rank 0 alone, which says that it has two ranks: else nothing is asked of torch.distributed."""
+
+    def __len__(self) -> int:
+        return 2
+
+
+def alone(comm: Comm, operation: str) -> None:
+    """What a ProcessComm asks of torch of a single rank: the result is what it brings, at `wait` and at `when_done`."""
+    group = Pair((0,))
+    comm.prepare([group], "gathers")
+    comm.collectives = True  # gloo has them, too
+    mine = brings(0, 1, (1, 2**16), torch.float32).to(comm.device)
+    out = mine[0].clone() if operation == "all_reduce" else torch.zeros_like(mine[0])
+    seen = Future[Tensor]()
+    with patch.object(torch.distributed.distributed_c10d, "_check_not_self_rank"):  # NCCL has messages to oneself
+        if operation == "exchange":
+            handle = comm.exchange([(0, mine[0])], [(0, out)], "transfers", operation)
+        elif operation == "all_reduce":
+            handle = comm.all_reduce(out, group, "sync", operation)
+        else:
+            target = out if operation == "reduce_scatter" else out[None]
+            source = mine[0] if operation == "all_gather" else mine
+            handle = getattr(comm, operation)(target, source, group, "gathers", operation)
+    handle.when_done(lambda: seen.set_result(out.clone()))
+    handle.wait()
+    same(out.cpu(), mine[0].cpu())
+    same(seen.result(30.0).cpu(), mine[0].cpu())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from layerwise.ops.tensor.scatter import OneHot, Scatter
-from layerwise.ops.tensor.softmax import Softmax
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Op
@@ -15,7 +13,7 @@ from layerwise.ops.nn.loss import Loss
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, LayerNorm
 from layerwise.ops.nn.pool import AdaptivePool
 from layerwise.ops.nn.resample import Interpolate, Pad
-from layerwise.ops.tensor.along import Gather
+from layerwise.ops.tensor.along import Gather, OneHot, Scatter, Softmax
 from layerwise.ops.tensor.combine import Concat
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu
 from layerwise.ops.tensor.reduce import PartialReduce, Reduce

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from layerwise.errors import LayerwiseError
 
@@ -106,8 +106,14 @@ class PlanDTensor(DTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if getattr(func, "__name__", "") == "__get__":
                     return func(*args, **(kwargs or {}))
+                kwargs = kwargs or {}
+                given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+                if torch.is_grad_enabled() and len({x.device_mesh for x in given}) > 1:  # back, nothing dispatches
+                    some = (x for x in given if x.device_mesh in _all_ranks and x.requires_grad)
+                    instead = {id(x): _OnAllRanks.apply(x) for x in some}  # type: ignore[no-untyped-call]
+                    args, kwargs = tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
                 with _Dispatch():  # type: ignore[no-untyped-call]
-                    return func(*args, **(kwargs or {}))
+                    return func(*args, **kwargs)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full tensor, on every rank. All ranks call it."""
