@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.depth_first import depth_first
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
@@ -30,7 +31,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.counts import counts
 from layerwise.quantities import units
-from layerwise.search.baselines import NAMES, baseline, depth_first
+from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import SYNC_WEIGHTS, configurations, search
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import exact_optimum, narrow

@@ -1,18 +1,14 @@
-"""The strategies that everybody uses, and the paper's depth-first search, under the same cost model."""
+"""The strategies that everybody uses."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-
-from layerwise.config import Config
-from layerwise.cost.model import CostModel, CostTables
+from layerwise.config import Config, reduce_axis
+from layerwise.cost.model import CostModel
 from layerwise.graph.layer import Layer
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.softmax import Softmax
 from layerwise.partition.holding import why_not_held
 from layerwise.partition.place import data_parallel
-from layerwise.search.classes import of_all_classes
 from layerwise.search.grids import grid_strategy, parse_grid
 
 NAMES = ("data", "model", "owt")
@@ -46,45 +42,20 @@ def _channels(layer: Layer, devices: int) -> Config:
     return next(config for config in configs if why_not_held(layer, config) is None)
 
 
-@dataclass(frozen=True, slots=True)
-class DepthFirst:
-    """What a depth-first search came to in its time."""
+def of_all_classes(model: CostModel) -> frozenset[str]:
+    """The layers that make such an output."""
+    graph = model.graph
+    if model.options.io != "boxes":
+        return frozenset()
+    sources = [graph[name] for name in graph.layers[-1].inputs]
+    return frozenset(
+        source.name
+        for source in sources
+        if source.out.index("n") == 0 and len(source.out.shape) > 1 and source.name not in graph.losses
+    )
 
-    cost_s: float  # of the best strategy
-    strategies: int
-    seconds: float
-    finished: bool  # no strategy is left, so `cost_s` is the optimum's
 
-
-def depth_first(tables: CostTables, limit_s: float) -> DepthFirst:
-    """The paper's baseline (table 3): enumerates strategies layer by layer, giving up a branch that costs more than the
-    best strategy so far.
-    """
-    names = list(tables.node)
-    place = {name: i for i, name in enumerate(names)}
-    inward: list[list[tuple[int, list[list[float]]]]] = [[] for _ in names]
-    for (u, v, _), cost in tables.transfer.items():
-        inward[place[v]].append((place[u], cost.tolist()))
-    node = [tables.node[name].tolist() for name in names]
-    choice, partial = [-1] * len(names), [0.0] * (len(names) + 1)
-    best, seen, depth, started = float("inf"), 0, 0, time.perf_counter()
-    steps = 0
-    while depth >= 0:
-        steps += 1
-        if steps % 4096 == 0 and time.perf_counter() - started > limit_s:
-            return DepthFirst(best, seen, time.perf_counter() - started, False)
-        choice[depth] += 1
-        c = choice[depth]
-        if c == len(node[depth]):
-            choice[depth] = -1
-            depth -= 1
-            continue
-        cost = partial[depth] + node[depth][c] + sum(table[choice[u]][c] for u, table in inward[depth])
-        if cost >= best:
-            continue
-        if depth == len(names) - 1:
-            best, seen = cost, seen + 1
-        else:
-            partial[depth + 1] = cost
-            depth += 1
-    return DepthFirst(best, seen, time.perf_counter() - started, True)
+def cuts_classes(layer: Layer, config: Config) -> bool:
+    """Whether no device has them all under a configuration."""
+    dims = layer.space.dims
+    return config[dims[1].label or ""] > 1 or (config["k"] > 1 and reduce_axis(config, dims) == 1)

@@ -17,13 +17,14 @@ from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
+from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.partition.holding import held_configurations
-from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.classes import cuts_classes, of_all_classes
+from layerwise.search.baselines import NAMES, baseline, cuts_classes, of_all_classes
+from layerwise.search.halos import reading_s
 from layerwise.search.limit.limited import Least
-from layerwise.search.limit.variants import OFFERS, Strategy
+from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.limit.within import LimitedSearch, Within
-from layerwise.search.reading import reading_s
+from layerwise.search.overlap.polish import GAIN, Effort, overlapped
 from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preferred, timeline_s
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
@@ -40,6 +41,7 @@ def search(
     memory_limit_bytes: float | None = None,
     offer: Iterable[str] = OFFERS,
     fixed: Mapping[str, Config] | None = None,
+    effort: Effort = "normal",
     progress: Progress | None = None,
     answers: Answers | None = None,
 ) -> SearchResult:
@@ -48,7 +50,8 @@ def search(
     memory_limit_bytes: by default what a device has. Where it leaves the best strategy out, what is offered (of
     `limit.variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
     `memory_bytes` bounds search tables. `fixed` layers keep their configuration; the answer is then the additive
-    optimum, and no baseline. `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
+    optimum, and no baseline. `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
+    `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
     """
     limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
     if not limit > 0:
@@ -80,6 +83,40 @@ def search(
         additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
     by_time = objective == "timeline" and not fixed
+    improves, bound_s = by_time and effort != "quick", None
+
+    def improved(space: Variants, known: Sequence[Candidate], *, fits: bool) -> float:
+        """Adds what moves come to, with the best buckets, to the candidates: the lower bound of all steps."""
+        begun, known = time.perf_counter(), sorted(known, key=timeline_s)
+        cap = best_cap(model, known[0].strategy)
+
+        def step_s(strategy: Strategy) -> float:
+            return timeline(model, strategy, bucket_bytes=cap).total_s + reading_s(model, strategy)
+
+        def within_limit(strategy: Strategy) -> bool:
+            return not fits or float(peak_bytes(model, strategy, footprints).max()) <= limit
+
+        found = recall.overlapped(
+            lambda: overlapped(
+                model,
+                space,
+                [c.strategy for c in known],
+                step_s,
+                effort=effort,
+                fits=within_limit,
+                memory_bytes=memory_bytes,
+            ),
+            effort,
+            *((limit, offer) if fits else ()),
+        )
+        for strategy in (*found.strategies, named["data"]):
+            for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy))):
+                candidates.append(candidate(model, "layerwise", strategy, limit, footprints, size))
+        seconds["overlap"] = seconds.get("overlap", 0.0) + time.perf_counter() - begun
+        return found.lower_bound_s
+
+    if improves:
+        bound_s = improved(Variants.grouped(configs), [*candidates, *baselines.values()], fits=False)
     unlimited = best = choose(candidates, baselines, heed_memory=False) if by_time else additive
     kept, within, least = solved.kept, None, None
     if not best.fits:
@@ -102,9 +139,13 @@ def search(
         candidates, kept = [*found, *candidates], within.configurations
         additive = found[0] if found else additive  # by step time
         optimum = replace(optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s) if found else optimum
-        best = choose(candidates, baselines) if by_time else additive
         seconds["limit"] = time.perf_counter() - started
-    best = next((c for c in baselines.values() if c.strategy == best.strategy), best)
+        fitting = [c for c in [*candidates, *baselines.values()] if c.fits]
+        if improves:
+            forms = Forms.of(model.graph, model.devices.count, offer)
+            bound_s = improved(Variants.of(configs, forms), fitting, fits=True) if fitting else None
+        best = choose(candidates, baselines) if by_time else additive
+    best = next((c for c in baselines.values() if c.key == best.key), best)
     counts = {
         "largest": max(map(len, configs.values())),
         "total": sum(map(len, configs.values())),
@@ -112,9 +153,21 @@ def search(
     }
     # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
     everyone = [*candidates, *reversed(baselines.values())] if not fixed else candidates
-    simulated = tuple({tuple(c.strategy.items()): c for c in everyone}.values())
+    simulated = tuple({c.key: c for c in everyone}.values())
     return SearchResult(
-        best, additive, baselines, optimum, seconds, counts, simulated, int(limit), offer, unlimited, within, least
+        best,
+        additive,
+        baselines,
+        optimum,
+        seconds,
+        counts,
+        simulated,
+        int(limit),
+        offer,
+        unlimited,
+        within,
+        least,
+        bound_s,
     )
 
 
@@ -177,12 +230,26 @@ def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, h
     return data if best_s >= data_s * (1 - max(data.error, best.error)) else best
 
 
+def best_cap(model: CostModel, strategy: Strategy) -> int:
+    """At how many bytes a bucket of gradients is best full: DistributedDataParallel's 25 MiB, unless less gains by it.
+
+    What shares states out keeps these: their memory is that of such buckets.
+    """
+    best, least_s = BUCKET_BYTES, timeline(model, strategy).total_s
+    shares = any(config.states != "replicated" for config in strategy.values())
+    for cap in () if shares or model.options.kind == "inference" else CAPS[1:]:
+        if (step_s := timeline(model, strategy, bucket_bytes=cap).total_s) < least_s * (1 - GAIN):
+            best, least_s = cap, step_s
+    return best
+
+
 def candidate(
     model: CostModel,
     name: str,
     strategy: Mapping[str, Config],
     memory_limit_bytes: float | None = None,
     footprints: Footprints | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Candidate:
     """Prices a strategy both ways. memory_limit_bytes: by default what a device has; footprints: if they are made."""
     strategy = complete(model, strategy)
@@ -190,12 +257,13 @@ def candidate(
     return Candidate(
         name,
         strategy,
-        timeline(model, strategy),
+        timeline(model, strategy, bucket_bytes=bucket_bytes),
         limit,
         lambda: float(peak_bytes(model, strategy, footprints).max()),
         lambda memory_bytes: price(model, strategy, memory_bytes=memory_bytes),
         lambda: model_error(model, strategy),
         reading_s(model, strategy),
+        bucket_bytes,
     )
 
 

@@ -30,6 +30,7 @@ def make_plan(
     searched = {
         "data_timeline_s": result.baselines["data"].timeline.total_s,
         "lower_bound_s": result.optimum.lower_bound_s,
+        **({} if result.overlap_bound_s is None else {"timeline_lower_bound_s": result.overlap_bound_s}),
     }
     proof = {
         "additive_optimum_proven": result.optimum.proven,
@@ -106,5 +107,6 @@ def plan_for(
             "torch": version("torch"),
             "python": platform.python_version(),
         },
-        predicted_layers=layer_times(model, best.strategy),
+        predicted_layers=layer_times(model, best.strategy, best.bucket_bytes),
+        bucket_bytes=best.bucket_bytes,
     )

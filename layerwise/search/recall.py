@@ -23,6 +23,7 @@ from layerwise.plan import as_json, parse_strategy
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import Strategy
 from layerwise.search.limit.within import MemoryPrice, Within
+from layerwise.search.overlap.polish import Overlapped
 from layerwise.search.solve.eliminate import Optimum
 from layerwise.search.solve.narrow import exact_costs
 
@@ -59,6 +60,10 @@ class Recall:
         """What a search under a limit found."""
         return self._recalled((limit_bytes, list(offer)), find, self._limited_as_json, self._limited)
 
+    def overlapped(self, find: Callable[[], Overlapped], *facts: object) -> Overlapped:
+        """What is known of steps with overlap."""
+        return self._recalled(("overlap", *facts), find, self._overlapped_as_json, self._overlapped)
+
     def _recalled(
         self,
         facts: tuple[object, ...],
@@ -87,6 +92,13 @@ class Recall:
             return within, None
         size, bound = (restored(float, least[name]) for name in ("bytes", "lower_bound_bytes"))
         return within, Least(self._strategy(least["best"]), size, bound)
+
+    def _overlapped(self, cached: Any) -> Overlapped:
+        strategies = self._strategies(cached, cached["costs_s"][0])
+        return Overlapped(strategies, restored(float, cached["lower_bound_s"]))
+
+    def _overlapped_as_json(self, found: Overlapped) -> object:
+        return {**self._written(found.strategies), "lower_bound_s": found.lower_bound_s}
 
     def _solved_as_json(self, found: Solved) -> object:
         optima = [asdict(proof) for proof in found.optima]

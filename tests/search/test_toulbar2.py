@@ -25,8 +25,8 @@ from layerwise.search.limit.constraint import constrained
 from layerwise.search.limit.limited import fastest_within
 from layerwise.search.limit.within import LimitedSearch
 from layerwise.search.solve.eliminate import eliminate
-from layerwise.search.solve.exhaustive import exhaustive
 from tests.importers.networks import chain, crossing, residual
+from tests.search.exhaustive import exhaustive
 from tests.search.tables import every_strategy, random_tables, tables
 
 pytoulbar2 = pytest.importorskip("pytoulbar2")

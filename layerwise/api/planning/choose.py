@@ -137,7 +137,8 @@ class Planner:
             )
         plan.check(self.graph, size)
         model = CostModel(self.graph, self.devices, replace(self.options, io=plan.io))
-        best = candidate(model, "the given plan", complete(model, plan.strategy))
+        strategy = complete(model, plan.strategy)
+        best = candidate(model, "the given plan", strategy, bucket_bytes=plan.bucket_bytes)
         if not best.fits:
             raise _over_memory(model, best)
         return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), None, ())

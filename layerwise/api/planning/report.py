@@ -26,7 +26,7 @@ def lines(choice: Choice, world: World, machine: str) -> Iterator[str]:
     time, other = best.timeline.total_s, data.timeline.total_s
     if world.size == 1:
         yield f"one rank, nothing to split: {units(time, 's')} a step predicted"
-    elif best.strategy == data.strategy:
+    elif best.key == data.key:
         why = "as asked for" if choice.searched is None else why_data(choice.searched)
         yield f"data parallelism, {why}; {units(time, 's')} a step, {units(best.price.bytes_moved, 'B')} sent"
     else:

@@ -24,7 +24,14 @@ class Followed:
     """
 
     def __init__(
-        self, module: nn.Module, graph: LayerGraph, comm: Comm, *, compare: bool, summed: Callable[[], bool]
+        self,
+        module: nn.Module,
+        graph: LayerGraph,
+        comm: Comm,
+        *,
+        compare: bool,
+        summed: Callable[[], bool],
+        bucket_bytes: int,
     ) -> None:
         """compare: whether the ranks' values are. summed: whether gradients are averaged at present."""
         everyone, held = tuple(range(comm.size)), module.state_dict(keep_vars=True)
@@ -34,7 +41,8 @@ class Followed:
         untrained = {name for layer in graph.layers for name in layer.frozen}
         names = [name for name in reversed(last) if held[name].requires_grad and name not in untrained]
         parameters = {name: held[name] for name in names}
-        self.reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / comm.size)
+        groups = dict.fromkeys(names, everyone)
+        self.reducer = GradientReducer(parameters, names, groups, scale=1 / comm.size, bucket_bytes=bucket_bytes)
         followed = {id(p) for p in parameters.values()}
         unknown = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in followed}
         self.leaves = Leaves(parameters, unknown, comm, summed)

@@ -116,7 +116,10 @@ class OwnModule(WithModule):
         self._followed: Followed | None = None
         if self.comm.size > 1:
             compare = self.options.compare_ranks
-            self._followed = Followed(self.module, self.graph, self.comm, compare=compare, summed=lambda: self.summed)
+            summed, bucket_bytes = (lambda: self.summed), self.plan.bucket_bytes
+            self._followed = Followed(
+                self.module, self.graph, self.comm, compare=compare, summed=summed, bucket_bytes=bucket_bytes
+            )
             for kind in ("sync", "io", "statistics"):
                 self._prepare(kind, {tuple(range(self.comm.size))})
         self._reducer = GradientReducer({}, [], {}) if self._followed is None else self._followed.reducer

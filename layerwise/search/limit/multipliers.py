@@ -197,7 +197,12 @@ def _fit_on_average(met: list[Met], taken: Floats, limit: float, scale: float) -
 
 
 def least_rows(
-    problem: Problem, minimise: Minimise, start: Multipliers | None = None, enough: float = 0.0
+    problem: Problem,
+    minimise: Minimise,
+    start: Multipliers | None = None,
+    *,
+    enough: float = 0.0,
+    rounds: int = ROUNDS,
 ) -> Multipliers:
     """Shares of rows, that add up to 1, and the bound that they prove: no choice's peak is below so many bytes.
 
@@ -209,7 +214,7 @@ def least_rows(
         best.met.append(_meet(problem, problem.time, minimise)[0])
     active = sorted({*best.solved, int(best.met[0].rows.argmax())})
     solved = False
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         while True:
             best.solved |= {row: problem.row(row) for row in active if row not in best.solved}
             share, prices, value = _fullest_on_average(best.taken(active))

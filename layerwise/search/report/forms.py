@@ -1,4 +1,6 @@
-"""What is said of one layer's forms, and of the memory limit that a plan was found under."""
+"""The forms of one layer of a plan (recomputed or not, states replicated, sharded or gathered), and what is said of
+them and of the memory limit that the plan was found under.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,30 @@ from dataclasses import replace
 from typing import Any
 
 from layerwise.config import Config
+from layerwise.cost.model import CostModel
 from layerwise.plan import Plan
 from layerwise.quantities import units
 from layerwise.report.content import Column, Table, filled
+from layerwise.search.find import candidate
+from layerwise.search.limit.variants import OFFERS, Forms
 from layerwise.search.report.limit import faster, price_line
 from layerwise.search.report.tables import COSTS, memory
 from layerwise.search.report.values import costs_json
 from layerwise.search.result import Candidate
+
+
+def forms_of(
+    model: CostModel, strategy: Mapping[str, Config], layer: str, memory_limit_bytes: float
+) -> dict[Config, Candidate]:
+    """The plan with each form that means anything for `layer`, the one that saves nothing first."""
+    forms = Forms.of(model.graph, model.devices.count, OFFERS)
+    configs = dict.fromkeys(forms.of_layer(layer, strategy[layer].cells, form) for form in forms.offered)
+    return {c: candidate(model, form_name(c), {**strategy, layer: c}, memory_limit_bytes) for c in configs}
+
+
+def form_name(config: Config) -> str:
+    """`recomputed, sharded`."""
+    return f"{'recomputed' if config.recompute else 'kept'}, {config.states}"
 
 
 def forms_table(forms: Mapping[Config, Candidate], chosen: Config) -> Table:

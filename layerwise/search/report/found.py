@@ -8,11 +8,10 @@ from layerwise.cost.memory.allocations import Kind
 from layerwise.cost.model import CostModel
 from layerwise.quantities import units
 from layerwise.report.content import Lines, Part, Report, described
-from layerwise.search.baselines import DepthFirst
 from layerwise.search.remedies import Remedy
 from layerwise.search.report.limit import nothing_fits
 from layerwise.search.report.memory import kinds_of, kinds_table
-from layerwise.search.report.sentences import conclusion, depth_first_line, verdict
+from layerwise.search.report.sentences import conclusion, verdict
 from layerwise.search.report.tables import brief_strategy_table, candidates_table, picture, strategy_table
 from layerwise.search.report.values import as_dict, price_dict
 from layerwise.search.result import Candidate, SearchResult
@@ -33,13 +32,12 @@ def found(
     *,
     every_layer: bool = False,
     memory: bool = False,
-    enumerated: DepthFirst | None = None,
     tried: Sequence[Remedy] = (),
 ) -> Report:
     """All that a search came to.
 
-    memory: whether it is told what the fullest device holds. enumerated: the paper's baseline. tried: what would make a
-    plan fit, where none does.
+    memory: whether it is told what the fullest device holds. tried: what would make a plan fit,
+    where none does.
     """
     rows = [result.best, *result.baselines.values()]
     space, kinds = result.configurations, kinds_of(model, rows) if memory else {}
@@ -48,14 +46,13 @@ def found(
         *verdict(model, result, tried),
         f"{times}; up to {space['largest']} configurations a layer, {space['total']:,} in all, "
         f"{space['kept']:,} after pruning.",
-        *([] if enumerated is None else [depth_first_line(enumerated, result)]),
     ]
     parts = [*_strategies(model, rows, every_layer=every_layer), Lines(lines), *_kinds(kinds)]
     return Report(
         name,
         about(model),
         parts,
-        lambda: as_dict(model, result, name, seconds, enumerated, tried) | _kinds_values(kinds),
+        lambda: as_dict(model, result, name, seconds, tried) | _kinds_values(kinds),
     )
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from layerwise.cost.basis import basis, describe, warnings
 from layerwise.cost.model import CostModel
 from layerwise.quantities import units
-from layerwise.search.baselines import DepthFirst
 from layerwise.search.remedies import Remedy
 from layerwise.search.report.limit import limit_lines, nothing_fits, reserve_lines
-from layerwise.search.result import Candidate, SearchResult
+from layerwise.search.result import Candidate, SearchResult, timeline_s
 
 
 def conclusion(result: SearchResult) -> Iterator[str]:
@@ -36,7 +35,7 @@ def conclusion(result: SearchResult) -> Iterator[str]:
     elif slower > 1:  # --objective additive, or data parallelism needs too much memory
         why = "" if data.fits else ", but does not fit into memory"
         yield f"With overlap, data parallelism is predicted {slower:.2f}× faster{why}."
-    elif best.strategy == data.strategy:
+    elif best.key == data.key:
         yield f"Data parallelism is {why_data(result)}."
     elif best.strategy != result.additive.strategy:
         why = ", but does not fit into memory" if best.fits and not result.additive.fits else ""
@@ -44,8 +43,22 @@ def conclusion(result: SearchResult) -> Iterator[str]:
             f"Chosen with overlap: {units(best.timeline.total_s, 's')} a step; the additive optimum would take "
             f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
+    yield from overlap_lines(result)
     yield from limit_lines(result)
     yield from halo_lines(result)
+
+
+def overlap_lines(result: SearchResult) -> Iterator[str]:
+    """How far the chosen step with overlap is at most from the best."""
+    if (bound_s := result.overlap_bound_s) and result.best.fits:
+        step_s = timeline_s(result.best)
+        gap = step_s / bound_s - 1
+        found, least = units(step_s, "s"), units(bound_s, "s")
+        if (ddp := result.by_ddp) is not result.best:
+            size = f"{result.best.bucket_bytes / 2**20:.0f} MiB"
+            slower = units(timeline_s(ddp), "s")
+            yield f"Gradients travel in buckets of {size}; in those of DistributedDataParallel a step takes {slower}."
+        yield f"With overlap: {found}; no strategy of the space is below {least} ({gap:.1%})."
 
 
 def verdict(model: CostModel, result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]:
@@ -114,10 +127,3 @@ def whole_lines(model: CostModel, candidate: Candidate) -> Iterator[str]:
     if shares and model.devices.count > 1:
         named = (f"{name} ({model.graph[name].stages[0].label}), {share:.0%}" for name, share in shares.items())
         yield f"Whole (not split), with their share of the step: {'; '.join(named)}."
-
-
-def depth_first_line(enumerated: DepthFirst, result: SearchResult) -> str:
-    """The paper's baseline beside ours."""
-    ended = "finished" if enumerated.finished else f"gave up (best so far {units(enumerated.cost_s, 's')})"
-    times = [units(t, "s") for t in (enumerated.seconds, result.seconds["search"])]
-    return f"depth-first search {ended} after {times[0]}; elimination took {times[1]}"

@@ -9,7 +9,6 @@ from layerwise.cost.basis import basis, warnings
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
 from layerwise.plan import as_json
-from layerwise.search.baselines import DepthFirst
 from layerwise.search.remedies import Remedy
 from layerwise.search.report.limit import nothing_fits
 from layerwise.search.report.sentences import whole_shares
@@ -21,7 +20,6 @@ def as_dict(
     result: SearchResult,
     name: str,
     seconds: Mapping[str, float],
-    enumerated: DepthFirst | None = None,
     tried: Sequence[Remedy] = (),
 ) -> dict[str, Any]:
     """Everything, for a program. Seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
@@ -50,6 +48,9 @@ def as_dict(
         "additive_optimum": {"step_time_s": result.additive.price.step_time_s, **strategy_json(model, result.additive)},
         "optimal": optimum.proven,
         "lower_bound_s": optimum.lower_bound_s,
+        "bucket_bytes": best.bucket_bytes,
+        "timeline_by_ddp_buckets_s": result.by_ddp.timeline.total_s,
+        "timeline_lower_bound_s": result.overlap_bound_s,
         "final_nodes": optimum.final_nodes,
         "elimination_order": list(optimum.order),
         "seconds": dict(seconds),
@@ -64,7 +65,6 @@ def as_dict(
         },
         "warnings": [*warnings(model), *([] if best.fits else [nothing_fits(result, tried)])],
         "remedies": tried,
-        **({"depth_first": enumerated} if enumerated else {}),
     }
 
 

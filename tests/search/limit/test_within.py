@@ -141,9 +141,9 @@ def test_small_searches_look_for_other_weights_of_t_s_too(monkeypatch: pytest.Mo
         load("pcie").device_graph(4),
         CostOptions(optimizer="adam"),
     )
-    found = search(model, SearchSpace(4), memory_limit_bytes=1.55e9).best
+    found = search(model, SearchSpace(4), memory_limit_bytes=1.55e9, effort="quick").best
     monkeypatch.setattr("layerwise.search.limit.within.FEW", 0)
-    fewer = search(model, SearchSpace(4), memory_limit_bytes=1.55e9).best
+    fewer = search(model, SearchSpace(4), memory_limit_bytes=1.55e9, effort="quick").best
     assert found.fits
     assert found.timeline.total_s < 0.98 * fewer.timeline.total_s
 

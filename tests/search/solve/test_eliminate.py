@@ -20,9 +20,9 @@ from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
 from layerwise.search.solve.eliminate import eliminate, min_plus
-from layerwise.search.solve.exhaustive import exhaustive
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, inception, residual
+from tests.search.exhaustive import exhaustive
 from tests.search.tables import complete_tables, random_tables, tables
 
 

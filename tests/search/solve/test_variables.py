@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from layerwise.cost.model import CostTables
 from layerwise.search.solve.eliminate import eliminate
-from layerwise.search.solve.exhaustive import exhaustive
 from layerwise.search.solve.variables import Factor, eliminate_variables, join, min_fill_order
+from tests.search.exhaustive import exhaustive
 from tests.search.tables import complete_tables, random_tables
 
 Problem = tuple[list[Factor], dict[str, int]]
