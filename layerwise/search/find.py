@@ -1,4 +1,6 @@
-"""The search: prune, build the tables, eliminate, and choose among the optima and all baselines by timeline."""
+"""The search: prune, build the tables, eliminate, and improve the step with overlap, and choose by it among what
+was found and all baselines.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,6 @@ from layerwise.search.overlap.polish import GAIN, Effort, overlapped
 from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preferred, timeline_s
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
-
-SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
 
 
 def search(
@@ -65,28 +65,23 @@ def search(
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     model.learn(list(named.values()))
     configs = configurations(model, space, named, fixed or {})
-    weights = SYNC_WEIGHTS if objective == "timeline" and model.options.kind == "training" else SYNC_WEIGHTS[:1]
-    recall = Recall(answers, model, space, weights, memory_bytes, fixed)
-    solved = recall.solved(
-        lambda: _solved(model, configs, {} if fixed else named, weights, memory_bytes, progress, started)
-    )
+    recall, hand = Recall(answers, model, space, memory_bytes, fixed), [] if fixed else list(named.values())
+    solved = recall.solved(lambda: _solved(model, configs, hand, memory_bytes, progress, started))
     seconds = dict(solved.seconds) or {"cache": time.perf_counter() - started}
-    distinct = {tuple(s.items()): s for s in solved.strategies}
     footprints = Footprints(model)
-    model.learn([complete(model, s) for s in distinct.values()])
-    candidates = [candidate(model, "layerwise", s, limit, footprints) for s in distinct.values()]
+    candidates = [candidate(model, "layerwise", solved.strategy, limit, footprints)]
     baselines = {name: candidate(model, name, strategy, limit, footprints) for name, strategy in named.items()}
     if not baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
-    additive, optimum = candidates[0], solved.optima[0]
+    additive, optimum = candidates[0], solved.optimum
     if not optimum.proven and not fixed:  # a baseline may be better than what the search came to
         additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
     by_time = objective == "timeline" and not fixed
     improves, bound_s = by_time and effort != "quick", None
 
-    def improved(space: Variants, known: Sequence[Candidate], *, fits: bool) -> float:
-        """Adds what moves come to, with the best buckets, to the candidates: the lower bound of all steps."""
+    def improved(space: Variants, known: Sequence[Candidate], *, fits: bool) -> float | None:
+        """Adds what moves come to, with the best buckets, to the candidates: the lower bound of all steps, if any."""
         begun, known = time.perf_counter(), sorted(known, key=timeline_s)
         cap = best_cap(model, known[0].strategy)
 
@@ -113,7 +108,7 @@ def search(
             for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy))):
                 candidates.append(candidate(model, "layerwise", strategy, limit, footprints, size))
         seconds["overlap"] = seconds.get("overlap", 0.0) + time.perf_counter() - begun
-        return found.lower_bound_s
+        return found.lower_bound_s or None
 
     if improves:
         bound_s = improved(Variants.grouped(configs), [*candidates, *baselines.values()], fits=False)
@@ -121,7 +116,7 @@ def search(
     kept, within, least = solved.kept, None, None
     if not best.fits:
         started = time.perf_counter()
-        known = [c.strategy for c in candidates] + ([] if fixed else list(named.values()))
+        known = [c.strategy for c in candidates] + hand
 
         def searching(offer: Iterable[str]) -> LimitedSearch:
             return LimitedSearch(
@@ -134,7 +129,7 @@ def search(
                 footprints=footprints,
             )
 
-        within, least = recall.limited(lambda: _limited(searching, offer, limit, weights, known), limit, offer)
+        within, least = recall.limited(lambda: _limited(searching, offer, limit, known), limit, offer)
         found = [candidate(model, "layerwise", strategy, limit, footprints) for strategy in within.strategies]
         candidates, kept = [*found, *candidates], within.configurations
         additive = found[0] if found else additive  # by step time
@@ -174,35 +169,29 @@ def search(
 def _solved(
     model: CostModel,
     configs: Configs,
-    named: Mapping[str, Mapping[str, Config]],
-    weights: Sequence[float],
+    hand: Sequence[Mapping[str, Config]],
     memory_bytes: float,
     progress: Progress | None,
     started: float,
 ) -> Solved:
-    """The optima without a memory limit. started: when, for the seconds that tables took."""
-    narrowed = narrow(model, configs, named, weights, progress)
-    built = time.perf_counter()
-    tables, strategies, optima = narrowed.tables, [], []
-    for node, upper in zip(narrowed.nodes, narrowed.uppers, strict=True):
-        small, found = exact_optimum(model, tables, node, upper, memory_bytes)
-        optima.append(found)
-        strategies.append(strategy_of(small.configs, found.choice))
+    """The optimum without a memory limit. started: when, for the seconds that tables took."""
+    narrowed = narrow(model, configs, hand, progress)
+    tables, built = narrowed.tables, time.perf_counter()
+    small, found = exact_optimum(model, tables, narrowed.upper_s, memory_bytes)
     searching = time.perf_counter() - built + narrowed.bounding_s
     seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
-    return Solved(tuple(strategies), tuple(optima), sum(map(len, tables.configs.values())), seconds)
+    return Solved(strategy_of(small.configs, found.choice), found, sum(map(len, tables.configs.values())), seconds)
 
 
 def _limited(
     searching: Callable[[Iterable[str]], LimitedSearch],
     offer: Sequence[str],
     limit: float,
-    weights: Sequence[float],
     known: Sequence[Mapping[str, Config]],
 ) -> tuple[Within, Least[Strategy] | None]:
     """What fits; where nothing was found, the least memory, and what fits if it does. searching: with what on offer."""
     search = searching(offer)
-    within = search.under(limit, weights, known)
+    within = search.under(limit, known)
     if within.strategies:
         return within, None
     least = search.least(known)
@@ -211,9 +200,9 @@ def _limited(
             smaller = searching([one])
             fewer = smaller.least(known)
             least = replace(least, best=fewer.best, bytes=fewer.bytes) if fewer.bytes < least.bytes else least
-            known = [*known, *smaller.under(limit, weights, [fewer.best]).strategies]
+            known = [*known, *smaller.under(limit, [fewer.best]).strategies]
     if least.bytes <= limit:
-        return search.under(limit, weights, [*known, least.best]), None
+        return search.under(limit, [*known, least.best]), None
     return within, least
 
 

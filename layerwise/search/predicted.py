@@ -13,7 +13,9 @@ from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.search.result import Candidate
 
 
-def layer_times(model: CostModel, strategy: dict[str, Config], bucket_bytes: int = BUCKET_BYTES) -> dict[str, dict[str, float]]:
+def layer_times(
+    model: CostModel, strategy: dict[str, Config], bucket_bytes: int = BUCKET_BYTES
+) -> dict[str, dict[str, float]]:
     """Seconds of every layer's parts in a simulated step, forward and backward together.
 
     compute_s: of the slowest device, beside the gradients that travel meanwhile; transfers_s (of its inputs, and sums

@@ -72,6 +72,8 @@ class Cuts:
         self.deferring = {layer.name for layer in graph.inner if self._defers(layer)}
         self.node = {layer.name: self._node(layer, layer.name in needed) for layer in graph.layers}
         self.edges = [edge for edge in graph.edges() if edge[1] in needed and model.directions(edge)]
+        self._one_way: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+        self._tables: dict[tuple[int, bytes, bool], Floats] = {}
         self.seconds = {edge: self._one_way_s(edge, watched) for edge in self.edges}
         self.in_line: dict[EdgeName, Floats] = {}  # (B_v,) how often an edge's tensor is sent in line
         self.returned: dict[EdgeName, int] = {}  # by edge whose gradient is issued early: from which layer
@@ -93,9 +95,14 @@ class Cuts:
     def row(self, number: int) -> Costs:
         """Seconds of one row, over variants and their bases."""
         node = {name: self.layer(name, rows=slice(number, number + 1))[:, 0] for name in self.node}
-        later = {name: float(self.later[name][number]) for name in self.edges}
-        edge = {name: (self.in_line[name] + later[name]) * seconds for name, seconds in self.seconds.items()}
-        return Costs(node, edge)
+        return Costs(node, {edge: self._table(edge, bool(self.later[edge][number])) for edge in self.edges})
+
+    def _table(self, edge: EdgeName, later: bool) -> Floats:
+        """(B_u, B_v) seconds of an edge in a row. Equal ones are one array: those of a large space take much memory."""
+        key = id(self.seconds[edge]), self.in_line[edge].tobytes(), later
+        if key not in self._tables:
+            self._tables[key] = self.seconds[edge] * (self.in_line[edge] + later)
+        return self._tables[key]
 
     def rows(self, choice: Choice) -> Floats:
         """(R,) seconds of one choice, the largest of which no simulated step is below."""
@@ -162,10 +169,14 @@ class Cuts:
 
     def _one_way_s(self, edge: EdgeName, watched: tuple[int, ...] | None) -> Floats:
         """(B_u, B_v)."""
-        ends = (distinct_cells(self.space.bases[name]) for name in edge[:2])
-        (sources, rows), (targets, columns) = ends
-        once: Floats = self.model.edge_cost(edge, sources, targets, watched) / self.model.directions(edge)
-        return once if len(sources) == len(rows) and len(targets) == len(columns) else once[rows][:, columns]
+        (sources, rows), (targets, columns) = (distinct_cells(self.space.bases[name]) for name in edge[:2])
+        all_s, directions = self.model.edge_cost(edge, sources, targets, watched), self.model.directions(edge)
+        if len(sources) < len(rows) or len(targets) < len(columns):
+            return all_s[rows][:, columns] / directions
+        key = id(all_s), directions
+        if key not in self._one_way:
+            self._one_way[key] = all_s, all_s / directions  # the former is there so that its id stays its own
+        return self._one_way[key][1]
 
     # ---- points ----
 

@@ -32,6 +32,7 @@ STARTS = 3  # strategies from which moves are made
 GAIN = 0.005  # of the step: a move that gains less is left alone
 ROUGH = 8  # rounds of messages over the full space
 MET = 8  # of the strategies that eliminations met, those that are simulated
+ENTRIES = 5e7  # of all tables of edges: beyond that, nothing is done
 WORK = 2e7  # sums of an elimination: beyond that, messages bound as well as they can
 
 
@@ -142,6 +143,8 @@ def overlapped(
 ) -> Overlapped:
     """Bounds the step with overlap, and looks for strategies that are faster than what is known.
 
+    Where its tables would be too large, neither: the bound is 0.
+
     Args:
         model: The network on its machine.
         space: The configurations of every layer.
@@ -151,6 +154,8 @@ def overlapped(
         fits: Whether a strategy fits into memory: no other is returned.
         memory_bytes: Of a search table.
     """
+    if sum(len(space.bases[u]) * len(space.bases[v]) for u, v, _ in model.graph.edges()) > ENTRIES:
+        return Overlapped((), 0.0)
     upper = step_s(known[0])
     rough = _problem(Cuts(model, space), step_s)
     game = least_rows(rough, by_messages, rounds=ROUGH)
@@ -167,7 +172,7 @@ def overlapped(
     starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
     starts = sorted(starts, key=polish.seconds)[:STARTS]
     ends = {polish.seconds(end): end for end in map(polish.from_, starts)}
-    found = tuple(small.strategy(ends[seconds]) for seconds in sorted(ends))
+    found = tuple(small.strategy(ends[seconds]) for seconds in sorted(ends) if seconds < np.inf)
     return Overlapped(found, min(max(game.bound, 0.0), upper))
 
 

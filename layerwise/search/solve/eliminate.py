@@ -32,12 +32,9 @@ class Optimum:
         return self.cost_s <= self.lower_bound_s * (1 + 1e-9)
 
 
-def eliminate(tables: CostTables, memory_bytes: float = 2**31, node: Mapping[str, Floats] | None = None) -> Optimum:
-    """The cheapest strategy. `memory_bytes` bounds each table of variable elimination; beyond it nothing is proven.
-
-    `node` replaces the tables' node costs (another weight of t_S).
-    """
-    costs = {name: c.astype(np.float64) for name, c in (node or tables.node).items()}
+def eliminate(tables: CostTables, memory_bytes: float = 2**31) -> Optimum:
+    """The cheapest strategy. `memory_bytes` bounds each table of variable elimination; beyond it nothing is proven."""
+    costs = {name: c.astype(np.float64) for name, c in tables.node.items()}
     graph = _Reduction(costs, tables.transfer)
     order = graph.reduce()
     rest = tuple(graph.node)

@@ -7,26 +7,24 @@ can go, and with it every table entry that it would have had: tables cost more t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from layerwise.cost.model import CostTables
-from layerwise.geometry.arrays import Floats, Mask
+from layerwise.geometry.arrays import Mask
 
 Keep = dict[str, Mask]
 SLACK = 1 + 1e-9  # rounding: never drop an optimum that ties with the bound
 PAYS = 0.9  # another pass over the tables, if the last one left at most this share of the configurations
 
 
-def by_edge_cost(tables: CostTables, node: Mapping[str, Floats], upper_s: float) -> Keep:
+def by_edge_cost(tables: CostTables, upper_s: float) -> Keep:
     """Which configurations (C_l,) may be part of a strategy of at most `upper_s`.
 
     A layer's transfers are those to the cheapest partner on its own edges, and elsewhere those of the cheapest pair.
     Repeated over what is left while it pays, as each configuration that goes may raise the others' bounds.
     """
-    keep: Keep = {name: np.ones(len(cost), bool) for name, cost in node.items()}
-    own, pairs = dict(node), dict(tables.transfer)  # of the configurations that are left
+    keep: Keep = {name: np.ones(len(cost), bool) for name, cost in tables.node.items()}
+    own, pairs = dict(tables.node), dict(tables.transfer)  # of the configurations that are left
     count = sum(map(len, own.values()))
     while True:
         extra = {name: cost - cost.min() for name, cost in own.items()}  # beyond the cheapest, transfers included

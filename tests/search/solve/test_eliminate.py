@@ -38,14 +38,6 @@ def test_it_equals_exhaustive_search(t: CostTables) -> None:
 
 
 @examples(150)
-@given(random_tables(), st.integers(0, 2**32 - 1))
-def test_other_node_costs_may_take_the_place_of_the_tables(t: CostTables, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    node = {name: rng.random(len(cost)) for name, cost in t.node.items()}
-    assert eliminate(t, node=node).cost_s == pytest.approx(exhaustive(CostTables(t.configs, node, t.transfer)).cost_s)
-
-
-@examples(150)
 @given(random_tables(nodes=9, most=2))
 def test_the_order_is_one_of_node_and_edge_eliminations_to_a_fixed_point(t: CostTables) -> None:
     """Replayed on a graph (the paper's algorithm 1): a digraph merges parallel edges by itself."""
