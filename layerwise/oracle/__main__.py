@@ -25,7 +25,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
 from layerwise.machine import DEFAULT, Profile, load, names
-from layerwise.oracle.ask import ask, compare_with
+from layerwise.oracle.ask import ask, compare_with, plan_of
 from layerwise.oracle.counts import counts
 from layerwise.oracle.question import NAMES, Oracle, Question, canonical, unknown
 from layerwise.oracle.report.found import found
@@ -33,7 +33,6 @@ from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import read_runs
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.oracle.suggest import Budget, suggest
-from layerwise.oracle.write import plan_of
 from layerwise.plan import MAX_BATCH
 from layerwise.report.figures import check_plot, save_plot
 

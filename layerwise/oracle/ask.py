@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from layerwise.cost.model import Progress
+from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel, Progress
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.question import Answer, Oracle, applicable
 from layerwise.oracle.runs import Compared, Run, compare
 from layerwise.oracle.strategies import Limit, UnreachableError
+from layerwise.partition.buckets import BUCKET_BYTES
+from layerwise.plan import Plan
+from layerwise.search.find import candidate
+from layerwise.search.make_plan import plan_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +96,19 @@ def compare_with(oracle: Oracle, runs: Sequence[Run]) -> list[Compared]:
         except LayerwiseError as error:
             raise LayerwiseError(f"measured run {number}: {error}") from None
     return compare(pairs)
+
+
+def plan_of(
+    name: str, profile: str, model: CostModel, answer: Answer, *, input_shape: tuple[int, ...] | None = None
+) -> Plan:
+    """A strategy's answer as a plan that `layerwise.run` executes. `name`, `profile` and `input_shape` as on the
+    command line. LayerwiseError for a pipeline, which is no plan.
+    """
+    strategy = answer.projection.strategy
+    if answer.strategy is None:
+        raise LayerwiseError(f"{strategy} is not a configuration for every layer, so it cannot be written as a plan")
+    dims = sorted({label for config in answer.strategy.values() for label, _ in config.degrees})
+    space = SearchSpace(model.devices.count, tuple(dims))
+    bucket_bytes = answer.searched.best.bucket_bytes if answer.searched else BUCKET_BYTES
+    best = candidate(model, strategy, answer.strategy, bucket_bytes=bucket_bytes)
+    return plan_for(name, profile, model, space, best, fused=True, input_shape=input_shape)

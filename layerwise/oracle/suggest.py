@@ -25,9 +25,9 @@ class Suggestion:
     With a time budget the best is the one of fewest GPU-seconds an epoch that keeps it, else the fastest.
     """
 
-    best: Answer | None
-    runner_up: Answer | None
-    margin: float | None  # how much more of that the runner-up takes: 0.1 is 10 %; below 0 it takes less
+    best: Answer | None = None
+    runner_up: Answer | None = None
+    margin: float | None = None  # how much more of that the runner-up takes: 0.1 is 10 %; below 0 it takes less
     why: str = ""  # there is no best one
     gain: float = 1.0  # how many times as much the best one takes as the least, which is within `error` of it
     error: float = 0.0  # the model's: the share of an epoch below which a difference says nothing
@@ -43,25 +43,19 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
 
     few = [a for a in answers if budget.gpus is None or a.projection.devices <= budget.gpus]
     if not few:
-        return Suggestion(None, None, None, f"no strategy was asked about with at most {budget.gpus} GPUs")
+        return Suggestion(why=f"no strategy was asked about with at most {budget.gpus} GPUs")
     roomy = [a for a in few if a.fits and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
     if not roomy:
         least = min(few, key=lambda a: a.projection.phases.memory_bytes)
         return Suggestion(
-            None,
-            None,
-            None,
-            f"none fits into memory: the least, {_at(least)}, "
+            why=f"none fits into memory: the least, {_at(least)}, "
             f"needs {least.projection.phases.memory_bytes / 2**30:.3g} GiB a device",
         )
     quick = [a for a in roomy if _within(a.epoch_s(samples), budget.seconds)]
     if not quick:
         fastest = min(roomy, key=lambda a: a.epoch_s(samples))
         return Suggestion(
-            None,
-            None,
-            None,
-            f"none is fast enough: the fastest, {_at(fastest)}, "
+            why=f"none is fast enough: the fastest, {_at(fastest)}, "
             f"takes {fastest.epoch_s(samples) / 3600:.3g} hours an epoch",
         )
     least = min(quick, key=cost)
@@ -73,7 +67,7 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
     name = best.projection.strategy
     others = [a for a in quick if a.kind != best.kind and a.projection.strategy != name]
     if not others:
-        return Suggestion(best, None, None, gain=gain, error=error)
+        return Suggestion(best, gain=gain, error=error)
     second = min(others, key=cost)
     return Suggestion(best, second, cost(second) / cost(best) - 1, gain=gain, error=error)
 

@@ -47,12 +47,11 @@ from layerwise.search.limit.additive import Costs
 from layerwise.search.limit.constraint import constrained
 from layerwise.search.limit.variants import OFFERS, Configs
 from layerwise.search.limit.within import LimitedSearch
-from layerwise.search.make_plan import make_plan, plan_for
+from layerwise.search.make_plan import make_plan, plan_for, write_timeline
 from layerwise.search.overlap.polish import EFFORTS
-from layerwise.search.predicted import write_timeline
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report.found import found, priced
-from layerwise.search.report.limit import nothing_fits
+from layerwise.search.report.sentences import nothing_fits
 from layerwise.search.report.tables import picture
 from layerwise.search.result import Candidate, SearchResult
 

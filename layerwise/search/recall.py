@@ -54,23 +54,24 @@ class Recall:
 
     def solved(self, find: Callable[[], Solved]) -> Solved:
         """The optimum without a limit; `find` finds it where none is kept."""
-        return self._recalled((), find, self._solved_as_json, self._solved)
+        return self.recalled((), find, self._solved_as_json, self._solved)
 
     def limited(self, find: Callable[[], Limited], limit_bytes: float, offer: Sequence[str]) -> Limited:
         """What a search under a limit found."""
-        return self._recalled((limit_bytes, list(offer)), find, self._limited_as_json, self._limited)
+        return self.recalled((limit_bytes, list(offer)), find, self._limited_as_json, self._limited)
 
     def overlapped(self, find: Callable[[], Overlapped], *facts: object) -> Overlapped:
         """What is known of steps with overlap."""
-        return self._recalled(("overlap", *facts), find, self._overlapped_as_json, self._overlapped)
+        return self.recalled(("overlap", *facts), find, self._overlapped_as_json, self._overlapped)
 
-    def _recalled(
+    def recalled(
         self,
         facts: tuple[object, ...],
         find: Callable[[], T],
         write: Callable[[T], object],
         read: Callable[[Any], T],
     ) -> T:
+        """What was found earlier of these facts, as `write` writes and `read` reads it; else what `find` finds."""
         if self.answers is None:
             return find()
         return self.answers.recalled(key_of(self._key, *facts), find, write, read)

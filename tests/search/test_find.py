@@ -265,7 +265,7 @@ def test_what_fits_with_less_on_offer_is_found_with_all_on_offer(limit: float, *
         asked.append(OfOffer(offer))
         return asked[-1]
 
-    within, least = find._limited(searching, ("recompute", "shard"), limit, (1.0,), [])  # type: ignore[arg-type]
+    within, least = find._limited(searching, ("recompute", "shard"), limit, [])  # type: ignore[arg-type]
     assert bool(within.strategies) == fits
     assert (least is None) == fits
     assert len(asked) == (1 if limit < 5 else 2 if fits else 3)  # a proven refusal asks no more

@@ -17,7 +17,7 @@ from layerwise.machine import load
 from layerwise.search import find
 from layerwise.search.curve import memory_curve
 from layerwise.search.limit.variants import OFFERS
-from layerwise.search.report.values import as_dict
+from layerwise.search.report.found import as_dict
 from layerwise.search.result import SearchResult
 from tests.importers.networks import chain
 

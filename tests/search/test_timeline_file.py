@@ -17,7 +17,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import baseline
 from layerwise.search.find import candidate
-from layerwise.search.predicted import layer_times, write_timeline
+from layerwise.search.make_plan import layer_times, write_timeline
 
 
 def model(gpus: int) -> CostModel:

@@ -11,8 +11,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import load
 from layerwise.search.find import search
+from layerwise.search.report.found import as_dict
 from layerwise.search.report.sentences import verdict
-from layerwise.search.report.values import as_dict
 
 
 class Net(nn.Module):

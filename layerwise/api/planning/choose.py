@@ -27,8 +27,7 @@ from layerwise.search.halos import search_halos
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.remedies import remedies
-from layerwise.search.report.limit import nothing_fits
-from layerwise.search.report.sentences import halo_lines
+from layerwise.search.report.sentences import halo_lines, nothing_fits
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
 

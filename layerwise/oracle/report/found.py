@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from layerwise.cost.basis import basis, describe, warnings
 from layerwise.oracle.ask import Asked
-from layerwise.oracle.phases import PHASES, title
 from layerwise.oracle.question import NAMES, Answer, Oracle
 from layerwise.oracle.report.values import TIMES_OF, as_dict
 from layerwise.oracle.runs import Compared, mean_accuracy
 from layerwise.oracle.suggest import Budget, Suggestion
+from layerwise.oracle.tables import PHASES, title
 from layerwise.quantities import duration, units
 from layerwise.report.content import Column, Lines, Marked, Part, Report, Table, Value, filled
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from layerwise.oracle.ask import Asked
-from layerwise.oracle.phases import PHASES
 from layerwise.oracle.pipeline import imbalance
 from layerwise.oracle.question import Answer, Oracle
 from layerwise.oracle.runs import Compared, mean_accuracy
 from layerwise.oracle.suggest import Suggestion
+from layerwise.oracle.tables import PHASES
 
 TIMES_OF = (
     "Times and memory are of layerwise.run on this machine, by the cost tables. Other software takes other times: "

@@ -19,7 +19,7 @@ from layerwise.geometry.arrays import Floats, Mask
 from layerwise.search.limit.additive import Choice, Costs, Problem, inside, outside
 from layerwise.search.limit.multipliers import Met, Multipliers
 from layerwise.search.limit.rest import Known, nearer, possible
-from layerwise.search.solve.prune import SLACK, Keep
+from layerwise.search.solve.narrow import SLACK, Keep
 
 EFFORT = 250_000  # variants of all halves together that are looked at: about a second
 PATIENCE = 16  # halves in which the gap must shrink by a tenth

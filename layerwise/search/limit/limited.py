@@ -22,7 +22,7 @@ from layerwise.search.limit.additive import Choice, Minimise, Problem, by_elimin
 from layerwise.search.limit.branch import branch
 from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
 from layerwise.search.limit.rest import Bounded, Known, Rest, nearer
-from layerwise.search.solve.prune import SLACK
+from layerwise.search.solve.narrow import SLACK
 
 T = TypeVar("T")  # what has a peak
 GAP = 0.005  # nearer to its bound, no more is looked for

@@ -9,9 +9,8 @@ import numpy as np
 
 from layerwise.geometry.arrays import Mask
 from layerwise.search.limit.additive import Capped, Choice, Problem, lower_bounds, outside
-from layerwise.search.limit.completion import Completion, Order
-from layerwise.search.limit.enumerate import Criterion, Enumerated, within
-from layerwise.search.solve.prune import SLACK, Keep
+from layerwise.search.limit.enumerate import Completion, Criterion, Enumerated, Order, within
+from layerwise.search.solve.narrow import SLACK, Keep
 
 NUMBERS = 1e7  # that an enumeration may form: about a second
 ENTRIES = 1e6  # of its largest table

@@ -31,8 +31,7 @@ from layerwise.search.limit.limited import LOOKS, Least, Limited, fastest_within
 from layerwise.search.limit.multipliers import best_multipliers, least_rows
 from layerwise.search.limit.rest import Known, possible
 from layerwise.search.limit.variants import OFFERS, Configs, Forms, Memory, Strategy, Variants
-from layerwise.search.solve.narrow import exact_costs, node_costs, rough_tables
-from layerwise.search.solve.prune import SLACK
+from layerwise.search.solve.narrow import SLACK, exact_costs, node_costs, rough_tables
 
 TRIES = 12  # true peaks that are asked for where what saves nothing is undone
 

@@ -15,9 +15,9 @@ from layerwise.quantities import units
 from layerwise.report.content import Column, Table, filled
 from layerwise.search.find import candidate
 from layerwise.search.limit.variants import OFFERS, Forms
-from layerwise.search.report.limit import faster, price_line
+from layerwise.search.report.found import costs_json
+from layerwise.search.report.sentences import faster, price_line
 from layerwise.search.report.tables import COSTS, memory
-from layerwise.search.report.values import costs_json
 from layerwise.search.result import Candidate
 
 

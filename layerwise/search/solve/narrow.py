@@ -19,12 +19,14 @@ from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostTables, EdgeName, Progress
 from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.errors import LayerwiseError
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.quantities import units
 from layerwise.search.solve.bound import Messages
 from layerwise.search.solve.eliminate import Optimum, eliminate
-from layerwise.search.solve.prune import SLACK, by_edge_cost, restrict
 
+Keep = dict[str, Mask]
+SLACK = 1 + 1e-9  # rounding: never drop an optimum that ties with the bound
+PAYS = 0.9  # another pass over the tables, if the last one left at most this share of the configurations
 SWEEPS = 1  # of message passing: more tighten the bounds little
 FEW = 16  # configurations of a layer, for which better bounds take longer than they save
 ROUNDS = 8  # of looking for the devices that the best strategy waits for
@@ -167,3 +169,40 @@ def strategy_of(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, 
 def node_costs(model: CostModel, configs: Configs) -> dict[str, Floats]:
     """(C_l,) what each layer costs by itself under each configuration."""
     return {layer.name: model.node_cost(layer, configs[layer.name]).total for layer in model.graph.layers}
+
+
+def by_edge_cost(tables: CostTables, upper_s: float) -> Keep:
+    """Which configurations (C_l,) may be part of a strategy of at most `upper_s`: none better is left out.
+
+    A layer's transfers are those to the cheapest partner on its own edges, and elsewhere those of the cheapest pair.
+    Repeated over what is left while it pays, as each configuration that goes may raise the others' bounds.
+    """
+    keep: Keep = {name: np.ones(len(cost), bool) for name, cost in tables.node.items()}
+    own, pairs = dict(tables.node), dict(tables.transfer)  # of the configurations that are left
+    count = sum(map(len, own.values()))
+    while True:
+        extra = {name: cost - cost.min() for name, cost in own.items()}  # beyond the cheapest, transfers included
+        floor = sum(float(cost.min()) for cost in own.values())
+        for (u, v, _), cost in pairs.items():
+            to, back = cost.min(1), cost.min(0)
+            least = to.min()
+            floor += float(least)
+            extra[u] += to - least
+            extra[v] += back - least
+        left = {name: floor + cost <= upper_s * SLACK for name, cost in extra.items()}
+        for name, these in left.items():
+            keep[name][keep[name]] = these
+        before, count = count, sum(int(these.sum()) for these in left.values())
+        if count > before * PAYS:
+            return keep
+        own = {name: cost[left[name]] for name, cost in own.items()}
+        pairs = {e: cost[left[e[0]]][:, left[e[1]]] for e, cost in pairs.items()}
+
+
+def restrict(tables: CostTables, keep: Keep) -> CostTables:
+    """The tables over the configurations that are kept."""
+    return CostTables(
+        {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in tables.configs.items()},
+        {name: cost[keep[name]] for name, cost in tables.node.items()},
+        {e: cost[keep[e[0]]][:, keep[e[1]]] for e, cost in tables.transfer.items()},
+    )

@@ -148,7 +148,6 @@ def test_under_a_limit_moves_find_what_overlaps_better() -> None:
     assert found.timeline.total_s < 0.98 * fewer.timeline.total_s
 
 
-
 def test_equal_layers_are_undone_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty of them with fewer peaks asked for than there are layers, and never more than TRIES."""
     model = mlp("x".join(["96"] * 21), 64)

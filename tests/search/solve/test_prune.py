@@ -22,8 +22,7 @@ from layerwise.search.find import configurations
 from layerwise.search.solve import bound
 from layerwise.search.solve.bound import Messages
 from layerwise.search.solve.eliminate import eliminate
-from layerwise.search.solve.narrow import exact_cost, exact_optimum, narrow, strategy_of
-from layerwise.search.solve.prune import Keep, by_edge_cost, restrict
+from layerwise.search.solve.narrow import Keep, by_edge_cost, exact_cost, exact_optimum, narrow, restrict, strategy_of
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables
