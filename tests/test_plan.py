@@ -23,7 +23,7 @@ from layerwise.machine import load
 from layerwise.plan import Plan, checksum, load_plan, parse_strategy
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
-from layerwise.search.report import values as report_json
+from layerwise.search.report import found as report_json
 
 SAME_FILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -25,14 +25,13 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
 from layerwise.machine import DEFAULT, Profile, load, names
-from layerwise.oracle.ask import ask, compare_with, plan_of
+from layerwise.oracle.ask import Budget, ask, compare_with, plan_of, suggest
 from layerwise.oracle.counts import counts
 from layerwise.oracle.question import NAMES, Oracle, Question, canonical, unknown
 from layerwise.oracle.report.found import found
 from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import read_runs
 from layerwise.oracle.strategies import SPATIAL, Wishes
-from layerwise.oracle.suggest import Budget, suggest
 from layerwise.plan import MAX_BATCH
 from layerwise.report.figures import check_plot, save_plot
 

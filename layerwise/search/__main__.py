@@ -40,11 +40,10 @@ from layerwise.quantities import parse_bytes
 from layerwise.report.content import Report
 from layerwise.search.baselines import NAMES, baseline, named_strategy
 from layerwise.search.curve_command import check_curve, show_curve
-from layerwise.search.export import export_costs
+from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.halos import search_halos
 from layerwise.search.limit.additive import Costs
-from layerwise.search.limit.constraint import constrained
 from layerwise.search.limit.variants import OFFERS, Configs
 from layerwise.search.limit.within import LimitedSearch
 from layerwise.search.make_plan import make_plan, plan_for, write_timeline

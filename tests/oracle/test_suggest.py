@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
+from layerwise.oracle.ask import Budget, suggest
 from layerwise.oracle.question import Answer
 from layerwise.oracle.report.found import suggestion_lines
 from layerwise.oracle.strategies import Limit
-from layerwise.oracle.suggest import Budget, suggest
 from layerwise.oracle.tables import Phases, Priced, Projection
 
 SAMPLES = 1000

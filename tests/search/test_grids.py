@@ -15,9 +15,16 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.pointwise import Unary
-from layerwise.search.baselines import baseline, named_strategy
+from layerwise.search.baselines import (
+    ProcessGrid,
+    baseline,
+    grid_strategy,
+    grids,
+    mlp_layers,
+    named_strategy,
+    parse_grid,
+)
 from layerwise.search.find import candidate
-from layerwise.search.grids import ProcessGrid, grid_strategy, grids, mlp_layers, parse_grid
 from layerwise.search.make_plan import plan_for
 from layerwise.tensor import TensorSpec
 from tests.examples import examples

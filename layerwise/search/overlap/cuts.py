@@ -41,7 +41,17 @@ class _Point(NamedTuple):
     begun: int  # and transfers of gradients of this layer's inputs and those before it
 
 
-_Sum = tuple[Operation, Floats, tuple[GroupShape, ...], Ints]  # bytes (V,), groups, and which of them (V,)
+class _Sum(NamedTuple):
+    """Sums of a layer's gradients under V configurations."""
+
+    operation: Operation
+    size_bytes: Floats  # (V,)
+    groups: tuple[GroupShape, ...]
+    which: Ints  # (V,) of these
+
+    @staticmethod
+    def of(operation: Operation, c: Collective) -> _Sum:
+        return _Sum(operation, c.size_bytes, c.group_shapes.shapes, c.group_shapes.which)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +164,13 @@ class Cuts:
                 layer, plain, model.graph.flows_back(layer), model.devices.processor, model.options.dtype
             )
             weights = cost.compute.backward * (work.weights_s / work.seconds)[rows]
-        sums = [self._sum("all_reduce", c) for c in gradients_of(model, layer, layout)]
-        sums += [self._sum("reduce_scatter", c) for c in shares_of(model, layer, layout)]
+        collectives: list[tuple[Operation, Collective]] = [
+            ("all_reduce", c) for c in gradients_of(model, layer, layout)
+        ]
+        collectives += [("reduce_scatter", c) for c in shares_of(model, layer, layout)]
+        sums = [(of, c.size_bytes, c.group_shapes.shapes, c.group_shapes.which) for of, c in collectives]
         in_line = cost.compute.forward + inside + cost.compute.update
         return _Node(in_line, cost.compute.backward + again, weights, sums)
-
-    @staticmethod
-    def _sum(operation: Operation, c: Collective) -> _Sum:
-        return operation, c.size_bytes, c.group_shapes.shapes, c.group_shapes.which
 
     def _defers(self, layer: Layer) -> bool:
         flows = any(self.model.graph.flows_back(layer)[:1])

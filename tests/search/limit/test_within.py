@@ -170,14 +170,3 @@ def test_equal_layers_are_undone_together(monkeypatch: pytest.MonkeyPatch) -> No
         assert 0 < len(asked) <= min(TRIES, 19)
         gathered.append(sum(config.states == "gathered" for config in made.values()))
     assert gathered[0] == 0 < gathered[1] < sum(config.states == "gathered" for config in formed.values())
-
-
-def test_only_what_is_taken_loses_the_forms_that_save_nothing() -> None:
-    """The fastest by equation 1, which comes first, and the fastest with overlap."""
-    model = mlp("x".join(["96"] * 5), 64)
-    plain = complete(model, baseline(model, "data"))
-    under = LimitedSearch(model, {name: (config,) for name, config in plain.items()}, offer=["recompute"])
-    _, every = under.formed(plain)
-    some = {**every, **{name: plain[name] for name in list(plain)[:3]}}
-    assert some not in (plain, every)
-    assert under._plainer_where_taken([every, some], under.peak(plain), (1.0, 0.0)) == [plain, every]
