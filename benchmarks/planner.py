@@ -29,7 +29,7 @@ from layerwise.cost.price import complete
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.oracle.counts import counts
+from layerwise.oracle.__main__ import counts
 from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search

@@ -224,7 +224,7 @@ class Oracle:
     def _answer(self, name: str, result: Priced, searched: SearchResult | None) -> Answer:
         shape, memory = result.shape, result.phases.memory_bytes
         projection = self._projection(name, shape.devices, shape, result.phases)
-        return Answer(projection, result.overlapped_s, self._fits(memory), shape, result, (), searched)
+        return Answer(projection, result.overlapped_s, memory <= self.usable_bytes, shape, result, (), searched)
 
     def _pipeline(self, devices: int) -> Answer:
         model, segments = self.model(devices), self.question.segments_at(devices)
@@ -233,10 +233,7 @@ class Oracle:
         phases = pipeline_phases(staged, segments, model.devices)
         projection = self._projection("pipeline", devices, shape, phases, segments)
         overlapped_s = pipelined_s(staged, segments, model.devices)
-        return Answer(projection, overlapped_s, self._fits(phases.memory_bytes), shape, None, staged)
-
-    def _fits(self, memory: float) -> bool:
-        return memory <= self.usable_bytes
+        return Answer(projection, overlapped_s, phases.memory_bytes <= self.usable_bytes, shape, None, staged)
 
 
 def applicable(graph: LayerGraph, node: int) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import filterfalse
 from typing import Literal
 
@@ -91,19 +92,9 @@ def search(
         def within_limit(strategy: Strategy) -> bool:
             return not fits or float(peak_bytes(model, strategy, footprints).max()) <= limit
 
-        found = recall.overlapped(
-            lambda: overlapped(
-                model,
-                space,
-                [c.strategy for c in known],
-                step_s,
-                effort=effort,
-                fits=within_limit,
-                memory_bytes=memory_bytes,
-            ),
-            effort,
-            *((limit, offer) if fits else ()),
-        )
+        strategies, facts = [c.strategy for c in known], (limit, offer) if fits else ()
+        polished = partial(overlapped, model, space, strategies, step_s, effort=effort, fits=within_limit)
+        found = recall.overlapped(lambda: polished(memory_bytes=memory_bytes), effort, *facts)
         for strategy in (*found.strategies, named["data"]):
             for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy))):
                 candidates.append(candidate(model, "layerwise", strategy, limit, footprints, size))
@@ -118,17 +109,15 @@ def search(
         started = time.perf_counter()
         known = [c.strategy for c in candidates] + hand
 
-        def searching(offer: Iterable[str]) -> LimitedSearch:
-            return LimitedSearch(
-                model,
-                configs,
-                offer=offer,
-                fixed=fixed or {},
-                memory_bytes=memory_bytes,
-                progress=progress,
-                footprints=footprints,
-            )
-
+        searching = partial(
+            LimitedSearch,
+            model,
+            configs,
+            fixed=fixed or {},
+            memory_bytes=memory_bytes,
+            progress=progress,
+            footprints=footprints,
+        )
         within, least = recall.limited(lambda: _limited(searching, offer, limit, known), limit, offer)
         found = [candidate(model, "layerwise", strategy, limit, footprints) for strategy in within.strategies]
         candidates, kept = [*found, *candidates], within.configurations
@@ -141,29 +130,15 @@ def search(
             bound_s = improved(Variants.of(configs, forms), fitting, fits=True) if fitting else None
         best = choose(candidates, baselines) if by_time else additive
     best = next((c for c in baselines.values() if c.key == best.key), best)
-    counts = {
-        "largest": max(map(len, configs.values())),
-        "total": sum(map(len, configs.values())),
-        "kept": kept,
-    }
+    sizes = [len(these) for these in configs.values()]
+    counts = {"largest": max(sizes), "total": sum(sizes), "kept": kept}
     # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
     everyone = [*candidates, *reversed(baselines.values())] if not fixed else candidates
     simulated = tuple({c.key: c for c in everyone}.values())
     return SearchResult(
-        best,
-        additive,
-        baselines,
-        optimum,
-        seconds,
-        counts,
-        simulated,
-        int(limit),
-        offer,
-        unlimited,
-        within,
-        least,
+        best, additive, baselines, optimum, seconds, counts, simulated, int(limit), offer, unlimited, within, least,
         bound_s,
-    )
+    )  # fmt: skip
 
 
 def _solved(
@@ -184,20 +159,20 @@ def _solved(
 
 
 def _limited(
-    searching: Callable[[Iterable[str]], LimitedSearch],
+    searching: Callable[..., LimitedSearch],
     offer: Sequence[str],
     limit: float,
     known: Sequence[Mapping[str, Config]],
 ) -> tuple[Within, Least[Strategy] | None]:
     """What fits; where nothing was found, the least memory, and what fits if it does. searching: with what on offer."""
-    search = searching(offer)
+    search = searching(offer=offer)
     within = search.under(limit, known)
     if within.strategies:
         return within, None
     least = search.least(known)
     for one in offer if len(offer) > 1 else ():  # a smaller space is searched more closely
         if least.lower_bound_bytes <= limit < least.bytes:
-            smaller = searching([one])
+            smaller = searching(offer=[one])
             fewer = smaller.least(known)
             least = replace(least, best=fewer.best, bytes=fewer.bytes) if fewer.bytes < least.bytes else least
             known = [*known, *smaller.under(limit, [fewer.best]).strategies]

@@ -22,7 +22,7 @@ import numpy as np
 from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.search.limit.additive import Choice, Costs, least_by_base
-from layerwise.search.solve.variables import Factor, min_fill_order
+from layerwise.search.solve.eliminate import Factor, min_fill_order
 
 
 @dataclass(frozen=True, slots=True)

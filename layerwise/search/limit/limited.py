@@ -19,9 +19,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from layerwise.search.limit.additive import Choice, Minimise, Problem, by_elimination
-from layerwise.search.limit.branch import branch
 from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
-from layerwise.search.limit.rest import Bounded, Known, Rest, nearer
+from layerwise.search.limit.rest import Bounded, Known, Rest, branch, nearer
 from layerwise.search.solve.narrow import SLACK
 
 T = TypeVar("T")  # what has a peak

@@ -24,7 +24,7 @@ from layerwise.search.report.found import costs_json
 from layerwise.search.report.sentences import faster, price_line
 from layerwise.search.report.tables import COSTS, memory
 from layerwise.search.result import Candidate
-from layerwise.search.solve.variables import Factor, join, min_fill_order
+from layerwise.search.solve.eliminate import Factor, join, min_fill_order
 
 
 def forms_of(

@@ -13,9 +13,15 @@ from layerwise.plan import as_json
 from layerwise.quantities import units
 from layerwise.report.content import Lines, Part, Report, described
 from layerwise.search.remedies import Remedy
-from layerwise.search.report.memory import kinds_of, kinds_table
 from layerwise.search.report.sentences import conclusion, nothing_fits, verdict, whole_shares
-from layerwise.search.report.tables import brief_strategy_table, candidates_table, picture, strategy_table
+from layerwise.search.report.tables import (
+    brief_strategy_table,
+    candidates_table,
+    kinds_of,
+    kinds_table,
+    picture,
+    strategy_table,
+)
 from layerwise.search.result import Candidate, SearchResult
 
 

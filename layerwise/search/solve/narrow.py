@@ -60,7 +60,7 @@ def narrow(
         started = time.perf_counter()
         bounds = Messages(tables.transfer, list(configs)).bounds(tables.node, SWEEPS)
         bounding_s += time.perf_counter() - started
-        upper_s = min(upper_s, sum(exact_cost(model, strategy_of(configs, bounds.choice))))
+        upper_s = min(upper_s, *map(sum, exact_costs(model, [strategy_of(configs, bounds.choice)])))
         if not np.isfinite(upper_s):
             raise LayerwiseError("every strategy takes infinitely long: the profile's latencies or rates are absurd")
         left = restrict(tables, {name: lower_s <= upper_s * SLACK for name, lower_s in bounds.lower_s.items()})
@@ -140,11 +140,6 @@ def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> b
             tables.transfer[edge] = np.maximum(cost, more)
             tables.transfer[edge][pair] = exact  # a rack's uplink is shared by more devices than are watched
     return bool(found)
-
-
-def exact_cost(model: CostModel, strategy: Mapping[str, Config]) -> tuple[float, float]:
-    """Equation 1 of a strategy without t_S, and t_S."""
-    return exact_costs(model, [strategy])[0]
 
 
 def exact_costs(model: CostModel, strategies: Sequence[Mapping[str, Config]]) -> list[tuple[float, float]]:

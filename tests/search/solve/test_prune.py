@@ -22,7 +22,7 @@ from layerwise.search.find import configurations
 from layerwise.search.solve import bound
 from layerwise.search.solve.bound import Messages
 from layerwise.search.solve.eliminate import eliminate
-from layerwise.search.solve.narrow import Keep, by_edge_cost, exact_cost, exact_optimum, narrow, restrict, strategy_of
+from layerwise.search.solve.narrow import Keep, by_edge_cost, exact_costs, exact_optimum, narrow, restrict, strategy_of
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables
@@ -117,5 +117,5 @@ def test_the_search_over_pruned_tables_is_the_search_over_full_ones(
     best = eliminate(model.tables(configs)).cost_s
     last, found = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
     assert found.cost_s == pytest.approx(best, rel=1e-12)
-    assert sum(exact_cost(model, strategy_of(last.configs, found.choice))) == pytest.approx(best, rel=1e-12)
+    assert sum(exact_costs(model, [strategy_of(last.configs, found.choice)])[0]) == pytest.approx(best, rel=1e-12)
     assert best <= narrowed.upper_s * (1 + 1e-12)
