@@ -164,11 +164,8 @@ class Cuts:
                 layer, plain, model.graph.flows_back(layer), model.devices.processor, model.options.dtype
             )
             weights = cost.compute.backward * (work.weights_s / work.seconds)[rows]
-        collectives: list[tuple[Operation, Collective]] = [
-            ("all_reduce", c) for c in gradients_of(model, layer, layout)
-        ]
-        collectives += [("reduce_scatter", c) for c in shares_of(model, layer, layout)]
-        sums = [(of, c.size_bytes, c.group_shapes.shapes, c.group_shapes.which) for of, c in collectives]
+        sums = [_Sum.of("all_reduce", c) for c in gradients_of(model, layer, layout)]
+        sums += [_Sum.of("reduce_scatter", c) for c in shares_of(model, layer, layout)]
         in_line = cost.compute.forward + inside + cost.compute.update
         return _Node(in_line, cost.compute.backward + again, weights, sums)
 
