@@ -39,7 +39,7 @@ from layerwise.machine import Profile, load
 from layerwise.machine.curves import Links, parse_links
 from layerwise.machine.fields import Field
 from layerwise.quantities import units
-from layerwise.search.grids import grids
+from layerwise.search.baselines import grids
 
 WIDTHS = (32, 64, 128, 256, 512, 1024)
 PROCESSES = (1, 2, 4, 8, 16, 32)

@@ -40,7 +40,7 @@ from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
-from layerwise.search.report.limit import choices, nothing_fits
+from layerwise.search.report.sentences import choices, nothing_fits
 from layerwise.search.result import SearchResult
 
 RANKS, STEPS, SAMPLING_S, UNLIMITED = 4, 2, 0.005, 1e15

@@ -4,7 +4,7 @@ CHECKOUT is one of github.com/baidu-research/PaSE, of which nothing is here: its
 --python, a Python that has networkx and a pandas below 2. CPU seconds on one core, a process a row, in turn.
 
 PaSE: its tables of its own costs, then its dynamic programming. layerwise: all configurations, costs and bounds, then
-elimination, once: PaSE knows no overlap, so no other weights of t_S are searched for. toulbar2: equation 1 on our
+elimination, once: PaSE knows no overlap. toulbar2: equation 1 on our
 tables, of every configuration and of those that our bounds leave; reading its file is part of it. A row that takes
 longer than --limit is ended, and says so.
 """

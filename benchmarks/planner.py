@@ -1,7 +1,7 @@
 """python -m benchmarks.planner: how long a search takes, how that grows with the GPUs, its memory; the paper's table 3.
 
 CPU seconds on one core, a process a row; fused layers, batch 32 a GPU (4 of a GPT). `tables` has the
-configurations, all costs and the message passing that bounds them, `search` the eliminations for all weights of t_S.
+configurations, all costs and the message passing that bounds them, `search` the elimination.
 Neither has the import of the network, nor the choice among the optima by simulated steps.
 """
 
@@ -22,16 +22,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.depth_first import depth_first
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.oracle.counts import counts
+from layerwise.oracle.__main__ import counts
 from layerwise.quantities import units
-from layerwise.search.baselines import NAMES, baseline, depth_first
-from layerwise.search.find import SYNC_WEIGHTS, configurations, search
+from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.find import configurations, search
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import exact_optimum, narrow
 
@@ -44,26 +45,25 @@ Row = dict[str, float]
 
 
 def measure(name: str, gpus: int, profile: str, degrees: str) -> Row:
-    """The optima of equation 1 for all weights of t_S, as `layerwise search` finds them without a memory limit."""
+    """The optimum of equation 1, as `layerwise search` finds them without a memory limit."""
     graph = fuse(load_model(name, (4 if name.startswith(TRANSFORMERS) else 32) * gpus))
     devices = load(profile).device_graph(gpus)
     model, space = CostModel(graph, devices), SearchSpace(gpus, powers_of_two=degrees == "2", spread=devices.nodes > 1)
     started = time.process_time()
     named = {n: complete(model, baseline(model, n)) for n in NAMES}
     configs = configurations(model, space, named, {})
-    narrowed = narrow(model, configs, named, SYNC_WEIGHTS)
+    narrowed = narrow(model, configs, list(named.values()))
     built = time.process_time()
-    costs = zip(narrowed.nodes, narrowed.uppers, strict=True)
-    optima = [exact_optimum(model, narrowed.tables, node, upper, 2.0**31)[1] for node, upper in costs]
+    _, optimum = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
     return {
         "layers": len(graph.inner),
-        "K": optima[0].final_nodes,
+        "K": optimum.final_nodes,
         "configurations": max(map(len, configs.values())),
         "kept": max(map(len, narrowed.tables.configs.values())),
         "tables": built - started,
         "search": time.process_time() - built,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "proven": float(all(optimum.proven for optimum in optima)),
+        "proven": float(optimum.proven),
     }
 
 

@@ -21,11 +21,9 @@ from layerwise.machine import DTYPES
 from layerwise.machine.profiles import planned
 from layerwise.plan import Plan, as_json, load_plan, nearest
 from layerwise.report.content import Column, Lines, Part, Report, Table, Value, filled
-from layerwise.search.alternatives import Alternative, alternatives
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
-from layerwise.search.forms import forms_of
-from layerwise.search.report.forms import forms_table, forms_values, limit_of, why
+from layerwise.search.report.forms import Alternative, alternatives, forms_of, forms_table, forms_values, limit_of, why
 from layerwise.search.report.tables import short, written
 
 CHOICES = {name: get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync", "kind")}

@@ -18,6 +18,7 @@ from layerwise.graph.cells import with_cells
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.facts import Dim
+from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.sharding import check_held
 from layerwise.report.content import Column, Lines, Picture, Table, filled
 from layerwise.report.html import fragment
@@ -47,6 +48,7 @@ class Plan:
         provenance: Versions, profile, options and proof of the search.
         predicted_layers: Seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
         halos_sent: Inputs of which a rank reads its own cell (io boxes); older plans have none.
+        bucket_bytes: At which a bucket of gradients is full and is summed; older plans have 25 MiB.
 
     Examples:
         >>> plan = Plan("lenet5", "", 64, 2, 2, "sample", True, {"fc1": Config.of({"c": 2})})
@@ -67,6 +69,7 @@ class Plan:
     provenance: Mapping[str, object] = field(default_factory=dict)
     predicted_layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     halos_sent: tuple[str, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         if not self.device_order:
@@ -78,6 +81,8 @@ class Plan:
         body |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
         if not self.halos_sent:
             del body["halos_sent"]
+        if self.bucket_bytes == BUCKET_BYTES:
+            del body["bucket_bytes"]
         strategy = {name: as_json(config) for name, config in self.strategy.items()}
         body["checksum"] = checksum({**body, "strategy": strategy})
         head = json.dumps(body, indent=1, default=list, allow_nan=False)
@@ -184,6 +189,9 @@ def _plan(value: object, where: str) -> Plan:
     halos_sent = raw.get("halos_sent", [])
     if not _list_of(str, halos_sent) or (halos_sent and raw["io"] != "boxes"):
         raise LayerwiseError(f"{where}: 'halos_sent' must name inputs, of a plan with io 'boxes', not {halos_sent!r}")
+    bucket_bytes = raw.get("bucket_bytes", BUCKET_BYTES)
+    if type(bucket_bytes) is not int or bucket_bytes < 1:
+        raise LayerwiseError(f"{where}: 'bucket_bytes' must be a whole number of at least 1, not {bucket_bytes!r}")
     if raw.pop("checksum", None) != checksum(raw):
         raise LayerwiseError(
             f"{where} was altered since it was written: search again (a strategy of your own can be priced with "
@@ -191,7 +199,7 @@ def _plan(value: object, where: str) -> Plan:
         )
     return Plan(
         raw["model"], raw["digest"], raw["batch"], raw["gpus"], raw["gpus_per_node"], raw["io"], raw["fused"],
-        strategy, tuple(order), predicted, provenance, predicted_layers, tuple(halos_sent),
+        strategy, tuple(order), predicted, provenance, predicted_layers, tuple(halos_sent), bucket_bytes,
     )  # fmt: skip
 
 

@@ -20,10 +20,11 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
+from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.plan import Plan, checksum, load_plan, parse_strategy
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
-from layerwise.search.report import values as report_json
+from layerwise.search.report import found as report_json
 
 SAME_FILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -87,6 +88,13 @@ def test_any_names_round_trip(tmp_path: Path, layers: dict[str, tuple[dict[str, 
     assert load_plan(tmp_path / "p.json") == plan
 
 
+def test_buckets_round_trip_and_are_left_out_where_they_are_those_of_ddp(plan: Plan, tmp_path: Path) -> None:
+    path, small = tmp_path / "plan.json", replace(plan, bucket_bytes=2**21)
+    small.save(path)
+    assert load_plan(path) == small
+    assert "bucket_bytes" not in replace(plan, bucket_bytes=BUCKET_BYTES).dumps()
+
+
 def test_a_plan_of_version_1_is_read(plan: Plan, tmp_path: Path) -> None:
     body = json.loads(plan.dumps()) | {"version": 1}
     body["checksum"] = checksum({key: value for key, value in body.items() if key != "checksum"})
@@ -124,6 +132,8 @@ ALTERED: list[tuple[str, Any, str]] = [
     ("gpus", 10**12, "'device_order' must name each of the 1000000000000 ranks"),
     ("gpus", 2.0, "'gpus' must be a whole number"),
     ("io", "disk", "'io' must be"),
+    ("bucket_bytes", 0, "'bucket_bytes' must be a whole number of at least 1"),
+    ("bucket_bytes", 1.5, "'bucket_bytes' must be a whole number of at least 1"),
     ("halos_sent", ["x"], "of a plan with io 'boxes'"),
     ("halos_sent", [1], "'halos_sent' must name inputs"),
     ("device_order", list(range(7)), "'device_order'"),

@@ -13,7 +13,7 @@ import matplotlib
 import matplotlib.ticker
 
 from benchmarks.published import cori
-from layerwise.search.grids import ProcessGrid, parse_grid
+from layerwise.search.baselines import ProcessGrid, parse_grid
 
 PROCESSES = (1, 2, 4, 8, 16, 32)
 WIDTHS = (32, 64, 128, 256, 512, 1024)

@@ -16,8 +16,8 @@ from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
+from layerwise.search.baselines import ProcessGrid, grid_strategy, mlp_layers
 from layerwise.search.find import candidate, search
-from layerwise.search.grids import ProcessGrid, grid_strategy, mlp_layers
 from layerwise.search.result import Candidate, SearchResult, preferred
 
 

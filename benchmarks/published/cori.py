@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.process_grids import AlphaBeta, FullLayer, grid_s
-from layerwise.search.grids import ProcessGrid, parse_grid
+from layerwise.search.baselines import ProcessGrid, parse_grid
 
 FILE = Path(__file__).with_name("cori_mlp_grids.json")
 BATCH = 100

@@ -28,7 +28,7 @@ from layerwise.comm.start import leave, start
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.plan import Plan
-from layerwise.search.grids import ProcessGrid, grids
+from layerwise.search.baselines import ProcessGrid, grids
 from layerwise.search.result import Candidate
 
 DISTRIBUTED = ProcessGrid(2, 2)

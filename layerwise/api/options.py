@@ -19,6 +19,7 @@ class ParallelOptions:
     Attributes:
         profile: The machine: a profile, its file or its built-in name. None: these ranks are measured.
         measure_s: Seconds to measure in what `~/.cache/layerwise` does not have yet (0: a built-in profile serves).
+        effort: How long the plan is improved by its simulated step; quick: not at all.
         local_batch_norm: Statistics are of each rank's own samples, as with DistributedDataParallel.
         sync_every: k, for data parallelism only: gradients travel and the optimizer steps every k-th time, for a batch
             k times as large. "auto": the least k whose communication takes below 10 % of the time.
@@ -35,6 +36,7 @@ class ParallelOptions:
 
     profile: Profile | str | os.PathLike[str] | None = None
     measure_s: float = 30.0
+    effort: Literal["quick", "normal", "thorough"] = "normal"
     local_batch_norm: bool = False
     sync_every: int | Literal["auto"] = 1
     seed: int = 0

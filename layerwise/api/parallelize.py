@@ -156,7 +156,7 @@ def parallelize(
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm
-    request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference)
+    request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort)
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )

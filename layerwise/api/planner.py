@@ -27,9 +27,9 @@ from layerwise.search.find import candidate, search
 from layerwise.search.halos import search_halos
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
+from layerwise.search.overlap.polish import Effort
 from layerwise.search.remedies import remedies
-from layerwise.search.report.limit import nothing_fits
-from layerwise.search.report.sentences import halo_lines, why_data
+from layerwise.search.report.sentences import halo_lines, nothing_fits, why_data
 from layerwise.search.report.tables import strategy_table
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
@@ -62,6 +62,7 @@ class Request:
     autocast: torch.dtype | None = None  # mixed precision: the type of the torch.autocast around the model's calls
     io: Literal["boxes"] | None = None  # what each rank feeds; None: its samples, where there are enough
     inference: bool = False  # for the forward pass alone
+    effort: Effort = "normal"  # how long the plan is improved by its simulated step
 
     @property
     def precision(self) -> str:
@@ -119,7 +120,8 @@ class Planner:
             notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
         fixed = fixed_layers(model, strategy)
-        model, result = search_halos(model, partial(search, space=space, fixed=fixed, answers=answers()))
+        find = partial(search, space=space, fixed=fixed, effort=self.request.effort, answers=answers())
+        model, result = search_halos(model, find)
         notes += halo_lines(result)
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
         plan = replace(plan, device_order=self.world.device_order)
@@ -139,7 +141,8 @@ class Planner:
             )
         plan.check(self.graph, size)
         model = CostModel(self.graph, self.devices, replace(self.options, io=plan.io))
-        best = candidate(model, "the given plan", complete(model, plan.strategy))
+        strategy = complete(model, plan.strategy)
+        best = candidate(model, "the given plan", strategy, bucket_bytes=plan.bucket_bytes)
         if not best.fits:
             raise _over_memory(model, best)
         return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), None, ())

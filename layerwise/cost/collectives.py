@@ -245,6 +245,21 @@ def sync_rate(group: GroupShape, graph: DeviceGraph, method: str) -> float:
 
 
 @lru_cache(maxsize=65536)
+def least_rate(size_bytes: float, group: GroupShape, graph: DeviceGraph, operation: Operation, method: str) -> float:
+    """Seconds a byte that a bucket of at most `size_bytes` takes at least.
+
+    By the formulas a byte takes the less the larger a bucket is; by a measured curve the least is at one of its knots.
+    """
+    if group.size == 1 or not size_bytes:
+        return 0.0
+    curve = graph.links and graph.links.curve(operation, group.fan, groups_per_port(group))
+    sizes = [size_bytes, *(size for size, _ in (curve.knots if curve else ()) if 0 < size < size_bytes)]
+    if operation == "all_reduce":
+        return min(bucket_s(size, group, graph, method) / size for size in sizes)
+    return min(reduce_scatter_s(size, group, graph) / size for size in sizes)
+
+
+@lru_cache(maxsize=65536)
 def scatter_rate(group: GroupShape, graph: DeviceGraph) -> float:
     """Seconds a byte of gradient that is reduce-scattered, in buckets, too."""
     return reduce_scatter_s(BUCKET_BYTES, group, graph) / BUCKET_BYTES

@@ -15,6 +15,7 @@ from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import begun_before, weights_late
+from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.groups import replicas
 from layerwise.partition.sharding import states_of
 from layerwise.program import Gradient, StrategyFacts, gradient_order
@@ -31,7 +32,9 @@ class GradientSum:
     kind: ParameterKind
 
 
-def step_facts(model: CostModel, strategy: Strategy) -> tuple[StrategyFacts, list[GradientSum]]:
+def step_facts(
+    model: CostModel, strategy: Strategy, bucket_bytes: float = BUCKET_BYTES
+) -> tuple[StrategyFacts, list[GradientSum]]:
     """What the program of a complete strategy follows from, and the sums behind its gradients, in their order."""
     graph, gradients, sums = model.graph, list[Gradient](), list[GradientSum]()
     for layer in gradient_order(graph):
@@ -48,6 +51,7 @@ def step_facts(model: CostModel, strategy: Strategy) -> tuple[StrategyFacts, lis
         recomputed={name for name, config in strategy.items() if config.recompute},
         gathered=[layer.name for layer in graph.layers if gathered_alone(model, layer, strategy[layer.name])],
         gradients=gradients,
+        bucket_bytes=bucket_bytes,
     )
     return facts, sums
 

@@ -24,16 +24,13 @@ from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
-from layerwise.machine import DEFAULT, Profile, load, names
-from layerwise.oracle.ask import ask, compare_with
-from layerwise.oracle.counts import counts
+from layerwise.machine import DEFAULT, MAX_GPUS, Profile, load, names
+from layerwise.oracle.ask import Budget, ask, compare_with, plan_of, suggest
 from layerwise.oracle.question import NAMES, Oracle, Question, canonical, unknown
 from layerwise.oracle.report.found import found
 from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import read_runs
 from layerwise.oracle.strategies import SPATIAL, Wishes
-from layerwise.oracle.suggest import Budget, suggest
-from layerwise.oracle.write import plan_of
 from layerwise.plan import MAX_BATCH
 from layerwise.report.figures import check_plot, save_plot
 
@@ -224,6 +221,26 @@ def _samples(text: str) -> int:
     if len(text) > 15:  # else the times of an epoch leave the range of floats
         raise argparse.ArgumentTypeError(f"{text[:15]}... is not a number of samples below 10^15")
     return count(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """`1..8,12` -> (1, 2, 4, 8, 12): each number once, in order. argparse's error for anything else."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        try:
+            low, high = int(first), int(last if dots else first)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not numbers of GPUs such as 16, 1,2,4 or 1..1024 (the powers of two)"
+            ) from None
+        if not 1 <= low <= high <= MAX_GPUS:
+            raise argparse.ArgumentTypeError(f"{part!r}: from 1 to {MAX_GPUS:,}, the smaller number first")
+        powers = [1 << n for n in range(MAX_GPUS.bit_length()) if low <= 1 << n <= high]
+        if dots and not powers:
+            raise argparse.ArgumentTypeError(f"{part!r} has no power of two in it; name the numbers: {low},{high}")
+        numbers.update(powers if dots else [low])
+    return tuple(sorted(numbers))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from layerwise.cost.model import CostModel
 from layerwise.cost.price import held_bytes
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.oracle.phases import Phases
+from layerwise.oracle.tables import Phases
 
 
 @dataclass(frozen=True, slots=True)

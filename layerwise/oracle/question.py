@@ -17,9 +17,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Profile
 from layerwise.oracle.limits import Finding, Sizes, findings, sizes_of
-from layerwise.oracle.phases import STRATEGIES, TITLES, Phases, Projection
 from layerwise.oracle.pipeline import PipelineStage, pipeline_phases, pipeline_stages, pipelined_s
-from layerwise.oracle.recall import Recall
 from layerwise.oracle.strategies import (
     Limit,
     Shape,
@@ -31,9 +29,20 @@ from layerwise.oracle.strategies import (
     strategy,
     weighted,
 )
-from layerwise.oracle.tables import Groups, Priced, price_plan
+from layerwise.oracle.tables import (
+    STRATEGIES,
+    TITLES,
+    Groups,
+    Phases,
+    Priced,
+    Projection,
+    price_plan,
+    priced_as_json,
+    read_priced,
+)
 from layerwise.plan import nearest
 from layerwise.search.find import search
+from layerwise.search.recall import Recall
 from layerwise.search.result import SearchResult
 
 NAMES = (*STRATEGIES, "grid", "layerwise")
@@ -104,10 +113,10 @@ class Oracle:
 
     def __init__(self, question: Question, answers: Answers | None = None) -> None:
         """answers: of earlier runs, which are used and kept (`layerwise.cache`)."""
-        self.question, self._answers, self._recall = question, answers, Recall(answers, question.graph)
+        self.question, self._answers = question, answers
         self._models: dict[int, CostModel] = {}
         self._groups = Groups()
-        self._plans: dict[tuple[int, tuple[tuple[str, Config], ...]], Priced] = {}
+        self._plans: dict[tuple[int, tuple[tuple[str, Config], ...], Timeline | None], Priced] = {}
         self._known: dict[tuple[str, int], Priced] = {}  # of the tables
 
     def model(self, devices: int) -> CostModel:
@@ -167,10 +176,15 @@ class Oracle:
         """
         q, model = self.question, self.model(devices)
         wanted = [name for name in names if name not in ("pipeline", "layerwise")]
-        facts = wanted, q.wishes, self.node
-        for name, known in self._recall.priced(model, facts, lambda: self._learned(wanted, devices)).items():
+        priced = Recall(self._answers, model).recalled(
+            (wanted, q.wishes, self.node),
+            lambda: self._learned(wanted, devices),
+            priced_as_json,
+            lambda cached: read_priced(model, cached),
+        )
+        for name, known in priced.items():
             self._known[name, devices] = known
-            self._plans.setdefault((devices, tuple(known.strategy.items())), known)
+            self._plans.setdefault((devices, tuple(known.strategy.items()), None), known)
 
     def _learned(self, names: Sequence[str], devices: int) -> dict[str, Priced]:
         model, plans = self.model(devices), dict[str, tuple[Shape, dict[str, Config]]]()
@@ -202,7 +216,7 @@ class Oracle:
         self, model: CostModel, shape: Shape, plan: Mapping[str, Config], step: Timeline | None = None
     ) -> Priced:
         """A plan's price; several strategies may be the same plan, as all are on one device."""
-        key = model.devices.count, tuple(plan.items())
+        key = model.devices.count, tuple(plan.items()), step
         if key not in self._plans:
             self._plans[key] = price_plan(model, shape, plan, step)
         return replace(self._plans[key], shape=shape)
@@ -210,7 +224,7 @@ class Oracle:
     def _answer(self, name: str, result: Priced, searched: SearchResult | None) -> Answer:
         shape, memory = result.shape, result.phases.memory_bytes
         projection = self._projection(name, shape.devices, shape, result.phases)
-        return Answer(projection, result.overlapped_s, self._fits(memory), shape, result, (), searched)
+        return Answer(projection, result.overlapped_s, memory <= self.usable_bytes, shape, result, (), searched)
 
     def _pipeline(self, devices: int) -> Answer:
         model, segments = self.model(devices), self.question.segments_at(devices)
@@ -219,10 +233,7 @@ class Oracle:
         phases = pipeline_phases(staged, segments, model.devices)
         projection = self._projection("pipeline", devices, shape, phases, segments)
         overlapped_s = pipelined_s(staged, segments, model.devices)
-        return Answer(projection, overlapped_s, self._fits(phases.memory_bytes), shape, None, staged)
-
-    def _fits(self, memory: float) -> bool:
-        return memory <= self.usable_bytes
+        return Answer(projection, overlapped_s, phases.memory_bytes <= self.usable_bytes, shape, None, staged)
 
 
 def applicable(graph: LayerGraph, node: int) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from layerwise.config import Config, why_illegal
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.plan import nearest
-from layerwise.search.grids import ProcessGrid, grid_configs, grids, mlp_layers
+from layerwise.search.baselines import ProcessGrid, grid_configs, grids, mlp_layers
 
 SPATIAL = ("d", "h", "w", "l")
 CUT = {"filter": "c", "channel": "k", "df": "c"}  # the dimension that a strategy's groups cut

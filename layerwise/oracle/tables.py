@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
+from layerwise.cache import restored
 from layerwise.config import Config
 from layerwise.cost.basis import model_error
 from layerwise.cost.memory.step import peak_bytes
@@ -13,8 +15,74 @@ from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import Price, complete, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.simulate import Timeline, timeline
-from layerwise.oracle.phases import Phases
-from layerwise.oracle.strategies import SPATIAL, Shape, strategy
+from layerwise.oracle.strategies import SPATIAL, Limit, Shape, strategy
+
+STRATEGIES = ("serial", "data", "spatial", "filter", "channel", "pipeline", "df", "ds")
+PHASES: Mapping[str, str] = {  # what people call them
+    "compute_s": "compute",
+    "update_s": "update",
+    "gather_s": "gather",
+    "reduce_s": "reduce",  # batch norm's all-reduces included
+    "halo_s": "halo",
+    "passing_s": "passing",
+    "gradient_s": "gradients",
+}
+TITLES: Mapping[str, str] = {"df": "data+filter", "ds": "data+spatial"}  # names that are longer in text
+
+
+def title(name: str) -> str:
+    """`data+filter` for `df`."""
+    return TITLES.get(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds an iteration by phase, of the slowest device, and bytes of memory of the fullest one."""
+
+    compute_s: float = 0.0  # forward and backward
+    update_s: float = 0.0  # the optimizer, and adding up the gradients of a pipeline's segments
+    gather_s: float = 0.0  # a layer's own all-gather of activations and their gradients
+    reduce_s: float = 0.0  # and its all-reduce or reduce-scatter of them
+    halo_s: float = 0.0  # borders of spatial cells
+    passing_s: float = 0.0  # activations and gradients from one pipeline stage to the next
+    gradient_s: float = 0.0  # all-reduce of the weights' gradients
+    memory_bytes: float = 0.0
+
+    @property
+    def communication_s(self) -> float:
+        """All that is sent, in s."""
+        return self.gather_s + self.reduce_s + self.halo_s + self.passing_s + self.gradient_s
+
+    @property
+    def computation_s(self) -> float:
+        """All that is computed, in s."""
+        return self.compute_s + self.update_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds an iteration: the phases one after the other."""
+        return self.computation_s + self.communication_s
+
+    def times(self, factor: float) -> Phases:
+        """Every time multiplied: by the iterations of an epoch, it is the times of an epoch. Memory stays."""
+        times = {f.name: factor * getattr(self, f.name) for f in fields(self) if f.name.endswith("_s")}
+        return replace(self, **times)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """What one strategy costs on a number of devices."""
+
+    strategy: str
+    devices: int
+    groups: tuple[int, int]  # p1 data-parallel groups of p2 devices each
+    segments: int  # of a pipelined batch, else 1
+    batch: int  # samples an iteration, of all devices together
+    phases: Phases
+    limit: Limit  # of the strategy, with this batch
+
+
+TIMES = ("overlapped_s", "exposed_s", "statistics_s")
 
 
 @dataclass(frozen=True)
@@ -38,6 +106,24 @@ class Priced:
     def error(self) -> float:
         """The model's, of its step's time (`cost.basis.model_error`)."""
         return model_error(self.model, complete(self.model, self.strategy))
+
+
+def priced_as_json(found: Mapping[str, Priced]) -> object:
+    """Strategies by name, for `read_priced`."""
+    return {
+        name: {"shape": asdict(p.shape), "phases": asdict(p.phases), **{time: getattr(p, time) for time in TIMES}}
+        for name, p in found.items()
+    }
+
+
+def read_priced(model: CostModel, cached: Any) -> dict[str, Priced]:
+    """What an earlier run priced."""
+    found = dict[str, Priced]()
+    for name, one in cached.items():
+        shape, phases = restored(Shape, one["shape"]), restored(Phases, one["phases"])
+        times = (restored(float, one[time]) for time in TIMES)
+        found[name] = Priced(model, shape, strategy(model.graph, name, shape), phases, *times)
+    return found
 
 
 class Groups:

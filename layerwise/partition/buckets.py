@@ -9,25 +9,26 @@ import numpy as np
 from layerwise.geometry.arrays import Ints, Mask
 
 BUCKET_BYTES = 25 * 2**20  # gradients that travel together: DistributedDataParallel's default bucket_cap_mb
+CAPS = tuple(mib * 2**20 for mib in (25, 10, 5, 2, 1))  # that a plan may have
 FIRST_BUCKET_BYTES = 2**20  # so that communication begins early: DistributedDataParallel's _DEFAULT_FIRST_BUCKET_BYTES
 
 
 ALONE = 0.0  # bytes of gradients that fill no bucket: all of one group share one
 
 
-def fill(gradients: Iterable[tuple[Hashable, float]]) -> list[list[int]]:
+def fill(gradients: Iterable[tuple[Hashable, float]], cap_bytes: float = BUCKET_BYTES) -> list[list[int]]:
     """The places in `gradients` of those in each bucket; buckets in the order in which they are begun.
 
     gradients: the group that shares each, whose alone travel together, and its bytes, as the backward pass makes them.
-    A bucket takes gradients until it is full, and leaves with its last one. The first one of a group is small: of its
-    group, not of the device, for all members must fill alike, and a device's own first may be of another group.
+    A bucket takes gradients until it has `cap_bytes`, and leaves with its last one. The first one of a group is small:
+    of its group, not of the device, for all members must fill alike, and a device's own first may be of another group.
     """
     buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], float]] = {}  # by group: the bucket, and what room it has
     for number, (group, size_bytes) in enumerate(gradients):
         bucket, room = filling.get(group, (None, 0.0))
         if bucket is None or room <= 0:
-            room = FIRST_BUCKET_BYTES if bucket is None else BUCKET_BYTES
+            room = min(FIRST_BUCKET_BYTES, cap_bytes) if bucket is None else cap_bytes
             bucket = []
             buckets.append(bucket)
         bucket.append(number)

@@ -81,10 +81,11 @@ class _Builder:
     def _fill_buckets(self) -> None:
         gradients, number = self.facts.gradients, {layer.name: i for i, layer in enumerate(self.graph.layers)}
         alone = [g.layer if g.states == "gathered" else "" for g in gradients]  # each such layer has its own buckets
-        filled = fill(
+        sizes = [
             ((g.group, g.states, layer), ALONE if layer else g.size_bytes)
             for g, layer in zip(gradients, alone, strict=True)
-        )
+        ]
+        filled = fill(sizes, self.facts.bucket_bytes)
         first = [gradients[members[0]] for members in filled]
         flushed = flushed_after(filled, [g.states == "gathered" for g in first], [g.members for g in first])
         for members, leader, last in zip(filled, first, flushed, strict=True):

@@ -10,6 +10,7 @@ from layerwise.geometry.arrays import Mask
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
+from layerwise.partition.buckets import BUCKET_BYTES
 
 
 class Gradient(NamedTuple):
@@ -31,6 +32,7 @@ class StrategyFacts:
     recomputed: Collection[str]
     gathered: Sequence[str]  # layers whose parameters are gathered for them alone, in the graph's order
     gradients: Sequence[Gradient]  # in the order of `gradient_order`
+    bucket_bytes: float = BUCKET_BYTES  # at which a bucket of gradients is full
 
 
 def gradient_order(graph: LayerGraph) -> list[Layer]:

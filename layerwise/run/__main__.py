@@ -31,8 +31,8 @@ from layerwise.report.picture import svg
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, searched_with, uses_local_batch_norm
 from layerwise.run.trace import Trace
+from layerwise.search.baselines import grid_strategy, parse_grid
 from layerwise.search.find import candidate
-from layerwise.search.grids import grid_strategy, parse_grid
 from layerwise.search.make_plan import plan_for
 from layerwise.train import compare_times, data
 from layerwise.train.compare import ALLOWED, ARITHMETIC

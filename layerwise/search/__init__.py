@@ -5,6 +5,5 @@ from layerwise.search.export import export_costs
 from layerwise.search.find import search
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.search.solve.eliminate import Optimum, eliminate
-from layerwise.search.solve.exhaustive import exhaustive
 
-__all__ = ["Candidate", "Optimum", "SearchResult", "eliminate", "exhaustive", "export_costs", "search"]
+__all__ = ["Candidate", "Optimum", "SearchResult", "eliminate", "export_costs", "search"]

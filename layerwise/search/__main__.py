@@ -27,7 +27,7 @@ from layerwise.cli import (
     training_arguments,
 )
 from layerwise.config import SearchSpace
-from layerwise.cost.model import CostModel, CostOptions, CostTables
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import read_json, write_text
 from layerwise.graph.fuse import fuse
@@ -38,21 +38,20 @@ from layerwise.plan import parse_strategy
 from layerwise.program import Kind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Report
-from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first, named_strategy
+from layerwise.search.baselines import NAMES, baseline, named_strategy
 from layerwise.search.curve_command import check_curve, show_curve
-from layerwise.search.export import export_costs
+from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.halos import search_halos
 from layerwise.search.limit.additive import Costs
-from layerwise.search.limit.constraint import constrained
 from layerwise.search.limit.variants import OFFERS, Configs
 from layerwise.search.limit.within import LimitedSearch
-from layerwise.search.make_plan import make_plan, plan_for
+from layerwise.search.make_plan import make_plan, plan_for, write_timeline
+from layerwise.search.overlap.polish import EFFORTS
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report.found import found, priced
-from layerwise.search.report.limit import nothing_fits
+from layerwise.search.report.sentences import nothing_fits
 from layerwise.search.report.tables import picture
-from layerwise.search.report.timeline import write_timeline
 from layerwise.search.result import Candidate, SearchResult
 
 EPILOG = """examples:
@@ -114,6 +113,12 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"
     )
+    g.add_argument(
+        "--effort",
+        choices=EFFORTS,
+        default="normal",
+        help="how long the plan is improved by simulated time, and that bounded; quick: not at all (default: normal)",
+    )
     g.add_argument("--no-cache", action="store_true", help="search anew, though the same search was done before")
     g = p.add_argument_group("cost model")
     g.add_argument(
@@ -172,9 +177,6 @@ def parser() -> argparse.ArgumentParser:
         help="write the whole cost tables as a toulbar2 problem; under a limit that binds this takes many searches "
         "more, over all forms of all layers, and can take far longer than the search itself",
     )
-    g.add_argument(
-        "--depth-first", type=positive, metavar="SECONDS", help="also run the paper's depth-first search for so long"
-    )
     return p
 
 
@@ -188,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     space = search_space(args, spread=devices.nodes > 1)
     limit = devices.usable_bytes if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
     offer = [choice for choice in args.offer if choice not in args.no_offer]
-    if args.price is not None and (args.export_costs or args.depth_first):
-        raise LayerwiseError("--price does not search: leave out --export-costs and --depth-first")
+    if args.price is not None and args.export_costs:
+        raise LayerwiseError("--price does not search: leave out --export-costs")
     check_curve(args)
     check_files(
         {
@@ -220,8 +222,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             memory_bytes=args.search_memory * 2**30,
             memory_limit_bytes=limit,
             offer=offer,
+            effort=args.effort,
             progress=progress,
-            answers=answers(wanted=not args.no_cache and args.depth_first is None),  # whose time is told beside ours
+            answers=answers(wanted=not args.no_cache),
         )
         model, result = search_halos(model, find)
     tried: list[Remedy] = []
@@ -231,22 +234,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.memory_limit is not None:  # asked for, and cannot be had
             raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
     seconds |= result.seconds
-    enumerated: DepthFirst | None = None
-    if args.export_costs is not None or args.depth_first is not None:
-        named = {name: baseline(model, name) for name in NAMES}
-        configs = configurations(model, space, named, {})
-        tables = model.tables(configs)
-        if args.export_costs is not None:
-            _export(model, configs, tables, result, args)
-        if args.depth_first is not None:
-            enumerated = depth_first(tables, args.depth_first)
+    if args.export_costs is not None:
+        _export(model, configurations(model, space, {name: baseline(model, name) for name in NAMES}, {}), result, args)
     if args.out is not None:
         plan = make_plan(
             args.model, args.profile, model, space, result, fused=not args.no_fuse, input_shape=args.input_shape
         )
         plan.save(args.out)
     if args.timeline is not None:
-        write_timeline(model, result.best.strategy, args.timeline)
+        write_timeline(model, result.best, args.timeline)
     shown = found(
         model,
         result,
@@ -254,7 +250,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds,
         every_layer=args.layers,
         memory=args.memory,
-        enumerated=enumerated,
         tried=tried,
     )
     _present(shown, result.best, args)
@@ -281,11 +276,9 @@ def _twice(args: argparse.Namespace, devices: DeviceGraph) -> DeviceGraph | None
         return None
 
 
-def _export(
-    model: CostModel, configs: Configs, tables: CostTables, result: SearchResult, args: argparse.Namespace
-) -> None:
+def _export(model: CostModel, configs: Configs, result: SearchResult, args: argparse.Namespace) -> None:
     """--export-costs: the tables, with the limit and what may save memory where the limit binds."""
-    rows: list[Costs] = []
+    tables, rows = model.tables(configs), list[Costs]()
     if result.within is not None and result.within.prices:
         with progress_bar("searching for rows that bind", quiet=args.json) as progress:
             tables, rows = constrained(LimitedSearch(model, configs, offer=result.offer), result.within, progress)
@@ -303,7 +296,7 @@ def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Na
         fused, shape = not args.no_fuse, args.input_shape
         plan_for(args.model, args.profile, model, space, yours, fused=fused, input_shape=shape).save(args.out)
     if args.timeline is not None:
-        write_timeline(model, strategy, args.timeline)
+        write_timeline(model, yours, args.timeline)
     shown = priced(model, yours, baselines, args.model, every_layer=args.layers, memory=args.memory)
     _present(shown, yours, args)
     return 0

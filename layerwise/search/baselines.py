@@ -1,19 +1,22 @@
-"""The strategies that everybody uses, and the paper's depth-first search, under the same cost model."""
+"""Named strategies: those that everybody uses, and process grids of MLPs (Laugier et al., 2018).
+
+A grid has samples over P_r batch groups, every layer's outputs over P_c parts. It is one strategy of the search's
+space, so the layer-wise optimum is never worse than the best grid. `benchmarks.grids` has the paper's study.
+"""
 
 from __future__ import annotations
 
-import time
+import re
 from dataclasses import dataclass
 
-from layerwise.config import Config
-from layerwise.cost.model import CostModel, CostTables
-from layerwise.graph.layer import Layer
+from layerwise.config import Config, reduce_axis
+from layerwise.cost.model import CostModel
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.along import Softmax
 from layerwise.partition.place import data_parallel
 from layerwise.partition.sharding import why_not_held
-from layerwise.search.classes import of_all_classes
-from layerwise.search.grids import grid_strategy, parse_grid
 
 NAMES = ("data", "model", "owt")
 
@@ -46,45 +49,101 @@ def _channels(layer: Layer, devices: int) -> Config:
     return next(config for config in configs if why_not_held(layer, config) is None)
 
 
+def of_all_classes(model: CostModel) -> frozenset[str]:
+    """The layers that make such an output."""
+    graph = model.graph
+    if model.options.io != "boxes":
+        return frozenset()
+    sources = [graph[name] for name in graph.layers[-1].inputs]
+    return frozenset(
+        source.name
+        for source in sources
+        if source.out.index("n") == 0 and len(source.out.shape) > 1 and source.name not in graph.losses
+    )
+
+
+def cuts_classes(layer: Layer, config: Config) -> bool:
+    """Whether no device has them all under a configuration."""
+    dims = layer.space.dims
+    return config[dims[1].label or ""] > 1 or (config["k"] > 1 and reduce_axis(config, dims) == 1)
+
+
 @dataclass(frozen=True, slots=True)
-class DepthFirst:
-    """What a depth-first search came to in its time."""
+class ProcessGrid:
+    """P_r x P_c processes. Neighbours are the parts of one batch group, so that these stay inside a node."""
 
-    cost_s: float  # of the best strategy
-    strategies: int
-    seconds: float
-    finished: bool  # no strategy is left, so `cost_s` is the optimum's
+    batch_groups: int  # P_r
+    model_parts: int  # P_c
+
+    @property
+    def processes(self) -> int:
+        """P."""
+        return self.batch_groups * self.model_parts
+
+    def __str__(self) -> str:
+        return f"{self.batch_groups}x{self.model_parts}"
 
 
-def depth_first(tables: CostTables, limit_s: float) -> DepthFirst:
-    """The paper's baseline (table 3): enumerates strategies layer by layer, giving up a branch that costs more than the
-    best strategy so far.
+def parse_grid(text: str) -> ProcessGrid:
+    """`2x4`: two batch groups of four parts."""
+    parts = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text.lower())
+    if not parts:
+        raise LayerwiseError(f"grid {text!r}: write batch groups x model parts, such as 2x4")
+    return ProcessGrid(int(parts[1]), int(parts[2]))
+
+
+def grids(processes: int, graph: LayerGraph) -> tuple[ProcessGrid, ...]:
+    """All grids of P processes that have a sample for every batch group and an output for every part, batch first."""
+    divisors = [d for d in range(1, processes + 1) if processes % d == 0]
+    every = (ProcessGrid(processes // d, d) for d in divisors)
+    return tuple(grid for grid in every if _too_large(grid, graph) is None)
+
+
+def mlp_layers(graph: LayerGraph) -> tuple[Layer, ...]:
+    """The layers of an MLP, first to last. LayerwiseError where the network is anything else."""
+    before = graph.layers[0].name
+    for layer in graph.inner:
+        if not isinstance(layer.main, Linear) or len(layer.out.shape) != 2 or layer.inputs != (before,):
+            raise LayerwiseError(
+                f"process grids are for MLPs, linear layers one after the other with element-wise functions between: "
+                f"layer {layer.name!r} ({layer.main.kind}) is none of these. Search instead: it splits any network"
+            )
+        before = layer.name
+    return tuple(graph.inner)
+
+
+def _too_large(grid: ProcessGrid, graph: LayerGraph) -> str | None:
+    widest = max(layer.out.shape[-1] for layer in mlp_layers(graph))
+    if grid.batch_groups > graph.batch:
+        return f"a batch of {graph.batch} samples cannot be cut into {grid.batch_groups} groups"
+    if grid.model_parts > widest:
+        return f"the widest layer has {widest} outputs and cannot be cut into {grid.model_parts} parts"
+    return None
+
+
+def grid_strategy(model: CostModel, grid: ProcessGrid) -> dict[str, Config]:
+    """Every layer's configuration. A layer with fewer outputs than parts is cut into the largest divisor that fits.
+
+    Raises LayerwiseError where the network is no MLP, has too few samples or outputs, or the devices are not as many.
     """
-    names = list(tables.node)
-    place = {name: i for i, name in enumerate(names)}
-    inward: list[list[tuple[int, list[list[float]]]]] = [[] for _ in names]
-    for (u, v, _), cost in tables.transfer.items():
-        inward[place[v]].append((place[u], cost.tolist()))
-    node = [tables.node[name].tolist() for name in names]
-    choice, partial = [-1] * len(names), [0.0] * (len(names) + 1)
-    best, seen, depth, started = float("inf"), 0, 0, time.perf_counter()
-    steps = 0
-    while depth >= 0:
-        steps += 1
-        if steps % 4096 == 0 and time.perf_counter() - started > limit_s:
-            return DepthFirst(best, seen, time.perf_counter() - started, False)
-        choice[depth] += 1
-        c = choice[depth]
-        if c == len(node[depth]):
-            choice[depth] = -1
-            depth -= 1
-            continue
-        cost = partial[depth] + node[depth][c] + sum(table[choice[u]][c] for u, table in inward[depth])
-        if cost >= best:
-            continue
-        if depth == len(names) - 1:
-            best, seen = cost, seen + 1
-        else:
-            partial[depth + 1] = cost
-            depth += 1
-    return DepthFirst(best, seen, time.perf_counter() - started, True)
+    if grid.processes != model.devices.count:
+        raise LayerwiseError(
+            f"grid {grid} has {grid.processes} processes, there are {model.devices.count}: give --gpus {grid.processes}"
+        )
+    return grid_configs(model.graph, grid)
+
+
+def grid_configs(graph: LayerGraph, grid: ProcessGrid) -> dict[str, Config]:
+    """`grid_strategy` on as many devices as the grid has processes."""
+    reason = _too_large(grid, graph)
+    if reason:
+        raise LayerwiseError(f"grid {grid}: {reason}")
+    return {layer.name: _config(grid, layer) for layer in graph.inner}
+
+
+def _config(grid: ProcessGrid, layer: Layer) -> Config:
+    most = layer.space.max_degree("c")
+    parts = max(d for d in range(1, grid.model_parts + 1) if grid.model_parts % d == 0 and d <= most)
+    total = grid.batch_groups * parts
+    # Strided, so that what is left of a layer stays with the processes that hold its samples.
+    return Config.of({"n": grid.batch_groups, "c": parts}, "strided" if 1 < total < grid.processes else "contiguous")

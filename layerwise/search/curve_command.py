@@ -15,10 +15,10 @@ from layerwise.report.content import Report
 from layerwise.report.figures import check_plot, save_plot
 from layerwise.search.curve import memory_curve
 from layerwise.search.report.found import about
-from layerwise.search.report.limit import nothing_fits
-from layerwise.search.report.memory import curve_table, curve_values, draw_curve
+from layerwise.search.report.sentences import nothing_fits
+from layerwise.search.report.tables import curve_table, curve_values, draw_curve
 
-OTHERS = ("memory_limit", "price", "out", "export_costs", "timeline", "depth_first", "layers", "memory")
+OTHERS = ("memory_limit", "price", "out", "export_costs", "timeline", "layers", "memory")
 
 
 def check_curve(args: argparse.Namespace) -> None:

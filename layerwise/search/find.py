@@ -1,10 +1,13 @@
-"""The search: prune, build the tables, eliminate, and choose among the optima and all baselines by timeline."""
+"""The search: prune, build the tables, eliminate, and improve the step with overlap, and choose by it among what
+was found and all baselines.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import filterfalse
 from typing import Literal
 
@@ -16,18 +19,17 @@ from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
+from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.partition.sharding import held_configurations
-from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.classes import cuts_classes, of_all_classes
+from layerwise.search.baselines import NAMES, baseline, cuts_classes, of_all_classes
+from layerwise.search.halos import reading_s
 from layerwise.search.limit.limited import Least
-from layerwise.search.limit.variants import OFFERS, Strategy
+from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.limit.within import LimitedSearch, Within
-from layerwise.search.reading import reading_s
+from layerwise.search.overlap.polish import GAIN, Effort, overlapped
 from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preferred, timeline_s
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
-
-SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
 
 
 def search(
@@ -39,6 +41,7 @@ def search(
     memory_limit_bytes: float | None = None,
     offer: Iterable[str] = OFFERS,
     fixed: Mapping[str, Config] | None = None,
+    effort: Effort = "normal",
     progress: Progress | None = None,
     answers: Answers | None = None,
 ) -> SearchResult:
@@ -47,7 +50,8 @@ def search(
     memory_limit_bytes: by default what a device has. Where it leaves the best strategy out, what is offered (of
     `limit.variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
     `memory_bytes` bounds search tables. `fixed` layers keep their configuration; the answer is then the additive
-    optimum, and no baseline. `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
+    optimum, and no baseline. `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
+    `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
     """
     limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
     if not limit > 0:
@@ -61,103 +65,116 @@ def search(
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     model.learn(list(named.values()))
     configs = configurations(model, space, named, fixed or {})
-    weights = SYNC_WEIGHTS if objective == "timeline" and model.options.kind == "training" else SYNC_WEIGHTS[:1]
-    recall = Recall(answers, model, space, weights, memory_bytes, fixed)
-    solved = recall.solved(
-        lambda: _solved(model, configs, {} if fixed else named, weights, memory_bytes, progress, started)
-    )
+    recall, hand = Recall(answers, model, space, memory_bytes, fixed), [] if fixed else list(named.values())
+    solved = recall.solved(lambda: _solved(model, configs, hand, memory_bytes, progress, started))
     seconds = dict(solved.seconds) or {"cache": time.perf_counter() - started}
-    distinct = {tuple(s.items()): s for s in solved.strategies}
-    model.learn([complete(model, s) for s in distinct.values()])
-    candidates = [candidate(model, "layerwise", s, limit) for s in distinct.values()]
+    candidates = [candidate(model, "layerwise", solved.strategy, limit)]
     baselines = {name: candidate(model, name, strategy, limit) for name, strategy in named.items()}
     if not baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
-    additive, optimum = candidates[0], solved.optima[0]
+    additive, optimum = candidates[0], solved.optimum
     if not optimum.proven and not fixed:  # a baseline may be better than what the search came to
         additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
     by_time = objective == "timeline" and not fixed
+    improves, bound_s = by_time and effort != "quick", None
+
+    def improved(space: Variants, known: Sequence[Candidate], *, fits: bool) -> float | None:
+        """Adds what moves come to, with the best buckets, to the candidates: the lower bound of all steps, if any."""
+        begun, known = time.perf_counter(), sorted(known, key=timeline_s)
+        cap = best_cap(model, known[0].strategy)
+
+        def step_s(strategy: Strategy) -> float:
+            return timeline(model, strategy, bucket_bytes=cap).total_s + reading_s(model, strategy)
+
+        def within_limit(strategy: Strategy) -> bool:
+            return not fits or float(peak_bytes(model, strategy).max()) <= limit
+
+        strategies, facts = [c.strategy for c in known], (limit, offer) if fits else ()
+        polished = partial(overlapped, model, space, strategies, step_s, effort=effort, fits=within_limit)
+        found = recall.overlapped(lambda: polished(memory_bytes=memory_bytes), effort, *facts)
+        for strategy in (*found.strategies, named["data"]):
+            for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy))):
+                candidates.append(candidate(model, "layerwise", strategy, limit, size))
+        seconds["overlap"] = seconds.get("overlap", 0.0) + time.perf_counter() - begun
+        return found.lower_bound_s or None
+
+    if improves:
+        bound_s = improved(Variants.grouped(configs), [*candidates, *baselines.values()], fits=False)
     unlimited = best = choose(candidates, baselines, heed_memory=False) if by_time else additive
     kept, within, least = solved.kept, None, None
     if not best.fits:
         started = time.perf_counter()
-        known = [c.strategy for c in candidates] + ([] if fixed else list(named.values()))
+        known = [c.strategy for c in candidates] + hand
 
-        def searching(offer: Iterable[str]) -> LimitedSearch:
-            return LimitedSearch(
-                model,
-                configs,
-                offer=offer,
-                fixed=fixed or {},
-                memory_bytes=memory_bytes,
-                progress=progress,
-            )
-
-        within, least = recall.limited(lambda: _limited(searching, offer, limit, weights, known), limit, offer)
+        searching = partial(
+            LimitedSearch,
+            model,
+            configs,
+            fixed=fixed or {},
+            memory_bytes=memory_bytes,
+            progress=progress,
+        )
+        within, least = recall.limited(lambda: _limited(searching, offer, limit, known), limit, offer)
         found = [candidate(model, "layerwise", strategy, limit) for strategy in within.strategies]
         candidates, kept = [*found, *candidates], within.configurations
         additive = found[0] if found else additive  # by step time
         optimum = replace(optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s) if found else optimum
-        best = choose(candidates, baselines) if by_time else additive
         seconds["limit"] = time.perf_counter() - started
-    best = next((c for c in baselines.values() if c.strategy == best.strategy), best)
-    counts = {
-        "largest": max(map(len, configs.values())),
-        "total": sum(map(len, configs.values())),
-        "kept": kept,
-    }
+        fitting = [c for c in [*candidates, *baselines.values()] if c.fits]
+        if improves:
+            forms = Forms.of(model.graph, model.devices.count, offer)
+            bound_s = improved(Variants.of(configs, forms), fitting, fits=True) if fitting else None
+        best = choose(candidates, baselines) if by_time else additive
+    best = next((c for c in baselines.values() if c.key == best.key), best)
+    sizes = [len(these) for these in configs.values()]
+    counts = {"largest": max(sizes), "total": sum(sizes), "kept": kept}
     # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
     everyone = [*candidates, *reversed(baselines.values())] if not fixed else candidates
-    simulated = tuple({tuple(c.strategy.items()): c for c in everyone}.values())
+    simulated = tuple({c.key: c for c in everyone}.values())
     return SearchResult(
-        best, additive, baselines, optimum, seconds, counts, simulated, int(limit), offer, unlimited, within, least
-    )
+        best, additive, baselines, optimum, seconds, counts, simulated, int(limit), offer, unlimited, within, least,
+        bound_s,
+    )  # fmt: skip
 
 
 def _solved(
     model: CostModel,
     configs: Configs,
-    named: Mapping[str, Mapping[str, Config]],
-    weights: Sequence[float],
+    hand: Sequence[Mapping[str, Config]],
     memory_bytes: float,
     progress: Progress | None,
     started: float,
 ) -> Solved:
-    """The optima without a memory limit. started: when, for the seconds that tables took."""
-    narrowed = narrow(model, configs, named, weights, progress)
-    built = time.perf_counter()
-    tables, strategies, optima = narrowed.tables, [], []
-    for node, upper in zip(narrowed.nodes, narrowed.uppers, strict=True):
-        small, found = exact_optimum(model, tables, node, upper, memory_bytes)
-        optima.append(found)
-        strategies.append(strategy_of(small.configs, found.choice))
+    """The optimum without a memory limit. started: when, for the seconds that tables took."""
+    narrowed = narrow(model, configs, hand, progress)
+    tables, built = narrowed.tables, time.perf_counter()
+    small, found = exact_optimum(model, tables, narrowed.upper_s, memory_bytes)
     searching = time.perf_counter() - built + narrowed.bounding_s
     seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
-    return Solved(tuple(strategies), tuple(optima), sum(map(len, tables.configs.values())), seconds)
+    return Solved(strategy_of(small.configs, found.choice), found, sum(map(len, tables.configs.values())), seconds)
 
 
 def _limited(
-    searching: Callable[[Iterable[str]], LimitedSearch],
+    searching: Callable[..., LimitedSearch],
     offer: Sequence[str],
     limit: float,
-    weights: Sequence[float],
     known: Sequence[Mapping[str, Config]],
 ) -> tuple[Within, Least[Strategy] | None]:
     """What fits; where nothing was found, the least memory, and what fits if it does. searching: with what on offer."""
-    search = searching(offer)
-    within = search.under(limit, weights, known)
+    search = searching(offer=offer)
+    within = search.under(limit, known)
     if within.strategies:
         return within, None
     least = search.least(known)
     for one in offer if len(offer) > 1 else ():  # a smaller space is searched more closely
         if least.lower_bound_bytes <= limit < least.bytes:
-            smaller = searching([one])
+            smaller = searching(offer=[one])
             fewer = smaller.least(known)
             least = replace(least, best=fewer.best, bytes=fewer.bytes) if fewer.bytes < least.bytes else least
-            known = [*known, *smaller.under(limit, weights, [fewer.best]).strategies]
+            known = [*known, *smaller.under(limit, [fewer.best]).strategies]
     if least.bytes <= limit:
-        return search.under(limit, weights, [*known, least.best]), None
+        return search.under(limit, [*known, least.best]), None
     return within, least
 
 
@@ -174,11 +191,25 @@ def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, h
     return data if best_s >= data_s * (1 - max(data.error, best.error)) else best
 
 
+def best_cap(model: CostModel, strategy: Strategy) -> int:
+    """At how many bytes a bucket of gradients is best full: DistributedDataParallel's 25 MiB, unless less gains by it.
+
+    What shares states out keeps these: their memory is that of such buckets.
+    """
+    best, least_s = BUCKET_BYTES, timeline(model, strategy).total_s
+    shares = any(config.states != "replicated" for config in strategy.values())
+    for cap in () if shares or model.options.kind == "inference" else CAPS[1:]:
+        if (step_s := timeline(model, strategy, bucket_bytes=cap).total_s) < least_s * (1 - GAIN):
+            best, least_s = cap, step_s
+    return best
+
+
 def candidate(
     model: CostModel,
     name: str,
     strategy: Mapping[str, Config],
     memory_limit_bytes: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Candidate:
     """Prices a strategy both ways. memory_limit_bytes: by default what a device has."""
     strategy = complete(model, strategy)
@@ -186,12 +217,13 @@ def candidate(
     return Candidate(
         name,
         strategy,
-        timeline(model, strategy),
+        timeline(model, strategy, bucket_bytes=bucket_bytes),
         limit,
         lambda: float(peak_bytes(model, strategy).max()),
         lambda memory_bytes: price(model, strategy, memory_bytes=memory_bytes),
         lambda: model_error(model, strategy),
         reading_s(model, strategy),
+        bucket_bytes,
     )
 
 

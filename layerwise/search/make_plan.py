@@ -1,16 +1,20 @@
-"""From a search's result to the plan that the runtime executes."""
+"""From a search's result to the plan that the runtime executes, and to the trace of its predicted step."""
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import asdict, replace
 from importlib.metadata import version
 
-from layerwise.config import SearchSpace
+from layerwise.chrome import CATEGORIES, RankSpans, Row, chrome_trace
+from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import basis
 from layerwise.cost.model import CostModel
+from layerwise.cost.timeline.simulate import UPDATE, Span, timeline
+from layerwise.files import write_text
+from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.plan import Plan
-from layerwise.search.predicted import layer_times
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.version import __version__
 
@@ -30,6 +34,7 @@ def make_plan(
     searched = {
         "data_timeline_s": result.baselines["data"].timeline.total_s,
         "lower_bound_s": result.optimum.lower_bound_s,
+        **({} if result.overlap_bound_s is None else {"timeline_lower_bound_s": result.overlap_bound_s}),
     }
     proof = {
         "additive_optimum_proven": result.optimum.proven,
@@ -106,5 +111,46 @@ def plan_for(
             "torch": version("torch"),
             "python": platform.python_version(),
         },
-        predicted_layers=layer_times(model, best.strategy),
+        predicted_layers=layer_times(model, best.strategy, best.bucket_bytes),
+        bucket_bytes=best.bucket_bytes,
     )
+
+
+def layer_times(
+    model: CostModel, strategy: dict[str, Config], bucket_bytes: int = BUCKET_BYTES
+) -> dict[str, dict[str, float]]:
+    """Seconds of every layer's parts in a simulated step, forward and backward together.
+
+    compute_s: of the slowest device, beside the gradients that travel meanwhile; transfers_s (of its inputs, and sums
+    over k), statistics_s: from when the last device has come; sync_s: of the bucket that its gradients are first in.
+    """
+    spans: list[Span] = []
+    timeline(model, strategy, spans.append, bucket_bytes=bucket_bytes)
+    result: dict[str, dict[str, float]] = {}
+    for span in spans:
+        if not span.name.endswith(UPDATE):
+            start, end = span.start_s[span.devices], span.end_s[span.devices]
+            seconds = float((end - start).max() if span.category == "compute" else end.max() - start.max())
+            parts = result.setdefault(span.layer, {})
+            part = f"{span.category}_s"
+            parts[part] = parts.get(part, 0.0) + seconds
+    return result
+
+
+def write_timeline(model: CostModel, plan: Candidate, path: str | os.PathLike[str]) -> None:
+    """Simulates a step of the plan and writes what every device does when, whole or not at all."""
+    spans: list[Span] = []
+    timeline(model, plan.strategy, spans.append, bucket_bytes=plan.bucket_bytes)
+    names: dict[str, int] = {}
+    rows: list[list[Row]] = [[] for _ in range(model.devices.count)]
+    for span in spans:
+        name = names.setdefault(span.name, len(names))
+        category = CATEGORIES.index(span.category)
+        for device in span.devices.nonzero()[0].tolist():
+            start, end = (round(float(times[device]) * 1e9) for times in (span.start_s, span.end_s))
+            rows[device].append((name, category, start, end))
+    ranks = [
+        RankSpans(f"predicted, {model.devices.device_name(device)}", list(names), mine)
+        for device, mine in enumerate(rows)
+    ]
+    write_text(path, chrome_trace(ranks))

@@ -23,6 +23,7 @@ from layerwise.plan import as_json, parse_strategy
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import Strategy
 from layerwise.search.limit.within import MemoryPrice, Within
+from layerwise.search.overlap.polish import Overlapped
 from layerwise.search.solve.eliminate import Optimum
 from layerwise.search.solve.narrow import exact_costs
 
@@ -32,10 +33,10 @@ Limited = tuple[Within, Least[Strategy] | None]
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The optima without a memory limit: for each weight of t_S a strategy, and its proof."""
+    """The optimum without a memory limit: a strategy, and its proof."""
 
-    strategies: tuple[dict[str, Config], ...]
-    optima: tuple[Optimum, ...]
+    strategy: dict[str, Config]
+    optimum: Optimum
     kept: int  # configurations that were left after pruning, of all layers
     seconds: Mapping[str, float] = field(compare=False)
 
@@ -52,30 +53,33 @@ class Recall:
                 self.answers = answers
 
     def solved(self, find: Callable[[], Solved]) -> Solved:
-        """The optima without a limit; `find` finds them where nothing is kept."""
-        return self._recalled((), find, self._solved_as_json, self._solved)
+        """The optimum without a limit; `find` finds it where none is kept."""
+        return self.recalled((), find, self._solved_as_json, self._solved)
 
     def limited(self, find: Callable[[], Limited], limit_bytes: float, offer: Sequence[str]) -> Limited:
         """What a search under a limit found."""
-        return self._recalled((limit_bytes, list(offer)), find, self._limited_as_json, self._limited)
+        return self.recalled((limit_bytes, list(offer)), find, self._limited_as_json, self._limited)
 
-    def _recalled(
+    def overlapped(self, find: Callable[[], Overlapped], *facts: object) -> Overlapped:
+        """What is known of steps with overlap."""
+        return self.recalled(("overlap", *facts), find, self._overlapped_as_json, self._overlapped)
+
+    def recalled(
         self,
         facts: tuple[object, ...],
         find: Callable[[], T],
         write: Callable[[T], object],
         read: Callable[[Any], T],
     ) -> T:
+        """What was found earlier of these facts, as `write` writes and `read` reads it; else what `find` finds."""
         if self.answers is None:
             return find()
         return self.answers.recalled(key_of(self._key, *facts), find, write, read)
 
     def _solved(self, kept: Any) -> Solved:
-        optima = restored(tuple[Optimum, ...], kept["optima"])
-        strategies = self._strategies(kept, optima[0].cost_s)
-        if len(strategies) != len(optima):
-            raise LayerwiseError("its strategies are not those of its proofs")
-        return Solved(strategies, optima, restored(int, kept["kept"]), {})
+        optimum = restored(Optimum, kept["optimum"])
+        (strategy,) = self._strategies(kept, optimum.cost_s)
+        return Solved(strategy, optimum, restored(int, kept["kept"]), {})
 
     def _limited(self, kept: Any) -> Limited:
         told, least = kept["within"], kept["least"]
@@ -88,9 +92,16 @@ class Recall:
         size, bound = (restored(float, least[name]) for name in ("bytes", "lower_bound_bytes"))
         return within, Least(self._strategy(least["best"]), size, bound)
 
+    def _overlapped(self, cached: Any) -> Overlapped:
+        costs_s = restored(tuple[float, ...], cached["costs_s"])
+        strategies = self._strategies(cached, costs_s[0] if costs_s else 0.0)
+        return Overlapped(strategies, restored(float, cached["lower_bound_s"]))
+
+    def _overlapped_as_json(self, found: Overlapped) -> object:
+        return {**self._written(found.strategies), "lower_bound_s": found.lower_bound_s}
+
     def _solved_as_json(self, found: Solved) -> object:
-        optima = [asdict(proof) for proof in found.optima]
-        return {**self._written(found.strategies), "optima": optima, "kept": found.kept}
+        return {**self._written([found.strategy]), "optimum": asdict(found.optimum), "kept": found.kept}
 
     def _limited_as_json(self, found: Limited) -> object:
         within, least = found

@@ -9,6 +9,7 @@ from functools import cached_property
 from layerwise.config import Config
 from layerwise.cost.price import Price
 from layerwise.cost.timeline.simulate import Timeline
+from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.report.content import described
 from layerwise.report.html import fragment
 from layerwise.search.limit.limited import Least
@@ -29,6 +30,12 @@ class Candidate:
     _price: Callable[[float], Price] = field(repr=False, compare=False)  # of the peak
     _error: Callable[[], float] = field(repr=False, compare=False)
     reading_s: float = 0.0  # before the step, of the device that reads most (io boxes)
+    bucket_bytes: int = BUCKET_BYTES  # at which a bucket of gradients is full
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What it consists of: equal for equal plans."""
+        return (*self.strategy.items(), self.bucket_bytes)
 
     @cached_property
     def memory_bytes(self) -> float:
@@ -84,12 +91,18 @@ class SearchResult:
     unlimited: Candidate  # `best`, if memory did not matter
     within: Within | None  # what the search under the limit found, where `unlimited` does not fit
     least: Least[Strategy] | None  # what needs the least memory, where nothing was found to fit
+    overlap_bound_s: float | None  # no strategy that `best` was chosen from has a faster step with overlap
     halos: Halos | None = None  # where there was a choice
 
     @property
     def fastest(self) -> Candidate:
         """Of the simulated plans, by `preferred`: where `best` is data parallelism, what it was kept against."""
         return preferred(self.simulated)
+
+    @property
+    def by_ddp(self) -> Candidate:
+        """The strategy of `best` with DistributedDataParallel's buckets."""
+        return next((c for c in self.simulated if c.key == (*self.best.key[:-1], BUCKET_BYTES)), self.best)
 
     @property
     def halos_sent(self) -> tuple[str, ...]:

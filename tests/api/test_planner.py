@@ -16,9 +16,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.plan import as_json
-from layerwise.search.alternatives import alternatives
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
+from layerwise.search.report.forms import alternatives
 from tests.comm.thread import run_threads
 
 REQUEST = Request("alexnet", torch.float32, 16e9)

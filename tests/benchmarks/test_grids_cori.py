@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published.cori import BATCH, Record, cases, fit, records, terms
-from layerwise.search.grids import ProcessGrid
+from layerwise.search.baselines import ProcessGrid
 
 
 def test_what_was_published() -> None:

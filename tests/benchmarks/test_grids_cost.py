@@ -17,8 +17,8 @@ from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
+from layerwise.search.baselines import grids
 from layerwise.search.find import search
-from layerwise.search.grids import grids
 from tests.search.test_grids import mlp
 
 LAYERS = full_layers(mlp(8, 16, 32, 2))

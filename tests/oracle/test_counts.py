@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from layerwise.oracle.counts import counts
+from layerwise.oracle.__main__ import counts
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from layerwise.machine import load
 from layerwise.oracle import question
 from layerwise.oracle.ask import ask
 from layerwise.oracle.question import Oracle, Question
-from layerwise.oracle.report.values import as_dict
+from layerwise.oracle.report.found import as_dict
 from layerwise.oracle.strategies import Wishes
 from layerwise.oracle.tables import Priced
 from tests.importers.networks import chain

@@ -21,7 +21,7 @@ from layerwise.machine import load as load_profile
 from layerwise.oracle.question import Oracle, Question, applicable
 from layerwise.oracle.strategies import Shape, UnreachableError, Wishes, gather_layer, limit, shapes, strategy
 from layerwise.plan import Plan
-from layerwise.search.grids import ProcessGrid, grid_strategy, grids
+from layerwise.search.baselines import ProcessGrid, grid_strategy, grids
 from tests.comm.thread import run_threads
 from tests.run import plans
 

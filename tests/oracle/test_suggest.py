@@ -8,12 +8,11 @@ from typing import cast
 
 import pytest
 
-from layerwise.oracle.phases import Phases, Projection
+from layerwise.oracle.ask import Budget, suggest
 from layerwise.oracle.question import Answer
 from layerwise.oracle.report.found import suggestion_lines
 from layerwise.oracle.strategies import Limit
-from layerwise.oracle.suggest import Budget, suggest
-from layerwise.oracle.tables import Priced
+from layerwise.oracle.tables import Phases, Priced, Projection
 
 SAMPLES = 1000
 

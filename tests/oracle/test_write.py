@@ -9,8 +9,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
+from layerwise.oracle.ask import plan_of
 from layerwise.oracle.question import Oracle, Question
-from layerwise.oracle.write import plan_of
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.partition.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, fill, flushed_after
+from layerwise.partition.buckets import BUCKET_BYTES, CAPS, FIRST_BUCKET_BYTES, fill, flushed_after
 
 MB = 2**20
 GRADIENTS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30 * MB)), max_size=20)
@@ -20,13 +20,14 @@ def test_each_gradient_travels_once_with_its_own_group(gradients: list[tuple[str
     assert [bucket[0] for bucket in found] == sorted(bucket[0] for bucket in found)
 
 
-@given(GRADIENTS)
-def test_a_bucket_ends_with_the_gradient_that_fills_it(gradients: list[tuple[str, int]]) -> None:
-    """The first of its group at 1 MiB, the others at 25."""
+@given(GRADIENTS, st.sampled_from([*CAPS, MB // 2]))
+def test_a_bucket_ends_with_the_gradient_that_fills_it(gradients: list[tuple[str, int]], cap: int) -> None:
+    """The first of its group at 1 MiB at most, the others at the plan's, 25 by default."""
+    assert fill(gradients) == fill(gradients, BUCKET_BYTES)
     for group in "ab":
-        mine = [bucket for bucket in fill(gradients) if gradients[bucket[0]][0] == group]
+        mine = [bucket for bucket in fill(gradients, cap) if gradients[bucket[0]][0] == group]
         for number, bucket in enumerate(mine):
-            limit = BUCKET_BYTES if number else FIRST_BUCKET_BYTES
+            limit = cap if number else min(FIRST_BUCKET_BYTES, cap)
             size = [gradients[i][1] for i in bucket]
             assert sum(size[:-1]) < limit
             assert sum(size) >= limit or number == len(mine) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from layerwise.partition.buckets import FIRST_BUCKET_BYTES
+from layerwise.partition.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from layerwise.run.execute.buckets import scaled
 from layerwise.run.execute.reducer import GradientReducer
 
@@ -24,6 +24,16 @@ def test_all_ranks_of_a_group_fill_the_same_buckets() -> None:
         return [bucket.names for bucket in made.buckets if bucket.group == everyone]
 
     assert shared(0) == shared(1) == [["third"], ["second", "first"]]
+
+
+def test_buckets_are_full_at_what_the_plan_says() -> None:
+    names = [f"w{i}" for i in range(8)]
+    parameters = {name: nn.Parameter(torch.empty(2**16, device="meta")) for name in names}  # 256 KiB each
+    groups = dict.fromkeys(names, (0, 1))
+    sizes = {}
+    for cap in (BUCKET_BYTES, 2**19, 2**16):
+        sizes[cap] = [len(b.names) for b in GradientReducer(parameters, names, groups, bucket_bytes=cap).buckets]
+    assert sizes == {BUCKET_BYTES: [4, 4], 2**19: [2] * 4, 2**16: [1] * 8}
 
 
 def test_a_gradient_is_scaled_in_place_where_nothing_else_has_its_memory() -> None:

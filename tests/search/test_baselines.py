@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
-import pytest
-from hypothesis import given, settings
-
-from layerwise.config import Config
-from layerwise.cost.model import CostModel, CostTables
+from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.along import Softmax
-from layerwise.search.baselines import baseline, depth_first
-from layerwise.search.solve.exhaustive import exhaustive
+from layerwise.search.baselines import baseline
 from layerwise.tensor import TensorSpec
 from tests.importers.networks import Net, chain
-from tests.search.tables import complete_tables, random_tables
 
 
 def degrees(graph: LayerGraph, name: str, devices: int) -> dict[str, str]:
@@ -60,22 +52,3 @@ def test_a_softmax_has_no_channels_to_split_and_a_shared_parameter_no_samples() 
     graph = b.finish([b.put("softmax", Softmax(), x)])
     assert degrees(graph, "data", 4)["weight"] == "{}"
     assert degrees(graph, "model", 4) == {"weight": "{c=4}", "a": "{c=4}", "b": "{c=4}", "softmax": "{}"}
-
-
-@settings(max_examples=200)
-@given(random_tables(nodes=6))
-def test_depth_first_search_finds_the_optimum(t: CostTables) -> None:
-    found = depth_first(t, limit_s=60)
-    assert found.finished
-    assert found.cost_s == pytest.approx(exhaustive(t).cost_s)
-    assert found.strategies >= 1
-
-
-def test_depth_first_search_gives_up_in_time() -> None:
-    t = complete_tables(12, 8)
-    started = time.perf_counter()
-    found = depth_first(t, limit_s=0.1)
-    assert 0.1 <= found.seconds <= time.perf_counter() - started < 2
-    assert not found.finished
-    assert 0 < found.cost_s < sum(cost.max() for cost in (*t.node.values(), *t.transfer.values()))
-    assert Config.of({"n": 8}) in t.configs["l0"]

@@ -12,7 +12,7 @@ from layerwise.search.curve import memory_curve
 from layerwise.search.find import search
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.remedies import remedies
-from layerwise.search.report.memory import curve_table, curve_values, draw_curve
+from layerwise.search.report.tables import curve_table, curve_values, draw_curve
 
 SPACE = SearchSpace(2)
 

@@ -129,7 +129,7 @@ def unpruned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def everything(model: CostModel, configs: Configs, *args: object) -> Narrowed:
         tables = model.tables(configs)
-        return Narrowed(tables, [tables.node], [1e9], 0.0)
+        return Narrowed(tables, 1e9, 0.0)
 
     monkeypatch.setattr(find, "narrow", everything)
 
@@ -253,7 +253,7 @@ class OfOffer:
     def least(self, known: object) -> Least[dict[str, Config]]:
         return Least({}, LEAST[self.offer], 5.0)
 
-    def under(self, limit: float, weights: object, known: Sequence[Mapping[str, Config]]) -> Within:
+    def under(self, limit: float, known: Sequence[Mapping[str, Config]]) -> Within:
         return Within(limit, tuple(known), 1.0 if known else float("inf"), 0.0, (), 0)
 
 
@@ -265,7 +265,7 @@ def test_what_fits_with_less_on_offer_is_found_with_all_on_offer(limit: float, *
         asked.append(OfOffer(offer))
         return asked[-1]
 
-    within, least = find._limited(searching, ("recompute", "shard"), limit, (1.0,), [])  # type: ignore[arg-type]
+    within, least = find._limited(searching, ("recompute", "shard"), limit, [])  # type: ignore[arg-type]
     assert bool(within.strategies) == fits
     assert (least is None) == fits
     assert len(asked) == (1 if limit < 5 else 2 if fits else 3)  # a proven refusal asks no more

@@ -17,9 +17,8 @@ from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import load
 from layerwise.quantities import units
 from layerwise.search.find import search
-from layerwise.search.report.limit import choices
-from layerwise.search.report.sentences import verdict, why_data
-from layerwise.search.report.values import as_dict
+from layerwise.search.report.found import as_dict
+from layerwise.search.report.sentences import choices, verdict, why_data
 from layerwise.search.result import SearchResult
 from tests.importers.networks import chain
 

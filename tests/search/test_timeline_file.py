@@ -16,8 +16,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import baseline
-from layerwise.search.predicted import layer_times
-from layerwise.search.report.timeline import write_timeline
+from layerwise.search.find import candidate
+from layerwise.search.make_plan import layer_times, write_timeline
 
 
 def model(gpus: int) -> CostModel:
@@ -29,7 +29,7 @@ def test_the_file_is_the_simulated_step(name: str, tmp_path: Path) -> None:
     """Its last span ends with the step, all devices' spans are in it, and none of a device overlap in a category."""
     cost = model(4)
     strategy = baseline(cost, name)
-    write_timeline(cost, strategy, tmp_path / "t.json")
+    write_timeline(cost, candidate(cost, name, strategy), tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {i: f"rank {i} (predicted, node{i // 2}/gpu{i % 2})" for i in range(4)}

@@ -18,15 +18,14 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.export import export_costs
+from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import configurations, search
 from layerwise.search.limit.additive import Choice, Costs, Problem
-from layerwise.search.limit.constraint import constrained
 from layerwise.search.limit.limited import fastest_within
 from layerwise.search.limit.within import LimitedSearch
 from layerwise.search.solve.eliminate import eliminate
-from layerwise.search.solve.exhaustive import exhaustive
 from tests.importers.networks import chain, crossing, residual
+from tests.search.exhaustive import exhaustive
 from tests.search.tables import every_strategy, random_tables, tables
 
 pytoulbar2 = pytest.importorskip("pytoulbar2")

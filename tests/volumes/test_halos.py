@@ -31,8 +31,8 @@ from layerwise.search.find import candidate, search
 from layerwise.search.halos import search_halos
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
-from layerwise.search.report.memory import curve_table, curve_values
 from layerwise.search.report.sentences import halo_lines
+from layerwise.search.report.tables import curve_table, curve_values
 from layerwise.search.result import SearchResult
 from layerwise.train.report import KINDS, Result
 from layerwise.volumes.loader import BoxLoader

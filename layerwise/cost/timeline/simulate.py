@@ -26,6 +26,7 @@ from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import AGAIN
+from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.program import Bucket, Program, fold, program
 from layerwise.program.instructions import Arrive, Begin, Compute, End, Fill, Gather, Move, Output, Part, Pass, Update
 
@@ -61,13 +62,16 @@ class Span:
     devices: Mask
 
 
-def timeline(model: CostModel, strategy: Strategy, record: Record | None = None) -> Timeline:
+def timeline(
+    model: CostModel, strategy: Strategy, record: Record | None = None, *, bucket_bytes: float = BUCKET_BYTES
+) -> Timeline:
     """Returns the time of one step of a strategy, simulated with what overlaps.
 
     Args:
         model: The network on its machine.
         strategy: A configuration of every layer but inputs and sink, by name.
         record: Called with every span of it.
+        bucket_bytes: At which a bucket of gradients is full.
 
     Returns:
         Seconds of the step, and of the slowest device's forward and backward pass and exposed synchronisation.
@@ -85,12 +89,13 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
     """
     strategy = complete(model, strategy)
     if record is None:  # strategies of a name that a search found, too, are simulated once
-        return model.once(("timeline", *strategy.values()), lambda: _simulated(model, strategy, None))
-    return _simulated(model, strategy, record)
+        key = "timeline", bucket_bytes, *strategy.values()
+        return model.once(key, lambda: _simulated(model, strategy, None, bucket_bytes))
+    return _simulated(model, strategy, record, bucket_bytes)
 
 
-def _simulated(model: CostModel, strategy: Strategy, record: Record | None) -> Timeline:
-    facts, sums = step_facts(model, strategy)
+def _simulated(model: CostModel, strategy: Strategy, record: Record | None, bucket_bytes: float) -> Timeline:
+    facts, sums = step_facts(model, strategy, bucket_bytes)
     step = program(model.graph, model.options.io, facts, model.options.kind)
     clocks = _Clocks(model, strategy, step, sums, record)
     fold(step, clocks)  # what only frees memory takes no time

@@ -7,9 +7,9 @@ from math import nan
 from typing import TYPE_CHECKING
 
 from layerwise.oracle.ask import Asked
-from layerwise.oracle.phases import PHASES, title
 from layerwise.oracle.question import NAMES, Answer, Question
 from layerwise.oracle.runs import Compared
+from layerwise.oracle.tables import PHASES, title
 from layerwise.quantities import duration
 
 if TYPE_CHECKING:

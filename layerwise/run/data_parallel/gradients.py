@@ -158,7 +158,14 @@ class AveragedParameters:
     """
 
     def __init__(
-        self, module: nn.Module, graph: LayerGraph, comm: Comm, *, compare: bool, summed: Callable[[], bool]
+        self,
+        module: nn.Module,
+        graph: LayerGraph,
+        comm: Comm,
+        *,
+        compare: bool,
+        summed: Callable[[], bool],
+        bucket_bytes: int,
     ) -> None:
         """compare: whether the ranks' values are. summed: whether gradients are averaged at present."""
         everyone, held = tuple(range(comm.size)), module.state_dict(keep_vars=True)
@@ -168,12 +175,13 @@ class AveragedParameters:
         untrained = {name for layer in graph.layers for name in layer.frozen}
         names = [name for name in reversed(last) if held[name].requires_grad and name not in untrained]
         parameters = {name: held[name] for name in names}
-        self.reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / comm.size)
+        groups = dict.fromkeys(names, everyone)
+        self.reducer = GradientReducer(parameters, names, groups, scale=1 / comm.size, bucket_bytes=bucket_bytes)
         followed = {id(p) for p in parameters.values()}
         unknown = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in followed}
         self.gradients = ParameterGradients(parameters, unknown, comm, summed)
-        groups = dict.fromkeys(names, [everyone] * comm.size)
-        self.comparison = RankComparison(parameters, groups, comm.size) if compare else None
+        holders = dict.fromkeys(names, [everyone] * comm.size)
+        self.comparison = RankComparison(parameters, holders, comm.size) if compare else None
         self._structure = Structure(module, buffers=False)
         self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
 

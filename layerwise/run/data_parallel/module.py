@@ -116,8 +116,10 @@ class DataParallelModule(ModuleFacade):
         """Gradients are averaged from now on."""
         self._averaged: AveragedParameters | None = None
         if self.comm.size > 1:
-            compare, summed = self.options.compare_ranks, lambda: self.summed
-            self._averaged = AveragedParameters(self.module, self.graph, self.comm, compare=compare, summed=summed)
+            compare, summed, size = self.options.compare_ranks, lambda: self.summed, self.plan.bucket_bytes
+            self._averaged = AveragedParameters(
+                self.module, self.graph, self.comm, compare=compare, summed=summed, bucket_bytes=size
+            )
             for kind in ("sync", "io", "statistics"):
                 self._prepare(kind, {tuple(range(self.comm.size))})
         self._reducer = GradientReducer({}, [], {}) if self._averaged is None else self._averaged.reducer

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
-from layerwise.partition.buckets import ALONE, fill
+from layerwise.partition.buckets import ALONE, BUCKET_BYTES, fill
 from layerwise.run.execute.buckets import (
     Bucket,
     BucketSlots,
@@ -39,7 +39,8 @@ WAITING = "waiting for gradients"  # in a trace: the part of the sums that no wo
 class GradientReducer:
     """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
 
-    scale: what every gradient is multiplied by. parts: of those that their group shares out.
+    scale: what every gradient is multiplied by. parts: of those that their group shares out. bucket_bytes: at which a
+    bucket is full.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class GradientReducer:
         *,
         scale: float = 1.0,
         layouts: Mapping[str, ShardLayout] = NONE,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.parameters, self.scale = parameters, scale
         self.buckets: list[Bucket] = []
@@ -69,7 +71,7 @@ class GradientReducer:
             size = p.nbytes if part is None else part.row * len(part.group) * p.element_size()
             layer = "" if part is None else part.gathered
             gradients.append(((groups[name], p.dtype, layer, part is None), ALONE if layer else size))
-        for places in fill(gradients):
+        for places in fill(gradients, bucket_bytes):
             names = [shared[i] for i in places]
             slots = BucketSlots(names, layouts) if names[0] in layouts else None
             self.buckets.append(Bucket(groups[names[0]], names, slots))

@@ -63,7 +63,8 @@ class WorkingParameters:
         order += [layer.name for layer in reversed(self._graph.layers) if layer.name in self._tied]
         mine: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
         ordered = [name for name in order if name in mine]
-        self.reducer = GradientReducer(every, ordered, mine, scale=scale, layouts=self.layouts)
+        size = schedule.bucket_bytes
+        self.reducer = GradientReducer(every, ordered, mine, scale=scale, layouts=self.layouts, bucket_bytes=size)
         self.unused = Unused(self._graph, self._comm)
         self._tensors: Mapping[str, Tensor] = {}
 

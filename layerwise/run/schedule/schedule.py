@@ -88,7 +88,7 @@ class Schedule:
         self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, all_classes: bool
     ) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
-        self.places, self._io = places(graph, plan), plan.io
+        self.places, self._io, self.bucket_bytes = places(graph, plan), plan.io, plan.bucket_bytes
         self.free, self.boxes, self.all_classes = plan.io != "sample", plan.io == "boxes", all_classes
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()

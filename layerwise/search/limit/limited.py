@@ -19,10 +19,9 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from layerwise.search.limit.additive import Choice, Minimise, Problem, by_elimination
-from layerwise.search.limit.branch import branch
 from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
-from layerwise.search.limit.rest import Bounded, Known, Rest, nearer
-from layerwise.search.solve.prune import SLACK
+from layerwise.search.limit.rest import Bounded, Known, Rest, branch, nearer
+from layerwise.search.solve.narrow import SLACK
 
 T = TypeVar("T")  # what has a peak
 GAP = 0.005  # nearer to its bound, no more is looked for
@@ -155,21 +154,15 @@ def _beams(seen: Known, prices: Multipliers, limit: float, memory_bytes: float, 
     return Bounded(lower, missed, complete)
 
 
-def tighten(seen: Known, prices: Multipliers, minimise: Minimise, target: float = np.inf) -> float:
-    """Looks for what truly fits, with limits that are lower by what rows miss: the last of them.
-
-    target: the limit to begin with, where what rows miss is known from a problem like this one.
-    """
-    target = min(target, seen.limit)
-    if target < seen.limit:
-        prices = best_multipliers(seen.problem, target, minimise, prices)
+def tighten(seen: Known, prices: Multipliers, minimise: Minimise) -> None:
+    """Looks for what truly fits, with limits that are lower by what rows miss."""
+    target = seen.limit
     for _ in range(TIGHTER):
         lower = _look(seen, prices, target)
         if not 0 < lower < target:
             break
         target = lower
         prices = best_multipliers(seen.problem, target, minimise, prices)
-    return target
 
 
 def _look(seen: Known, prices: Multipliers, target: float = np.inf) -> float:

@@ -15,7 +15,6 @@ import numpy as np
 
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.limit.additive import Capped, Choice, Costs, Minimise, Problem, weighted_sum
-from layerwise.search.limit.simplex import simplex
 
 ROUNDS = 60  # of elimination
 NEAREST = 8  # choices that multipliers of a problem like this one start with
@@ -197,7 +196,12 @@ def _fit_on_average(met: list[Met], taken: Floats, limit: float, scale: float) -
 
 
 def least_rows(
-    problem: Problem, minimise: Minimise, start: Multipliers | None = None, enough: float = 0.0
+    problem: Problem,
+    minimise: Minimise,
+    start: Multipliers | None = None,
+    *,
+    enough: float = 0.0,
+    rounds: int = ROUNDS,
 ) -> Multipliers:
     """Shares of rows, that add up to 1, and the bound that they prove: no choice's peak is below so many bytes.
 
@@ -209,7 +213,7 @@ def least_rows(
         best.met.append(_meet(problem, problem.time, minimise)[0])
     active = sorted({*best.solved, int(best.met[0].rows.argmax())})
     solved = False
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         while True:
             best.solved |= {row: problem.row(row) for row in active if row not in best.solved}
             share, prices, value = _fullest_on_average(best.taken(active))
@@ -252,3 +256,37 @@ def _fullest_on_average(taken: Floats) -> tuple[Floats, Floats, float]:
     solution, prices = simplex(costs, matrix, np.r_[np.zeros(rows), 1.0], [*basis, 0])
     shares = np.maximum(-prices[:rows], 0.0)
     return solution[:count], shares / max(shares.sum(), 1e-30), float(solution[count]) * scale
+
+
+STEPS = 500  # a bound: some hundreds of columns over some ten rows take tens
+QUICK = 50  # steps by the steepest column, which is quicker, but may go round in circles
+TOLERANCE = 1e-10
+
+
+def simplex(cost: Floats, matrix: Floats, right: Floats, basis: Sequence[int]) -> tuple[Floats, Floats]:
+    """Minimises cost·z over z >= 0 with matrix z = right: z (columns,) and its dual prices (rows,).
+
+    cost: (columns,); matrix: (rows, columns); right: (rows,); basis: the columns of a feasible z, as many as there are
+    rows. The least must be finite. In the end columns enter by Bland's rule (Math. Oper. Res. 2(2), 1977), which ends.
+    """
+    basis = list(basis)
+    for step in range(STEPS):
+        square = matrix[:, basis]
+        prices = np.linalg.solve(square.T, cost[basis])
+        reduced = cost - prices @ matrix
+        cheaper = np.flatnonzero(reduced < -TOLERANCE)
+        if not cheaper.size:
+            break
+        entering = int(reduced.argmin() if step < QUICK else cheaper[0])
+        level, change = np.linalg.solve(square, np.stack([right, matrix[:, entering]], 1)).T
+        shrinking = np.flatnonzero(change > TOLERANCE)
+        if not shrinking.size:  # rounding: a least is promised
+            break
+        ratio = level[shrinking] / change[shrinking]
+        tied = shrinking[ratio <= ratio.min() + TOLERANCE]
+        leaving = min(tied.tolist(), key=lambda row: basis[row])
+        basis[leaving] = entering
+    solution: Floats = np.zeros(len(cost))
+    square = matrix[:, basis]
+    solution[basis] = np.maximum(np.linalg.solve(square, right), 0.0)
+    return solution, np.linalg.solve(square.T, cost[basis]).astype(np.float64)

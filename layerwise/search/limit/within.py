@@ -7,7 +7,7 @@ be part of a strategy better than one in hand goes (as in `narrow`). Then exact 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -16,7 +16,6 @@ import numpy as np
 from layerwise.config import Config, States
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Progress
-from layerwise.cost.timeline.simulate import timeline
 from layerwise.geometry.arrays import Floats
 from layerwise.search.limit.additive import (
     Choice,
@@ -28,13 +27,11 @@ from layerwise.search.limit.additive import (
     lower_bounds,
 )
 from layerwise.search.limit.limited import LOOKS, Least, Limited, fastest_within, least_memory, tighten
-from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
+from layerwise.search.limit.multipliers import best_multipliers, least_rows
 from layerwise.search.limit.rest import Known, possible
 from layerwise.search.limit.variants import OFFERS, Configs, Forms, Memory, Strategy, Variants
-from layerwise.search.solve.narrow import exact_costs, rough_tables, weighted
-from layerwise.search.solve.prune import SLACK, Keep
+from layerwise.search.solve.narrow import SLACK, exact_costs, node_costs, rough_tables
 
-FEW = 400  # variants of all layers that are searched for weights of t_S of which nothing is proven
 TRIES = 12  # true peaks that are asked for where what saves nothing is undone
 
 
@@ -52,7 +49,7 @@ class Within:
     """The answer under a limit."""
 
     limit_bytes: float
-    strategies: tuple[Strategy, ...]  # the best that were found, for each weight of t_S: that of equation 1 first
+    strategies: tuple[Strategy, ...]  # the best that were found, by equation 1
     cost_s: float  # of the first: inf where none was found
     lower_bound_s: float  # of equation 1, of all strategies that fit: inf where it is proven that none does
     prices: tuple[MemoryPrice, ...]
@@ -89,63 +86,42 @@ class LimitedSearch:
                 self._edges[end].append(edge)
         self._costs: dict[object, tuple[float, float]] = {}
 
-    def under(self, limit: float, weights: Sequence[float], known: Sequence[Strategy]) -> Within:
-        """The best strategies whose peak is at most `limit` bytes, for each weight of t_S.
-
-        The first weight is 1, and its answer is proven or has a lower bound. For others it is the best that was met, of
-        few variants also with exact transfers. known: strategies over `cells` to begin with.
-        """
-        hand = self._begun(limit, weights[0], known)
-        uppers = [np.inf if hand is None else self.cost(hand, weight) for weight in weights]
-        space = Variants.of(self._cells_within(weights, uppers), self.forms)
+    def under(self, limit: float, known: Sequence[Strategy]) -> Within:
+        """The best strategies whose peak is at most `limit` bytes. known: strategies over `cells` to begin with."""
+        hand = self._begun(limit, known)
+        space = Variants.of(self._cells_within(np.inf if hand is None else self.cost(hand)), self.forms)
         rough, memory = rough_tables(self.model, space.bases, self.progress), Memory.of(self.model, space)
-        paid, found, met = list[tuple[MemoryPrice, ...]](), list[Choice](), list[Choice]()
-        parts, target = list[tuple[Variants, Keep, list[Choice]]](), limit
-        for weight in weights:
-            node = weighted(self.model, space.configs, [weight])[0]
-            problem = space.problem(node, rough.transfer, memory, self.peak, self._costing(weight))
-            seen = Known(problem, limit)
-            for one in [*([] if hand is None else [space.choice(hand)]), *found]:
-                seen.see(one)
-            prices = best_multipliers(problem, limit, by_messages, Multipliers.begun(problem, met))
-            target = tighten(seen, prices, by_messages, target)
-            keep = possible(problem, prices.criteria(problem, limit, seen.cost))
-            if not all(mask.any() for mask in keep.values()):  # nothing fits, whatever t_S weighs
-                return Within(limit, (), np.inf, np.inf, (), 0)
-            paid.append(_prices(memory, prices.price))
-            found += [] if seen.best is None else [seen.best]
-            met = prices.nearest()
-            parts.append((space.restrict(keep), keep, inside(met, keep)))
+        node = node_costs(self.model, space.configs)
+        problem = space.problem(node, rough.transfer, memory, self.peak, self.cost)
+        seen = Known(problem, limit)
+        if hand is not None:
+            seen.see(space.choice(hand))
+        prices = best_multipliers(problem, limit, by_messages)
+        tighten(seen, prices, by_messages)
+        keep = possible(problem, prices.criteria(problem, limit, seen.cost))
+        if not all(mask.any() for mask in keep.values()):  # nothing fits
+            return Within(limit, (), np.inf, np.inf, (), 0)
+        small, found = space.restrict(keep), [] if seen.best is None else [seen.best]
+        best, price = self._exact(
+            small, memory.restrict(keep, small), limit, inside(found, keep), inside(prices.nearest(), keep)
+        )
         strategies = [space.strategy(choice) for choice in found]
-        results = list[tuple[Limited, tuple[MemoryPrice, ...]]]()
-        for i, (weight, (small, keep, near)) in enumerate(zip(weights, parts, strict=True)):
-            if i == 0 or sum(map(len, small.configs.values())) <= FEW:
-                begin, held = inside([space.choice(s) for s in strategies], keep), memory.restrict(keep, small)
-                results.append(self._exact(small, held, limit, weight, begin, near, prove=i == 0))
-                choice = results[-1][0].choice
-                strategies += [] if choice is None else [small.strategy(choice)]
-        (best, priced), (small, _, _) = results[0], parts[0]
-        strategies = self._plainer_where_taken(_distinct(strategies), limit, weights)
-        cost = min([best.cost_s, *(self.cost(strategy, weights[0]) for strategy in strategies)])
+        strategies += [] if best.choice is None else [small.strategy(best.choice)]
+        strategies = _distinct(self.plainer(strategy, limit) for strategy in strategies)
+        strategies.sort(key=self.cost)
+        cost = min([best.cost_s, *map(self.cost, strategies)])
         # Of what is left all may fit: then memory has the price that it had among all.
+        price = price or _prices(memory, prices.price)
         left = sum(map(len, small.configs.values()))
-        return Within(limit, tuple(strategies), cost, min(cost, best.lower_bound_s), priced or paid[0], left)
+        return Within(limit, tuple(strategies), cost, min(cost, best.lower_bound_s), price, left)
 
     def _exact(
-        self,
-        space: Variants,
-        memory: Memory,
-        limit: float,
-        weight: float,
-        known: list[Choice],
-        met: list[Choice],
-        prove: bool,
+        self, space: Variants, memory: Memory, limit: float, known: list[Choice], met: list[Choice]
     ) -> tuple[Limited, tuple[MemoryPrice, ...]]:
         """With transfers as they are. known: what may fit; met: what is near the best."""
         tables = self.model.tables(space.bases, self.progress)
-        node = weighted(self.model, space.configs, [weight])[0]
-        problem = space.problem(node, tables.transfer, memory, self.peak)
-        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=known, met=met, prove=prove)
+        problem = space.problem(node_costs(self.model, space.configs), tables.transfer, memory, self.peak)
+        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=known, met=met)
         return found, _prices(memory, found.price)
 
     def least(self, known: Sequence[Strategy]) -> Least[Strategy]:
@@ -201,18 +177,6 @@ class LimitedSearch:
             strategy = undone if fewest else strategy
         return strategy
 
-    def _plainer_where_taken(
-        self, strategies: list[Strategy], limit: float, weights: Sequence[float]
-    ) -> list[Strategy]:
-        """By equation 1. The fastest by it, and the one with overlap, are made `plainer`: others are seldom taken."""
-        strategies = sorted(strategies, key=self._costing(weights[0]))
-        taken = strategies[:1]
-        if len(weights) > 1:
-            taken += sorted(strategies, key=lambda strategy: timeline(self.model, strategy).total_s)[:1]
-        plain = {id(strategy): self.plainer(strategy, limit) for strategy in taken}
-        made = _distinct(plain.get(id(strategy), strategy) for strategy in strategies)
-        return sorted(made, key=self._costing(weights[0]))
-
     def _undoable(self, strategy: Strategy) -> list[tuple[Config, Config, list[str]]]:
         """Forms that can be undone one by one and take no longer: of equal layers, from and to which, and their names.
 
@@ -250,7 +214,7 @@ class LimitedSearch:
         """Bytes of the fullest device."""
         return float(peak_bytes(self.model, strategy).max())
 
-    def cost(self, strategy: Strategy, weight: float) -> float:
+    def cost(self, strategy: Strategy, weight: float = 1.0) -> float:
         """Equation 1, with `weight` times t_S."""
         self._price([strategy])
         rest, sync = self._costs[tuple(strategy.values())]
@@ -261,17 +225,13 @@ class LimitedSearch:
         new = {key: strategy for strategy in strategies if (key := tuple(strategy.values())) not in self._costs}
         self._costs |= zip(new, exact_costs(self.model, list(new.values())), strict=True)
 
-    def _costing(self, weight: float) -> Callable[[Strategy], float]:
-        return lambda strategy: self.cost(strategy, weight)
-
-    def _begun(self, limit: float, weight: float, known: Sequence[Strategy]) -> Strategy | None:
+    def _begun(self, limit: float, known: Sequence[Strategy]) -> Strategy | None:
         """A fast strategy that fits, of the cells of those that are known, in whatever forms."""
         kept = self.forms.fixed
         cells = {n: tuple(dict.fromkeys(s[n] if n in kept else s[n].cells for s in known)) for n in self.cells}
         space = Variants.of(cells, self.forms)
         tables, memory = self.model.tables(space.bases), Memory.of(self.model, space)
-        node = weighted(self.model, space.configs, [weight])[0]
-        problem = space.problem(node, tables.transfer, memory, self.peak)
+        problem = space.problem(node_costs(self.model, space.configs), tables.transfer, memory, self.peak)
         formed = space.choices(f for strategy in known for f in self.formed(strategy))
         found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, prove=False).choice
         for choice in sorted(formed, key=problem.cost) if found is None else ():
@@ -280,24 +240,22 @@ class LimitedSearch:
                 break
         return None if found is None else space.strategy(found)
 
-    def _cells_within(self, weights: Sequence[float], uppers: Sequence[float]) -> Configs:
-        """The cells that a strategy of at most these costs can have, in whatever form."""
+    def _cells_within(self, upper: float) -> Configs:
+        """The cells that a strategy of at most this cost can have, in whatever form."""
         cells = self.cells
         kept = tuple(form for form in self.forms.offered if not form[0])  # to be recomputed costs more
         forms = replace(self.forms, offered=kept)
-        for watched in ((0,), None) if np.isfinite(uppers).all() else ():  # as in `narrow`
+        for watched in ((0,), None) if np.isfinite(upper) else ():  # as in `narrow`
             tables = (
                 self.model.tables(cells, self.progress, watched)
                 if watched
                 else rough_tables(self.model, cells, self.progress)
             )
             space = Variants.of(cells, forms)
-            keep: Keep = {name: np.zeros(len(these), bool) for name, these in cells.items()}
-            everywhere = {name: np.arange(len(these)) for name, these in cells.items()}
-            for node, upper in zip(weighted(self.model, space.configs, weights), uppers, strict=True):
-                own = {name: least_by_base(node[name], space.cell[name])[0] for name in node}
-                for name, lower in lower_bounds(Costs(own, tables.transfer), everywhere).items():
-                    keep[name] |= lower <= upper * SLACK
+            node = node_costs(self.model, space.configs)
+            own = {name: least_by_base(cost, space.cell[name])[0] for name, cost in node.items()}
+            lower = lower_bounds(Costs(own, tables.transfer), {name: np.arange(len(c)) for name, c in cells.items()})
+            keep = {name: lower_s <= upper * SLACK for name, lower_s in lower.items()}
             cells = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in cells.items()}
         return cells
 

@@ -1,19 +1,44 @@
-"""What is said of one layer's forms, and of the memory limit that a plan was found under."""
+"""One layer of a plan: the cost of its other configurations and of its other forms (recomputed or not, states
+replicated, sharded or gathered), and what is said of them and of the memory limit that the plan was found under.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
+import numpy as np
+
 from layerwise.config import Config
+from layerwise.cost.model import CostModel, CostTables
+from layerwise.errors import LayerwiseError
+from layerwise.geometry.arrays import Floats
 from layerwise.plan import Plan
 from layerwise.quantities import units
 from layerwise.report.content import Column, Table, filled
-from layerwise.search.report.limit import faster, price_line
+from layerwise.search.find import candidate
+from layerwise.search.limit.variants import OFFERS, Forms
+from layerwise.search.report.found import costs_json
+from layerwise.search.report.sentences import faster, price_line
 from layerwise.search.report.tables import COSTS, memory
-from layerwise.search.report.values import costs_json
 from layerwise.search.result import Candidate
+from layerwise.search.solve.eliminate import Factor, join, min_fill_order
+
+
+def forms_of(
+    model: CostModel, strategy: Mapping[str, Config], layer: str, memory_limit_bytes: float
+) -> dict[Config, Candidate]:
+    """The plan with each form that means anything for `layer`, the one that saves nothing first."""
+    forms = Forms.of(model.graph, model.devices.count, OFFERS)
+    configs = dict.fromkeys(forms.of_layer(layer, strategy[layer].cells, form) for form in forms.offered)
+    return {c: candidate(model, form_name(c), {**strategy, layer: c}, memory_limit_bytes) for c in configs}
+
+
+def form_name(config: Config) -> str:
+    """`recomputed, sharded`."""
+    return f"{'recomputed' if config.recompute else 'kept'}, {config.states}"
 
 
 def forms_table(forms: Mapping[Config, Candidate], chosen: Config) -> Table:
@@ -63,3 +88,38 @@ def limit_of(plan: Plan) -> Iterator[str]:
     for price in prices:
         if price["s_per_byte"] > 0:
             yield price_line(price["s_per_byte"], price["device"], price["instant"], limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A configuration of one layer: its own t_C + t_S, and the best step time of any strategy that contains it."""
+
+    config: Config
+    node_s: float
+    step_time_s: float
+
+
+def alternatives(tables: CostTables, layer: str, memory_bytes: float = 2**31) -> list[Alternative]:
+    """All configurations of `layer`, best first: when every other layer is eliminated, a table over these is left."""
+    sizes = {name: len(cost) for name, cost in tables.node.items()}
+    alive = [Factor((name,), cost) for name, cost in tables.node.items()]
+    alive += [Factor(edge[:2], cost) for edge, cost in tables.transfer.items()]
+    for name in min_fill_order(sizes, [f.scope for f in alive]):
+        if name == layer:
+            continue
+        mine = [f for f in alive if name in f.scope]
+        alive = [f for f in alive if name not in f.scope]
+        scope = {n for f in mine for n in f.scope}
+        if 16.0 * prod(sizes[n] for n in scope) > memory_bytes:
+            raise LayerwiseError(
+                f"explaining layer {layer!r} needs a table over {len(scope)} layers that does not fit into "
+                f"{memory_bytes / 2**30:.3g} GiB: restrict --dims or --degrees, or give more --search-memory"
+            )
+        joined = join(mine, sizes, last=name)
+        alive.append(Factor(joined.scope[:-1], joined.cost.min(axis=-1)))
+    total: Floats = sum((f.cost for f in alive), np.zeros(sizes[layer]))
+    rows = [
+        Alternative(config, float(node), float(step))
+        for config, node, step in zip(tables.configs[layer], tables.node[layer], total, strict=True)
+    ]
+    return sorted(rows, key=lambda a: a.step_time_s)

@@ -1,20 +1,27 @@
-"""The reports of `layerwise search`: of what was found, and of a strategy that was priced."""
+"""The reports of `layerwise search`, for people and for programs: of what was found, and of a priced strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from layerwise.cost.basis import basis, warnings
 from layerwise.cost.memory.allocations import Kind
 from layerwise.cost.model import CostModel
+from layerwise.cost.price import LayerPrice
+from layerwise.plan import as_json
 from layerwise.quantities import units
 from layerwise.report.content import Lines, Part, Report, described
-from layerwise.search.baselines import DepthFirst
 from layerwise.search.remedies import Remedy
-from layerwise.search.report.limit import nothing_fits
-from layerwise.search.report.memory import kinds_of, kinds_table
-from layerwise.search.report.sentences import conclusion, depth_first_line, verdict
-from layerwise.search.report.tables import brief_strategy_table, candidates_table, picture, strategy_table
-from layerwise.search.report.values import as_dict, price_dict
+from layerwise.search.report.sentences import conclusion, nothing_fits, verdict, whole_shares
+from layerwise.search.report.tables import (
+    brief_strategy_table,
+    candidates_table,
+    kinds_of,
+    kinds_table,
+    picture,
+    strategy_table,
+)
 from layerwise.search.result import Candidate, SearchResult
 
 
@@ -33,13 +40,12 @@ def found(
     *,
     every_layer: bool = False,
     memory: bool = False,
-    enumerated: DepthFirst | None = None,
     tried: Sequence[Remedy] = (),
 ) -> Report:
     """All that a search came to.
 
-    memory: whether it is told what the fullest device holds. enumerated: the paper's baseline. tried: what would make a
-    plan fit, where none does.
+    memory: whether it is told what the fullest device holds. tried: what would make a plan fit,
+    where none does.
     """
     rows = [result.best, *result.baselines.values()]
     space, kinds = result.configurations, kinds_of(model, rows) if memory else {}
@@ -48,14 +54,13 @@ def found(
         *verdict(model, result, tried),
         f"{times}; up to {space['largest']} configurations a layer, {space['total']:,} in all, "
         f"{space['kept']:,} after pruning.",
-        *([] if enumerated is None else [depth_first_line(enumerated, result)]),
     ]
     parts = [*_strategies(model, rows, every_layer=every_layer), Lines(lines), *_kinds(kinds)]
     return Report(
         name,
         about(model),
         parts,
-        lambda: as_dict(model, result, name, seconds, enumerated, tried) | _kinds_values(kinds),
+        lambda: as_dict(model, result, name, seconds, tried) | _kinds_values(kinds),
     )
 
 
@@ -107,3 +112,103 @@ def result_parts(result: SearchResult) -> list[Part]:
     missing = [] if result.best.fits else [f"WARNING: {nothing_fits(result)}."]
     table = candidates_table([result.best, *result.baselines.values()], result.best)
     return [*candidate_parts(result.best), table, Lines([*conclusion(result), *missing])]
+
+
+def as_dict(
+    model: CostModel,
+    result: SearchResult,
+    name: str,
+    seconds: Mapping[str, float],
+    tried: Sequence[Remedy] = (),
+) -> dict[str, Any]:
+    """Everything, for a program. Seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
+    best, optimum = result.best, result.optimum
+    return {
+        "model": name,
+        "gpus": model.devices.count,
+        "gpus_per_node": model.devices.devices_per_node,
+        "profile": model.devices.name,
+        "batch": model.graph.batch,
+        "io": model.options.io,
+        "halos": result.halos,
+        "chosen": best.name,
+        **costs_json(best),
+        "samples_per_s": model.graph.batch / best.timeline.total_s,
+        "memory_capacity_bytes": model.devices.processor.memory_bytes,
+        "memory_limit_bytes": result.memory_bytes,
+        "least_memory_bytes": None if result.least is None else result.least.bytes,
+        "least_memory_bound_bytes": None if result.least is None else result.least.lower_bound_bytes,
+        "without_limit": None if result.within is None else costs_json(result.unlimited),
+        "memory_prices": [] if result.within is None else result.within.prices,
+        "baselines": {n: costs_json(c) for n, c in result.baselines.items()},
+        **strategy_json(model, best),
+        "whole": whole_shares(model, best),
+        "layers": {n: layer_json(p) for n, p in best.price.layers.items()},
+        "additive_optimum": {"step_time_s": result.additive.price.step_time_s, **strategy_json(model, result.additive)},
+        "optimal": optimum.proven,
+        "lower_bound_s": optimum.lower_bound_s,
+        "bucket_bytes": best.bucket_bytes,
+        "timeline_by_ddp_buckets_s": result.by_ddp.timeline.total_s,
+        "timeline_lower_bound_s": result.overlap_bound_s,
+        "final_nodes": optimum.final_nodes,
+        "elimination_order": list(optimum.order),
+        "seconds": dict(seconds),
+        "configurations": result.configurations,
+        "compute_time": basis(model, best.price).as_dict(),
+        "model_error": max(result.baselines["data"].error, result.fastest.error),
+        "fastest": {"name": result.fastest.name, **costs_json(result.fastest), **strategy_json(model, result.fastest)},
+        "simulated": {
+            "plans": len(result.simulated),
+            "fit": sum(c.fits for c in result.simulated),
+            "least_memory_bytes": min(c.price.memory_bytes for c in result.simulated),
+        },
+        "warnings": [*warnings(model), *([] if best.fits else [nothing_fits(result, tried)])],
+        "remedies": tried,
+    }
+
+
+def price_dict(model: CostModel, candidate: Candidate, baselines: Mapping[str, Candidate], name: str) -> dict[str, Any]:
+    """One priced strategy, for a program."""
+    return {
+        "model": name,
+        "gpus": model.devices.count,
+        "batch": model.graph.batch,
+        **costs_json(candidate),
+        "baselines": {n: costs_json(c) for n, c in baselines.items()},
+        **strategy_json(model, candidate),
+        "layers": {n: layer_json(p) for n, p in candidate.price.layers.items()},
+    }
+
+
+def costs_json(candidate: Candidate) -> dict[str, float | bool]:
+    """What a strategy costs. bytes_moved is a step's, summed over devices; memory is one device's."""
+    return {
+        "step_time_s": candidate.price.step_time_s,
+        "timeline_s": candidate.timeline.total_s,
+        "bytes_moved": candidate.price.bytes_moved,
+        "memory_bytes": candidate.price.memory_bytes,
+        "fits": candidate.fits,
+    }
+
+
+def strategy_json(model: CostModel, candidate: Candidate) -> dict[str, Any]:
+    """`strategy` {layer: {dim: degree}} with degrees of 1 written out, and `placements` of what is not contiguous."""
+    strategy, placements = dict[str, Any](), {}
+    for layer in model.graph.layers:
+        if layer.end:
+            continue
+        config = candidate.strategy[layer.name]
+        labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
+        degrees = {label: config[label] for label in labels}
+        strategy[layer.name] = degrees | {k: v for k, v in as_json(config).items() if k in ("recompute", "states")}
+        if config.placement == "strided":
+            placements[layer.name] = "strided"
+    return {"strategy": strategy, "placements": placements}
+
+
+def layer_json(price: LayerPrice) -> dict[str, float | str]:
+    """The terms of one layer, and what it saves memory by."""
+    seconds = {f"{term}_s": value for term, value in price.seconds.items()}
+    sent = {f"{kind}_bytes": value for kind, value in price.bytes.items()}
+    rest = {"memory_bytes": price.memory_bytes, "measured_s": price.measured_s, "fitted_s": price.fitted_s}
+    return {**seconds, **sent, **rest, "recompute": price.config.recompute, "states": price.config.states}

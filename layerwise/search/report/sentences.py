@@ -1,16 +1,16 @@
-"""What is said below the tables of a search: what is proven, what was chosen and why, what to beware of."""
+"""What is said below the tables of a search: what is proven, what was chosen and why, what a memory limit costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
+from layerwise.config import Config
 from layerwise.cost.basis import basis, describe, warnings
 from layerwise.cost.model import CostModel
 from layerwise.quantities import units
-from layerwise.search.baselines import DepthFirst
 from layerwise.search.remedies import Remedy
-from layerwise.search.report.limit import limit_lines, nothing_fits, reserve_lines
-from layerwise.search.result import Candidate, SearchResult
+from layerwise.search.result import Candidate, SearchResult, timeline_s
 
 
 def conclusion(result: SearchResult) -> Iterator[str]:
@@ -36,7 +36,7 @@ def conclusion(result: SearchResult) -> Iterator[str]:
     elif slower > 1:  # --objective additive, or data parallelism needs too much memory
         why = "" if data.fits else ", but does not fit into memory"
         yield f"With overlap, data parallelism is predicted {slower:.2f}× faster{why}."
-    elif best.strategy == data.strategy:
+    elif best.key == data.key:
         yield f"Data parallelism is {why_data(result)}."
     elif best.strategy != result.additive.strategy:
         why = ", but does not fit into memory" if best.fits and not result.additive.fits else ""
@@ -44,8 +44,22 @@ def conclusion(result: SearchResult) -> Iterator[str]:
             f"Chosen with overlap: {units(best.timeline.total_s, 's')} a step; the additive optimum would take "
             f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
+    yield from overlap_lines(result)
     yield from limit_lines(result)
     yield from halo_lines(result)
+
+
+def overlap_lines(result: SearchResult) -> Iterator[str]:
+    """How far the chosen step with overlap is at most from the best."""
+    if (bound_s := result.overlap_bound_s) and result.best.fits:
+        step_s = timeline_s(result.best)
+        gap = step_s / bound_s - 1
+        found, least = units(step_s, "s"), units(bound_s, "s")
+        if (ddp := result.by_ddp) is not result.best:
+            size = f"{result.best.bucket_bytes / 2**20:.0f} MiB"
+            slower = units(timeline_s(ddp), "s")
+            yield f"Gradients travel in buckets of {size}; in those of DistributedDataParallel a step takes {slower}."
+        yield f"With overlap: {found}; no strategy of the space is below {least} ({gap:.1%})."
 
 
 def verdict(model: CostModel, result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]:
@@ -116,8 +130,75 @@ def whole_lines(model: CostModel, candidate: Candidate) -> Iterator[str]:
         yield f"Whole (not split), with their share of the step: {'; '.join(named)}."
 
 
-def depth_first_line(enumerated: DepthFirst, result: SearchResult) -> str:
-    """The paper's baseline beside ours."""
-    ended = "finished" if enumerated.finished else f"gave up (best so far {units(enumerated.cost_s, 's')})"
-    times = [units(t, "s") for t in (enumerated.seconds, result.seconds["search"])]
-    return f"depth-first search {ended} after {times[0]}; elimination took {times[1]}"
+def limit_lines(result: SearchResult) -> Iterator[str]:
+    """Where the limit binds and a plan fits: what that costs, the price of memory, and who saves it."""
+    within, best, free = result.within, result.best, result.unlimited
+    if within is None or not best.fits:
+        return
+    have, need = units(within.limit_bytes, "B"), units(free.price.memory_bytes, "B")
+    gain = faster(best.timeline.total_s / free.timeline.total_s - 1)
+    yield f"The {have} of a device bind: a plan of {need} ({free.name}) would {gain}."
+    for price in within.prices:
+        if price.s_per_byte > 0:
+            yield price_line(price.s_per_byte, price.device, price.instant, within.limit_bytes)
+    yield from choices(best.strategy.values())
+
+
+def faster(share: float) -> str:
+    """`be 12.0% faster`."""
+    return f"be {share:.1%} faster" if share > 0.0005 else "not be faster"
+
+
+def price_line(s_per_byte: float, device: int, instant: str, limit_bytes: float) -> str:
+    """What a multiplier says, of a hundredth of the limit."""
+    saved, little = units(s_per_byte * limit_bytes / 100, "s"), units(limit_bytes / 100, "B")
+    return f"{little} more would save about {saved} of the step time (device {device} is fullest: {instant})."
+
+
+def reserve_lines(model: CostModel, result: SearchResult) -> Iterator[str]:
+    """Where a limit binds that nobody has given: of what it is made."""
+    devices = model.devices
+    reserved = devices.processor.memory_bytes - devices.usable_bytes
+    if result.within is not None and reserved and result.memory_bytes == int(devices.usable_bytes):
+        whole, left = units(devices.processor.memory_bytes, "B"), units(reserved, "B")
+        yield f"Of a device's {whole}, {left} are left to libraries: an assumption, which --memory-limit overrides."
+
+
+def choices(configs: Iterable[Config]) -> Iterator[str]:
+    """How many layers save memory, and how."""
+    counts = Counter[str]()
+    for config in configs:
+        counts["recompute"] += config.recompute
+        counts[config.states] += 1
+    said = []
+    if counts["recompute"]:
+        layers = "1 layer is" if counts["recompute"] == 1 else f"{counts['recompute']} layers are"
+        said.append(f"{layers} computed once more in the backward pass")
+    if counts["sharded"]:
+        said.append(f"the optimizer's state of {counts['sharded']} is shared out")
+    if counts["gathered"]:
+        said.append(f"all states of {counts['gathered']} are shared out, parameters gathered when they compute")
+    if said:
+        yield f"To fit, {', '.join(said)}."
+
+
+def nothing_fits(result: SearchResult, tried: Sequence[Remedy] = ()) -> str:
+    """Why no plan fits, and what would."""
+    have, least = units(result.memory_bytes, "B"), result.least
+    if least is None:  # a strategy that was given whole
+        need = units(result.best.price.memory_bytes, "B")
+        return f"the only plan there is, {result.best.name}, needs {need}, and a device has {have}"
+    need, bound = units(least.bytes, "B"), units(least.lower_bound_bytes, "B")
+    none = f"no plan {'fits' if least.lower_bound_bytes > result.memory_bytes else 'was found that fits'}"
+    text = f"{none} into the {have} of a device: "
+    if least.proven or need == bound:
+        text += f"every plan needs at least {bound} (proven)"
+    else:
+        text += f"the least that one needs is {need}, and no plan needs less than {bound} (proven)"
+    fitting = [f"{remedy.what} ({units(remedy.bytes, 'B')})" for remedy in tried if remedy.fits]
+    if fitting:
+        return f"{text}. One would fit with {' or with '.join(fitting)}"
+    if tried:
+        closest = min(tried, key=lambda remedy: remedy.bytes)
+        return f"{text}. Nothing that was tried makes one fit; {closest.what} comes to {units(closest.bytes, 'B')}"
+    return text

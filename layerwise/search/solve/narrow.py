@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,13 +19,15 @@ from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostTables, EdgeName, Progress
 from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.errors import LayerwiseError
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.quantities import units
 from layerwise.search.solve.bound import Messages
-from layerwise.search.solve.eliminate import Optimum, eliminate, total
-from layerwise.search.solve.prune import PAYS, SLACK, Keep, by_edge_cost, restrict
+from layerwise.search.solve.eliminate import Optimum, eliminate
 
-SWEEPS = 1  # of message passing for each weight: more tighten the bounds little
+Keep = dict[str, Mask]
+SLACK = 1 + 1e-9  # rounding: never drop an optimum that ties with the bound
+PAYS = 0.9  # another pass over the tables, if the last one left at most this share of the configurations
+SWEEPS = 1  # of message passing: more tighten the bounds little
 FEW = 16  # configurations of a layer, for which better bounds take longer than they save
 ROUNDS = 8  # of looking for the devices that the best strategy waits for
 Configs = Mapping[str, tuple[Config, ...]]
@@ -33,63 +35,38 @@ Configs = Mapping[str, tuple[Config, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """Tables of what is left, and for each weight of t_S the node costs and the cost of a strategy in hand."""
+    """Tables of what is left, and the cost of a strategy in hand."""
 
     tables: CostTables  # of which transfers are lower bounds
-    nodes: list[dict[str, Floats]]
-    uppers: list[float]
+    upper_s: float
     bounding_s: float  # time that the message passing took
 
 
 def narrow(
-    model: CostModel,
-    configs: Configs,
-    named: Mapping[str, Mapping[str, Config]],
-    weights: Sequence[float],
-    progress: Progress | None = None,
+    model: CostModel, configs: Configs, named: Sequence[Mapping[str, Config]], progress: Progress | None = None
 ) -> Narrowed:
-    """Leaves out the configurations that no optimum for any weight of t_S contains; `named` strategies are in hand."""
+    """Leaves out the configurations that no optimum contains; `named` strategies are in hand."""
     check_room(model, configs)
-    known = _Known(model, weights)
-    tables = model.tables(configs, progress, (0,))  # the first device has a cell of every configuration
-    hand = [{name: s[name] for name in configs} for s in named.values()]
-    left = _bounded(tables, weighted(model, configs, weights), known, hand)
-    for watched in ((model.devices.count // 3,), None):  # an inner device, see `telling_devices`
-        configs = left.tables.configs
-        if max(map(len, configs.values())) <= FEW:
+    upper_s = min(map(sum, exact_costs(model, named)), default=np.inf)
+    left, bounding_s = None, 0.0
+    # The first device has a cell of every configuration; an inner device, see `telling_devices`.
+    for watched in ((0,), (model.devices.count // 3,), None):
+        if left is not None and max(map(len, configs.values())) <= FEW:
             break  # `exact_optimum` makes exact what it needs
-        more = model.tables(configs, progress, watched) if watched else rough_tables(model, configs, progress)
-        raised_s = {edge: np.maximum(cost, more.transfer[edge]) for edge, cost in left.tables.transfer.items()}
-        again = _bounded(replace(more, transfer=raised_s), left.nodes, known, [])
-        left = replace(again, bounding_s=left.bounding_s + again.bounding_s)
-    return left
-
-
-def _bounded(
-    tables: CostTables, nodes: list[dict[str, Floats]], known: _Known, hand: Sequence[Mapping[str, Config]]
-) -> Narrowed:
-    """Leaves out what is bounded to cost more than what is known, one weight of t_S after the other.
-
-    Strategies in `hand` are priced where these bounds leave hope, those decoded from the messages always.
-    """
-    bounding_s, weights = 0.0, known.weights
-    lower: dict[float, dict[str, Floats]] = {}  # of each weight so far
-    for weight in _ends_first(weights):
+        tables = model.tables(configs, progress, watched) if watched else rough_tables(model, configs, progress)
+        if left is not None:
+            raised_s = {edge: np.maximum(cost, tables.transfer[edge]) for edge, cost in left.transfer.items()}
+            tables = replace(tables, transfer=raised_s)
         started = time.perf_counter()
-        bounds = Messages(tables.transfer, list(tables.configs)).bounds(nodes[weights.index(weight)], SWEEPS)
+        bounds = Messages(tables.transfer, list(configs)).bounds(tables.node, SWEEPS)
         bounding_s += time.perf_counter() - started
-        lower[weight] = bounds.lower_s
-        known.add([strategy_of(tables.configs, bounds.choice)])
-        known.add(_worthwhile(hand, tables, nodes, known.least))
-        hand = []
-        keep: Keep = {name: np.zeros(len(configs), bool) for name, configs in tables.configs.items()}
-        for other, upper in zip(weights, known.least, strict=True):
-            for name, lower_s in between(lower, other).items():
-                keep[name] |= lower_s <= upper * SLACK
-        if len(lower) == len(set(weights)) or _shrinks(tables, keep):
-            tables, nodes = restrict(tables, keep), [_of(node, keep) for node in nodes]
-            lower = {w: _of(bound, keep) for w, bound in lower.items()}
-    return Narrowed(tables, nodes, known.least, bounding_s)
+        upper_s = min(upper_s, *map(sum, exact_costs(model, [strategy_of(configs, bounds.choice)])))
+        if not np.isfinite(upper_s):
+            raise LayerwiseError("every strategy takes infinitely long: the profile's latencies or rates are absurd")
+        left = restrict(tables, {name: lower_s <= upper_s * SLACK for name, lower_s in bounds.lower_s.items()})
+        configs = left.configs
+    assert left is not None
+    return Narrowed(left, upper_s, bounding_s)
 
 
 def check_room(model: CostModel, configs: Configs) -> None:
@@ -108,76 +85,9 @@ def check_room(model: CostModel, configs: Configs) -> None:
         )
 
 
-def _ends_first(weights: Sequence[float]) -> list[float]:
-    """The least weight, the greatest, and those between."""
-    ordered = sorted(set(weights))
-    return [*ordered[:1], *ordered[:0:-1]]
-
-
-def between(lower: Mapping[float, dict[str, Floats]], weight: float) -> dict[str, Floats]:
-    """Bounds for a weight of t_S from those for the least one and some others.
-
-    What a strategy costs is linear in the weight and does not fall with it. So the least of any strategies is concave:
-    between two weights no less than on the line, and beyond the last no less than there.
-    """
-    below = max(w for w in lower if w <= weight)
-    above = min((w for w in lower if w >= weight), default=below)
-    if above == below:
-        return lower[below]
-    share = (weight - below) / (above - below)
-    return {name: (1 - share) * lower[below][name] + share * lower[above][name] for name in lower[below]}
-
-
-def _shrinks(tables: CostTables, keep: Keep) -> bool:
-    """Whether tables of what is kept take less memory: those of equal edges are held once, but not once restricted."""
-    held = {id(cost): cost.size for cost in tables.transfer.values()}
-    left = sum(int(keep[u].sum()) * int(keep[v].sum()) for u, v, _ in tables.transfer)
-    return left < sum(held.values()) * PAYS
-
-
-def _of(values: Mapping[str, Floats], keep: Keep) -> dict[str, Floats]:
-    """Of each layer's (C_l,) those that are kept."""
-    return {name: value[keep[name]] for name, value in values.items()}
-
-
 def memory_of_host() -> int:
     """Bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _worthwhile(
-    strategies: Sequence[Mapping[str, Config]],
-    tables: CostTables,
-    nodes: Sequence[Mapping[str, Floats]],
-    uppers: Sequence[float],
-) -> Iterator[Mapping[str, Config]]:
-    """Those that may be better than what is known, as far as these bounds can tell."""
-    rows = {name: {config: i for i, config in enumerate(configs)} for name, configs in tables.configs.items()}
-    for strategy in strategies:
-        choice = {name: rows[name][config] for name, config in strategy.items()}
-        if any(total(node, tables.transfer, choice) < upper for node, upper in zip(nodes, uppers, strict=True)):
-            yield strategy
-
-
-class _Known:
-    """Strategies in hand."""
-
-    def __init__(self, model: CostModel, weights: Sequence[float]) -> None:
-        self.model, self.weights = model, weights
-        self._costs: dict[tuple[Config, ...], tuple[float, float]] = {}
-
-    def add(self, strategies: Iterable[Mapping[str, Config]]) -> None:
-        """Some more."""
-        new = {key: s for s in strategies if (key := tuple(s.values())) not in self._costs}
-        self._costs |= zip(new, exact_costs(self.model, list(new.values())), strict=True)
-
-    @property
-    def least(self) -> list[float]:
-        """Seconds of the best of them for each weight of t_S. LayerwiseError where none takes a finite time."""
-        costs = [min(rest + weight * sync for rest, sync in self._costs.values()) for weight in self.weights]
-        if not np.isfinite(costs).all():
-            raise LayerwiseError("every strategy takes infinitely long: the profile's latencies or rates are absurd")
-        return costs
 
 
 def rough_tables(model: CostModel, configs: Configs, progress: Progress | None) -> CostTables:
@@ -198,16 +108,16 @@ def rough_tables(model: CostModel, configs: Configs, progress: Progress | None) 
 
 
 def exact_optimum(
-    model: CostModel, tables: CostTables, node: Mapping[str, Floats], upper_s: float, memory_bytes: float
+    model: CostModel, tables: CostTables, upper_s: float, memory_bytes: float
 ) -> tuple[CostTables, Optimum]:
     """The cheapest strategy, and the tables over the configurations that were left to choose from.
 
     Transfers may be lower bounds: those of the optimum are made exact, and what is learned stays in `tables`.
     """
     while True:
-        keep = by_edge_cost(tables, node, upper_s)
+        keep = by_edge_cost(tables, upper_s)
         small = restrict(tables, keep)
-        found = eliminate(small, memory_bytes, {name: cost[keep[name]] for name, cost in node.items()})
+        found = eliminate(small, memory_bytes)
         kept = {name: np.flatnonzero(mask) for name, mask in keep.items()}
         if not raised(model, tables, {name: int(kept[name][i]) for name, i in found.choice.items()}):
             return small, found
@@ -232,11 +142,6 @@ def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> b
     return bool(found)
 
 
-def exact_cost(model: CostModel, strategy: Mapping[str, Config]) -> tuple[float, float]:
-    """Equation 1 of a strategy without t_S, and t_S."""
-    return exact_costs(model, [strategy])[0]
-
-
 def exact_costs(model: CostModel, strategies: Sequence[Mapping[str, Config]]) -> list[tuple[float, float]]:
     """Of each of these, equation 1 without t_S, and t_S. They share tables, as most of their layers are alike."""
     if not strategies:
@@ -256,8 +161,43 @@ def strategy_of(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, 
     return {name: configs[name][i] for name, i in choice.items()}
 
 
-def weighted(model: CostModel, configs: Configs, weights: Sequence[float]) -> list[dict[str, Floats]]:
-    """Node costs (C_l,) with each of these weights of t_S."""
-    costs = {layer.name: model.node_cost(layer, configs[layer.name]) for layer in model.graph.layers}
-    totals = {name: (cost.total, cost.overlapped) for name, cost in costs.items()}
-    return [{name: total - (1 - weight) * sync for name, (total, sync) in totals.items()} for weight in weights]
+def node_costs(model: CostModel, configs: Configs) -> dict[str, Floats]:
+    """(C_l,) what each layer costs by itself under each configuration."""
+    return {layer.name: model.node_cost(layer, configs[layer.name]).total for layer in model.graph.layers}
+
+
+def by_edge_cost(tables: CostTables, upper_s: float) -> Keep:
+    """Which configurations (C_l,) may be part of a strategy of at most `upper_s`: none better is left out.
+
+    A layer's transfers are those to the cheapest partner on its own edges, and elsewhere those of the cheapest pair.
+    Repeated over what is left while it pays, as each configuration that goes may raise the others' bounds.
+    """
+    keep: Keep = {name: np.ones(len(cost), bool) for name, cost in tables.node.items()}
+    own, pairs = dict(tables.node), dict(tables.transfer)  # of the configurations that are left
+    count = sum(map(len, own.values()))
+    while True:
+        extra = {name: cost - cost.min() for name, cost in own.items()}  # beyond the cheapest, transfers included
+        floor = sum(float(cost.min()) for cost in own.values())
+        for (u, v, _), cost in pairs.items():
+            to, back = cost.min(1), cost.min(0)
+            least = to.min()
+            floor += float(least)
+            extra[u] += to - least
+            extra[v] += back - least
+        left = {name: floor + cost <= upper_s * SLACK for name, cost in extra.items()}
+        for name, these in left.items():
+            keep[name][keep[name]] = these
+        before, count = count, sum(int(these.sum()) for these in left.values())
+        if count > before * PAYS:
+            return keep
+        own = {name: cost[left[name]] for name, cost in own.items()}
+        pairs = {e: cost[left[e[0]]][:, left[e[1]]] for e, cost in pairs.items()}
+
+
+def restrict(tables: CostTables, keep: Keep) -> CostTables:
+    """The tables over the configurations that are kept."""
+    return CostTables(
+        {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in tables.configs.items()},
+        {name: cost[keep[name]] for name, cost in tables.node.items()},
+        {e: cost[keep[e[0]]][:, keep[e[1]]] for e, cost in tables.transfer.items()},
+    )

@@ -13,10 +13,9 @@ from benchmarks.published.records import Record, factor, log_errors, order, read
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.oracle.ask import compare_with
+from layerwise.oracle.ask import Budget, compare_with, suggest
 from layerwise.oracle.question import Oracle, Question
 from layerwise.oracle.runs import FOR, Run
-from layerwise.oracle.suggest import Budget, suggest
 
 GIVEN = {runs: framework("chainermnx", runs) for runs in ("bars", "logs")}
 

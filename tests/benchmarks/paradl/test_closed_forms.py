@@ -17,8 +17,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import LinkLevel, Profile, load
-from layerwise.oracle.phases import STRATEGIES, Phases, Projection
 from layerwise.oracle.strategies import Shape, Wishes, gather_layer
+from layerwise.oracle.tables import STRATEGIES, Phases, Projection
 
 TIMES = [f.name for f in fields(Phases) if f.name.endswith("_s")]
 FORMS: tuple[Formulas, ...] = ("published", "as-run")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.geometry.arrays import Floats
-from layerwise.search.limit.simplex import simplex
+from layerwise.search.limit.multipliers import simplex
 from tests.examples import examples
 
 

@@ -20,9 +20,9 @@ from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
 from layerwise.search.solve.eliminate import eliminate, min_plus
-from layerwise.search.solve.exhaustive import exhaustive
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, inception, residual
+from tests.search.exhaustive import exhaustive
 from tests.search.tables import complete_tables, random_tables, tables
 
 
@@ -35,14 +35,6 @@ def test_it_equals_exhaustive_search(t: CostTables) -> None:
     assert found.proven
     strategy = {name: t.configs[name][i] for name, i in found.choice.items()}
     assert t.price(strategy) == pytest.approx(found.cost_s)
-
-
-@examples(150)
-@given(random_tables(), st.integers(0, 2**32 - 1))
-def test_other_node_costs_may_take_the_place_of_the_tables(t: CostTables, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    node = {name: rng.random(len(cost)) for name, cost in t.node.items()}
-    assert eliminate(t, node=node).cost_s == pytest.approx(exhaustive(CostTables(t.configs, node, t.transfer)).cost_s)
 
 
 @examples(150)

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
-from layerwise.search.solve.exhaustive import exhaustive
+from tests.search.exhaustive import exhaustive
 from tests.search.tables import every_strategy, random_tables, tables
 
 
@@ -22,7 +22,7 @@ def test_it_finds_the_cheapest_of_all_strategies(t: CostTables) -> None:
 
 
 def test_the_best_strategy_may_be_in_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("layerwise.search.solve.exhaustive"), "CHUNK", 5)
+    monkeypatch.setattr(import_module("tests.search.exhaustive"), "CHUNK", 5)
     t = tables({"a": 4, "b": 6}, [("a", "b", 0)], seed=0)
     for best in np.ndindex(4, 6):
         t.transfer["a", "b", 0][:] = 100.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,21 +20,17 @@ from layerwise.search.solve import narrow as module
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import (
     Configs,
-    between,
-    exact_cost,
+    exact_costs,
     exact_optimum,
     narrow,
     raised,
     strategy_of,
-    weighted,
 )
-from layerwise.search.solve.prune import SLACK
 from tests.cost import brute, networks
 from tests.cost.test_transfer import as_stated, kinked
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
 
-WEIGHTS = (1.0, 0.25, 0.0)
 SMALL = networks.windows() | networks.branches() | networks.sequences()
 NETWORKS = [chain, residual, inception, dense, crossing]
 BUILT = st.builds(lambda build, batch: fuse(build(batch)), st.sampled_from(NETWORKS), st.sampled_from([1, 4, 6]))
@@ -61,19 +56,16 @@ def drawn(model: CostModel, data: st.DataObject, most: int) -> Configs:
 
 
 def same_optima(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
-    """For each weight of t_S, and what is said of the optimum is what the strategy costs."""
+    """What is said of the optimum is what the strategy costs."""
     model = CostModel(network, graph, CostOptions(io=data.draw(st.sampled_from(["sample", "free"]))))
     configs = drawn(model, data, 8)
-    full = model.tables(configs)
     few = data.draw(st.sampled_from([0, module.FEW]))  # with better bounds, and without
     with mock.patch.object(module, "FEW", few):
-        narrowed = narrow(model, configs, {}, WEIGHTS)
-    for at, (weight, node) in enumerate(zip(WEIGHTS, weighted(model, configs, WEIGHTS), strict=True)):
-        best = eliminate(full, node=node).cost_s
-        small, found = exact_optimum(model, narrowed.tables, narrowed.nodes[at], narrowed.uppers[at], 2.0**31)
-        assert found.cost_s == pytest.approx(best, rel=1e-12)
-        rest, sync = exact_cost(model, strategy_of(small.configs, found.choice))
-        assert rest + weight * sync == pytest.approx(best, rel=1e-12)
+        narrowed = narrow(model, configs, [])
+    best = eliminate(model.tables(configs)).cost_s
+    small, found = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
+    assert found.cost_s == pytest.approx(best, rel=1e-12)
+    assert sum(exact_costs(model, [strategy_of(small.configs, found.choice)])[0]) == pytest.approx(best, rel=1e-12)
 
 
 @given(SMALL, machines(), st.data())
@@ -87,23 +79,6 @@ def test_optima_are_those_of_exact_tables(network: LayerGraph, graph: DeviceGrap
 @examples(600)
 def test_optima_are_those_of_exact_tables_on_many(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     same_optima(network, graph, data)
-
-
-def test_bounds_for_two_weights_bound_those_between_and_beyond() -> None:
-    random = np.random.default_rng(7)
-    rest, sync = random.random((2, 50, 20))  # of 50 configurations, in 20 strategies each
-    least = {weight: (rest + weight * sync).min(1) for weight in (0.0, 0.25, 0.5, 1.0)}
-    for bounded, weight in [
-        ((0.0, 1.0), 0.25),
-        ((0.0, 1.0), 0.5),
-        ((0.0, 0.5), 0.25),
-        ((0.0, 0.5), 1.0),
-        ((0.0,), 0.5),
-    ]:
-        found = between({w: {"layer": least[w]} for w in bounded}, weight)["layer"]
-        assert (found <= least[weight] * SLACK).all(), (bounded, weight)
-        assert (found >= least[0.0]).all(), (bounded, weight)
-        assert len(bounded) == 1 or (found > least[0.0]).any(), (bounded, weight)
 
 
 def test_a_bound_that_is_none_is_raised_to_what_the_pair_costs() -> None:
@@ -131,7 +106,7 @@ def test_transfers_are_raised_until_the_optimum_is_one_of_exact_tables() -> None
     best = eliminate(exact).cost_s
     nothing = replace(exact, transfer={edge: 0 * cost for edge, cost in exact.transfer.items()})
     assert eliminate(nothing).cost_s < best  # the bounds alone would tell another one
-    assert exact_optimum(model, nothing, exact.node, best, 2.0**31)[1].cost_s == pytest.approx(best, rel=1e-12)
+    assert exact_optimum(model, nothing, best, 2.0**31)[1].cost_s == pytest.approx(best, rel=1e-12)
 
 
 def test_tables_that_memory_cannot_hold_are_refused_before_they_are_made() -> None:
@@ -147,4 +122,4 @@ def test_tables_that_memory_cannot_hold_are_refused_before_they_are_made() -> No
             LayerwiseError, match=r"4 devices need .*B for their tables, and here are 1.*B of memory: search"
         ),
     ):
-        narrow(model, configs, {}, WEIGHTS)
+        narrow(model, configs, [])

@@ -11,19 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.config import Config, SearchSpace
+from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions, CostTables
 from layerwise.cost.price import complete
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import SYNC_WEIGHTS, configurations
+from layerwise.search.find import configurations
 from layerwise.search.solve import bound
 from layerwise.search.solve.bound import Messages
 from layerwise.search.solve.eliminate import eliminate
-from layerwise.search.solve.narrow import exact_cost, exact_optimum, narrow, strategy_of, weighted
-from layerwise.search.solve.prune import Keep, by_edge_cost, restrict
+from layerwise.search.solve.narrow import Keep, by_edge_cost, exact_costs, exact_optimum, narrow, restrict, strategy_of
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables
@@ -43,7 +42,7 @@ def contained(t: CostTables, upper_s: float) -> Keep:
 @given(random_tables(nodes=5, most=4), st.floats(0, 0.5))
 def test_whatever_is_part_of_a_strategy_within_the_bound_is_kept(t: CostTables, above: float) -> None:
     upper = eliminate(t).cost_s * (1 + above)
-    keep = by_edge_cost(t, t.node, upper)
+    keep = by_edge_cost(t, upper)
     for name, needed in contained(t, upper).items():
         assert keep[name][needed].all()
     small = restrict(t, keep)
@@ -55,9 +54,9 @@ def test_what_has_lost_its_cheap_partner_goes_too() -> None:
     t = tables({"a": 3, "b": 3}, [("a", "b", 0)], seed=0)
     t.node["a"][:], t.node["b"][:] = [0, 1, 10], 0
     t.transfer["a", "b", 0][:] = [[2, 2, 7], [2, 2, 7], [2, 2, 2]]
-    keep = by_edge_cost(t, t.node, 3.5)
+    keep = by_edge_cost(t, 3.5)
     assert {name: k.tolist() for name, k in keep.items()} == {"a": [True, True, False], "b": [True, True, False]}
-    keep = by_edge_cost(t, t.node, 2)  # a bound that only the optima reach: they stay, whatever the rounding
+    keep = by_edge_cost(t, 2)  # a bound that only the optima reach: they stay, whatever the rounding
     assert {name: k.tolist() for name, k in keep.items()} == {"a": [True, False, False], "b": [True, True, False]}
 
 
@@ -114,22 +113,9 @@ def test_the_search_over_pruned_tables_is_the_search_over_full_ones(
     space = SearchSpace(devices, spread=devices > 2)
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     configs = configurations(model, space, named, {})
-    narrowed = narrow(model, configs, named, SYNC_WEIGHTS)
-    small = narrowed.tables
-    full = model.tables(configs)
-    for weight, costs, upper in zip(SYNC_WEIGHTS, narrowed.nodes, narrowed.uppers, strict=True):
-        best = eliminate(full, node=weighted(model, configs, [weight])[0]).cost_s
-        last, found = exact_optimum(model, small, costs, upper, 2.0**31)
-        assert found.cost_s == pytest.approx(best, rel=1e-12)
-        rest, sync = exact_cost(model, strategy_of(last.configs, found.choice))
-        assert rest + weight * sync == pytest.approx(best, rel=1e-12)
-        assert best <= upper * (1 + 1e-12)
-
-
-def test_a_weight_of_t_s_changes_nothing_but_t_s() -> None:
-    model = CostModel(fuse(chain(8)), load("p100").device_graph(4))
-    configs = {layer.name: (Config(), Config.of({"n": 4})) for layer in model.graph.layers}
-    for layer in model.graph.layers:
-        cost = model.node_cost(layer, configs[layer.name])
-        half = weighted(model, configs, [0.5])[0][layer.name]
-        assert half == pytest.approx(cost.total - cost.seconds["sync"] / 2)
+    narrowed = narrow(model, configs, list(named.values()))
+    best = eliminate(model.tables(configs)).cost_s
+    last, found = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
+    assert found.cost_s == pytest.approx(best, rel=1e-12)
+    assert sum(exact_costs(model, [strategy_of(last.configs, found.choice)])[0]) == pytest.approx(best, rel=1e-12)
+    assert best <= narrowed.upper_s * (1 + 1e-12)

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.cost.model import CostTables
-from layerwise.search.solve.eliminate import eliminate
-from layerwise.search.solve.exhaustive import exhaustive
-from layerwise.search.solve.variables import Factor, eliminate_variables, join, min_fill_order
+from layerwise.search.solve.eliminate import Factor, eliminate, eliminate_variables, join, min_fill_order
+from tests.search.exhaustive import exhaustive
 from tests.search.tables import complete_tables, random_tables
 
 Problem = tuple[list[Factor], dict[str, int]]
@@ -88,7 +87,7 @@ def test_no_larger_table_is_made_than_fits(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(join(factors, sizes, last).cost.nbytes)
         return join(factors, sizes, last)
 
-    monkeypatch.setattr("layerwise.search.solve.variables.join", spy)
+    monkeypatch.setattr("layerwise.search.solve.eliminate.join", spy)
     for memory, largest in ((16 * 4**4, 4**4), (16 * 4**4 - 1, 4**3)):  # as much again is for a temporary
         made.clear()
         eliminate(complete_tables(7, 4), memory_bytes=memory)

@@ -1,0 +1,223 @@
+"""Cuts: lower bounds of a step with overlap, each additive over layers and edges.
+
+Device 0 has a cell of every configuration, so its clock adds up all that it computes and all that is sent in line. At
+any point of the backward pass, what its port gets from then on (sums of gradients that are not complete yet, gradients
+of inputs that are not issued yet) travels one after the other, and the optimizer waits for it. So a step takes at least
+what is in line, the computation before that point, and the load of the port after it
+(docs/explanation/search_and_proof.md has the proof). A *row* is one such point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from layerwise.config import distinct_cells
+from layerwise.cost.collectives import GroupShape, least_rate
+from layerwise.cost.compute.roofline import rooflines
+from layerwise.cost.layer_collectives import Collective, gradients_of, shares_of
+from layerwise.cost.model import CostModel, EdgeName
+from layerwise.cost.terms import COMPUTE, LAYER_TERMS
+from layerwise.geometry.arrays import Floats, Ints
+from layerwise.graph.layer import Layer
+from layerwise.machine.curves import Operation
+from layerwise.ops.base import Role
+from layerwise.partition.ahead import begun_before, weights_late
+from layerwise.partition.buckets import BUCKET_BYTES
+from layerwise.search.limit.additive import Choice, Costs
+from layerwise.search.limit.variants import Variants
+
+
+class _Point(NamedTuple):
+    """A point of the backward pass: layers are those of the graph's order, which is gone through backwards."""
+
+    computed: int  # from this layer on all is computed
+    partly: int  # of this one all but the deferred gradient of its weights; -1: of none
+    sums: int  # sums of this layer's gradients and of those before it are issued later
+    begun: int  # and transfers of gradients of this layer's inputs and those before it
+
+
+class _Sum(NamedTuple):
+    """Sums of a layer's gradients under V configurations."""
+
+    operation: Operation
+    size_bytes: Floats  # (V,)
+    groups: tuple[GroupShape, ...]
+    which: Ints  # (V,) of these
+
+    @staticmethod
+    def of(operation: Operation, c: Collective) -> _Sum:
+        return _Sum(operation, c.size_bytes, c.group_shapes.shapes, c.group_shapes.which)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A layer by itself under V configurations, in seconds: (V,) each."""
+
+    in_line: Floats  # its forward pass, collectives inside it, its update
+    backward: Floats  # of which `weights` may be deferred
+    weights: Floats
+    sums: Sequence[_Sum]
+
+
+class Cuts:
+    """The rows of a space of strategies.
+
+    Args:
+        model: The network on its machine.
+        space: The configurations of every layer.
+        watched: Devices from which transfers are looked at, as in `CostModel.edge_costs`; None: all, exactly.
+    """
+
+    def __init__(self, model: CostModel, space: Variants, watched: tuple[int, ...] | None = (0,)) -> None:
+        self.model, self.space = model, space
+        graph, self.training = model.graph, model.options.kind == "training"
+        self.place = {layer.name: i for i, layer in enumerate(graph.layers)}
+        needed = {layer.name for layer in graph.layers} if self.training else graph.returned
+        begun = {end for ends in begun_before(graph, model.options.io).values() for end in ends}
+        self.deferring = {layer.name for layer in graph.inner if self._defers(layer)}
+        self.node = {layer.name: self._node(layer, layer.name in needed) for layer in graph.layers}
+        self.edges = [edge for edge in graph.edges() if edge[1] in needed and model.directions(edge)]
+        self._one_way: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+        self._tables: dict[tuple[int, bytes, bool], Floats] = {}
+        self.seconds = {edge: self._one_way_s(edge, watched) for edge in self.edges}
+        self.in_line: dict[EdgeName, Floats] = {}  # (B_v,) how often an edge's tensor is sent in line
+        self.returned: dict[EdgeName, int] = {}  # by edge whose gradient is issued early: from which layer
+        for u, v, slot in self.edges:
+            early, both = (v, slot) in begun, model.directions((u, v, slot)) == 2
+            back = early or (slot == 0 and v in self.deferring)
+            again = [float(config.recompute) for config in space.bases[v]]
+            self.in_line[u, v, slot] = np.array(again) + int(not early) + int(both and not back)
+            if both and back:
+                self.returned[u, v, slot] = self.place[v]
+        self._known_rates: dict[tuple[Operation, tuple[GroupShape, ...]], Floats] = {}
+        self.points = np.array(self._points())  # (R, 4)
+        # (R,) 1 where the gradient of an edge's tensor is issued early, but after the point, else 0.
+        self.later: dict[EdgeName, Floats] = {
+            edge: (self.points[:, 3] >= self.returned.get(edge, len(self.place))).astype(np.float64)
+            for edge in self.edges
+        }
+
+    def row(self, number: int) -> Costs:
+        """Seconds of one row, over variants and their bases."""
+        node = {name: self.layer(name, rows=slice(number, number + 1))[:, 0] for name in self.node}
+        return Costs(node, {edge: self._table(edge, bool(self.later[edge][number])) for edge in self.edges})
+
+    def _table(self, edge: EdgeName, later: bool) -> Floats:
+        """(B_u, B_v) seconds of an edge in a row. Equal ones are one array: those of a large space take much memory."""
+        key = id(self.seconds[edge]), self.in_line[edge].tobytes(), later
+        if key not in self._tables:
+            self._tables[key] = self.seconds[edge] * (self.in_line[edge] + later)
+        return self._tables[key]
+
+    def rows(self, choice: Choice) -> Floats:
+        """(R,) seconds of one choice, the largest of which no simulated step is below."""
+        one = {name: np.array([variant]) for name, variant in choice.items()}
+        own = sum((self.layer(name, variant) for name, variant in one.items()), np.zeros((1, len(self.points))))
+        total: Floats = (own + self.sent(one, self.edges)).ravel()
+        return total
+
+    def sent(self, variants: Mapping[str, Ints], edges: Iterable[EdgeName]) -> Floats:
+        """(n, R) seconds of these edges under n choices, of which `variants` are the layers': (n,) or (1,)."""
+        base, total = self.space.base, np.zeros((1, len(self.points)))
+        for edge in edges:
+            source, target = base[edge[0]][variants[edge[0]]], base[edge[1]][variants[edge[1]]]
+            seconds = self.seconds[edge][source, target]
+            total = total + (seconds * self.in_line[edge][target])[:, None]
+            if edge in self.returned:
+                total += seconds[:, None] * self.later[edge]
+        return total
+
+    def layer(self, name: str, variants: Ints | slice = slice(None), rows: slice = slice(None)) -> Floats:
+        """(V, R) seconds of a layer by itself."""
+        node, place, points = self.node[name], self.place[name], self.points[rows]
+        computed, partly = (place >= points[:, 0]), (place == points[:, 1])
+        total = node.in_line[variants, None] + node.backward[variants, None] * (computed | partly)
+        if name in self.deferring:
+            total -= node.weights[variants, None] * (partly & ~computed)
+        later = np.flatnonzero(points[:, 2] >= self._issued(place))
+        for operation, size_bytes, groups, which in node.sums if len(later) else ():
+            rates = self._rates(operation, groups)[:, rows][:, later]
+            total[:, later] += size_bytes[variants, None] * rates[which[variants]]
+        return total
+
+    # ---- of layers and edges ----
+
+    def _node(self, layer: Layer, needed: bool) -> _Node:
+        model, configs = self.model, self.space.configs[layer.name]
+        cost, zero = model.node_cost(layer, configs), np.zeros(len(configs))
+        if not needed:
+            return _Node(zero, zero, zero, ())
+        inside = sum((cost.seconds[term.name] for term in LAYER_TERMS if term.span), zero)
+        if not self.training:
+            return _Node(cost.compute.forward + inside / 2, zero, zero, ())
+        again = cost.seconds[COMPUTE.name] - cost.compute.total  # what is recomputed
+        layout, weights = model.layout(layer, configs), zero
+        if layer.name in self.deferring:
+            cells, rows = distinct_cells(configs)
+            plain = model.layout(layer, cells)
+            _, work = rooflines(
+                layer, plain, model.graph.flows_back(layer), model.devices.processor, model.options.dtype
+            )
+            weights = cost.compute.backward * (work.weights_s / work.seconds)[rows]
+        sums = [_Sum.of("all_reduce", c) for c in gradients_of(model, layer, layout)]
+        sums += [_Sum.of("reduce_scatter", c) for c in shares_of(model, layer, layout)]
+        in_line = cost.compute.forward + inside + cost.compute.update
+        return _Node(in_line, cost.compute.backward + again, weights, sums)
+
+    def _defers(self, layer: Layer) -> bool:
+        flows = any(self.model.graph.flows_back(layer)[:1])
+        return self.training and weights_late(layer, flows, self.model.devices.device_type)
+
+    def _one_way_s(self, edge: EdgeName, watched: tuple[int, ...] | None) -> Floats:
+        """(B_u, B_v)."""
+        (sources, rows), (targets, columns) = (distinct_cells(self.space.bases[name]) for name in edge[:2])
+        all_s, directions = self.model.edge_cost(edge, sources, targets, watched), self.model.directions(edge)
+        if len(sources) < len(rows) or len(targets) < len(columns):
+            return all_s[rows][:, columns] / directions
+        key = id(all_s), directions
+        if key not in self._one_way:
+            self._one_way[key] = all_s, all_s / directions  # the former is there so that its id stays its own
+        return self._one_way[key][1]
+
+    # ---- points ----
+
+    def _points(self) -> list[_Point]:
+        """Where something is issued later that is not before; and the end of all computation."""
+        layers, points = self.model.graph.layers, [_Point(0, -1, -1, -1)]
+        sending = {self.place[v] for _, v, _ in self.returned}
+        for i, layer in enumerate(layers):
+            if self.node[layer.name].sums or i in sending:
+                if layer.name in self.deferring:
+                    points.append(_Point(i + 1, i, i, i))
+                points.append(_Point(i, -1, i, i - (layer.name in self.deferring)))
+        return points
+
+    def _issued(self, place: int) -> int:
+        """The layer after which sums of a layer's gradients are issued at the earliest: they may wait for tied ones."""
+        return max(place, self._last_tied)
+
+    @cached_property
+    def _last_tied(self) -> int:
+        return max((self.place[layer.name] for layer in self.model.graph.layers if layer.role is Role.TIED), default=-1)
+
+    @cached_property
+    def _later_bytes(self) -> Floats:
+        """(R,) that one bucket has at most of the gradients that are complete after each point."""
+        most = {name: sum(float(size.max()) for _, size, _, _ in node.sums) for name, node in self.node.items()}
+        issued = np.array([self._issued(self.place[name]) for name in most])
+        later: Floats = (issued <= self.points[:, 2, None]) @ np.array(list(most.values()))
+        return np.minimum(later, BUCKET_BYTES + max(most.values()))
+
+    def _rates(self, operation: Operation, groups: tuple[GroupShape, ...]) -> Floats:
+        """(groups, R) seconds a byte that sums after each point take at least."""
+        if (operation, groups) not in self._known_rates:
+            sizes, which = np.unique(self._later_bytes, return_inverse=True)
+            devices, method = self.model.devices, self.model.options.sync
+            rates = [[least_rate(size, g, devices, operation, method) for size in sizes.tolist()] for g in groups]
+            self._known_rates[operation, groups] = np.array(rates)[:, which]
+        return self._known_rates[operation, groups]

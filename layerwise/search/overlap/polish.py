@@ -1,0 +1,187 @@
+"""The best step with overlap: a lower bound of all strategies, and moves from the best that are in hand.
+
+The least of the largest row is a matrix game, as that of memory is (`limit.multipliers.least_rows`): a mixture of rows
+is additive, elimination minimises it, and no simulated step is below that. What the bound leaves of each layer is what
+moves choose from: of one layer, of a run of layers that are split alike, and of two neighbours. A move is simulated
+only where the largest row after it is below the best step, and those of the least row are simulated first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Literal, get_args
+
+import numpy as np
+
+from layerwise.cost.model import CostModel, EdgeName
+from layerwise.geometry.arrays import Floats, Ints
+from layerwise.search.limit.additive import Choice, Problem, by_elimination, by_messages
+from layerwise.search.limit.multipliers import least_rows
+from layerwise.search.limit.rest import possible
+from layerwise.search.limit.variants import Strategy, Variants
+from layerwise.search.overlap.cuts import Cuts
+
+Effort = Literal["quick", "normal", "thorough"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+SIMULATIONS: Mapping[Effort, int] = {"quick": 0, "normal": 80, "thorough": 1000}
+PATIENCE: Mapping[Effort, int] = {"quick": 0, "normal": 12, "thorough": 200}  # simulations that gain nothing
+STARTS = 3  # strategies from which moves are made
+GAIN = 0.005  # of the step: a move that gains less is left alone
+ROUGH = 8  # rounds of messages over the full space
+MET = 8  # of the strategies that eliminations met, those that are simulated
+ENTRIES = 5e7  # of all tables of edges: beyond that, nothing is done
+WORK = 2e7  # sums of an elimination: beyond that, messages bound as well as they can
+
+
+@dataclass(frozen=True, slots=True)
+class Overlapped:
+    """What is known of steps with overlap."""
+
+    strategies: tuple[Strategy, ...]  # that moves came to, the fastest first
+    lower_bound_s: float  # of all strategies of the space
+
+
+class Polish:
+    """Moves between the strategies of one space."""
+
+    def __init__(
+        self, cuts: Cuts, step_s: Callable[[Strategy], float], fits: Callable[[Strategy], bool], effort: Effort
+    ) -> None:
+        self.cuts, self.space, self.graph = cuts, cuts.space, cuts.model.graph
+        self.step_s, self.fits, self.left, self.patience = step_s, fits, SIMULATIONS[effort], PATIENCE[effort]
+        self.names = [layer.name for layer in self.graph.layers]
+        self.edges: dict[str, list[EdgeName]] = {name: [] for name in self.names}
+        for edge in cuts.edges:
+            for end in dict.fromkeys(edge[:2]):
+                self.edges[end].append(edge)
+        self.own = {name: cuts.layer(name) for name in self.names}
+        self.best = np.inf  # seconds of the step that moves are to beat
+        self.seen: dict[tuple[int, ...], float] = {}
+
+    def seconds(self, choice: Choice) -> float:
+        """The simulated step; inf where it would be the best, but does not fit into memory."""
+        key = tuple(choice[name] for name in self.names)
+        if key not in self.seen:
+            self.left -= 1
+            strategy = self.space.strategy(choice)
+            seconds = self.step_s(strategy)
+            self.seen[key] = seconds if seconds >= self.best or self.fits(strategy) else np.inf
+        return self.seen[key]
+
+    def from_(self, choice: Choice) -> Choice:
+        """The best that moves come to, one after the other, the most promising first."""
+        self.best = self.seconds(choice)
+        while (better := next(self._better(choice), None)) is not None:
+            choice, self.best = better, self.seconds(better)
+        return choice
+
+    def _better(self, choice: Choice) -> Iterator[Choice]:
+        """What is faster after a move, as long as steps may be simulated."""
+        rows = self.cuts.rows(choice)
+        for moves in (self._single(choice, rows), self._pairs(choice, rows)):
+            until = max(self.left - self.patience, 0)
+            for _, move in sorted(moves, key=itemgetter(0)):
+                if self.left <= until:
+                    break
+                if self.seconds(choice | move) < self.best * (1 - GAIN):
+                    yield choice | move
+
+    def _single(self, choice: Choice, rows: Floats) -> Iterator[tuple[float, Choice]]:
+        """Of one layer, and of several that are split alike."""
+        configs = self.space.configs
+        for names in [[name] for name in self.names] + list(self._runs(choice)):
+            places = [{config: i for i, config in enumerate(configs[name])} for name in names]
+            common = [config for config in places[0] if all(config in place for place in places[1:])]
+            move = {
+                name: np.array([place[c] for c in common], np.int64) for name, place in zip(names, places, strict=True)
+            }
+            yield from self._bounded(choice, rows, move)
+
+    def _runs(self, choice: Choice) -> Iterator[list[str]]:
+        """Layers one after the other that are split alike, several, and those of equal kinds."""
+        inner = [layer.name for layer in self.graph.inner]
+        config = {name: self.space.configs[name][choice[name]] for name in inner}
+        for _, run in groupby(inner, key=config.__getitem__):
+            names = list(run)
+            if len(names) > 1:
+                yield names
+        kind = {name: (self.cuts.model.kind(self.graph[name]), config[name]) for name in inner}
+        for key in dict.fromkeys(kind.values()):
+            names = [name for name in inner if kind[name] == key]
+            if len(names) > 1:
+                yield names
+
+    def _pairs(self, choice: Choice, rows: Floats) -> Iterator[tuple[float, Choice]]:
+        for u, v, _ in self.cuts.edges:
+            both = np.indices((len(self.space.base[u]), len(self.space.base[v]))).reshape(2, -1)
+            yield from self._bounded(choice, rows, {u: both[0], v: both[1]})
+
+    def _bounded(self, choice: Choice, rows: Floats, move: Mapping[str, Ints]) -> Iterator[tuple[float, Choice]]:
+        """The largest row after each of n moves: of each layer that is moved the variants (n,)."""
+        edges = list(dict.fromkeys(edge for name in move for edge in self.edges[name]))
+        before = {name: np.array([variant]) for name, variant in choice.items()}
+        after = self.cuts.sent(before | dict(move), edges) - self.cuts.sent(before, edges) + rows
+        for name, variants in move.items():
+            after = after + self.own[name][variants] - self.own[name][choice[name]]
+        bounds = after.max(1)
+        for i in np.flatnonzero(bounds < self.best * (1 - GAIN)).tolist():
+            yield float(bounds[i]), {name: int(variants[i]) for name, variants in move.items()}
+
+
+def overlapped(
+    model: CostModel,
+    space: Variants,
+    known: Sequence[Strategy],
+    step_s: Callable[[Strategy], float],
+    *,
+    effort: Effort = "normal",
+    fits: Callable[[Strategy], bool] = lambda _: True,
+    memory_bytes: float = 2.0**31,
+) -> Overlapped:
+    """Bounds the step with overlap, and looks for strategies that are faster than what is known.
+
+    Where its tables would be too large, neither: the bound is 0.
+
+    Args:
+        model: The network on its machine.
+        space: The configurations of every layer.
+        known: Strategies of the space that fit, the fastest first.
+        step_s: The simulated step of a strategy.
+        effort: How many steps are simulated.
+        fits: Whether a strategy fits into memory: no other is returned.
+        memory_bytes: Of a search table.
+    """
+    if sum(len(space.bases[u]) * len(space.bases[v]) for u, v, _ in model.graph.edges()) > ENTRIES:
+        return Overlapped((), 0.0)
+    upper = step_s(known[0])
+    rough = _problem(Cuts(model, space), step_s)
+    game = least_rows(rough, by_messages, rounds=ROUGH)
+    keep = possible(rough, game.mixed(upper))
+    for choice in map(space.choice, known):
+        for name, variant in choice.items():
+            keep[name][variant] = True
+    small = space.restrict(keep)
+    cuts = Cuts(model, small, None)
+    minimise = by_elimination(memory_bytes) if _sums(small) <= WORK else by_messages
+    game = least_rows(_problem(cuts, step_s), minimise)
+    polish = Polish(cuts, step_s, fits, effort)
+    met = sorted(game.met, key=lambda met: float(met.rows.max()))[: MET if SIMULATIONS[effort] else 0]
+    starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
+    starts = sorted(starts, key=polish.seconds)[:STARTS]
+    ends = {polish.seconds(end): end for end in map(polish.from_, starts)}
+    found = tuple(small.strategy(ends[seconds]) for seconds in sorted(ends) if seconds < np.inf)
+    return Overlapped(found, min(max(game.bound, 0.0), upper))
+
+
+def _sums(space: Variants) -> float:
+    """How many an elimination forms, of a chain of so many configurations."""
+    most = max(map(len, space.bases.values()))
+    return float(sum(most * len(these) ** 2 for these in space.bases.values()))
+
+
+def _problem(cuts: Cuts, step_s: Callable[[Strategy], float]) -> Problem:
+    last = cuts.row(len(cuts.points) - 1)
+    return Problem(last, cuts.space.base, cuts.row, cuts.rows, lambda choice: step_s(cuts.space.strategy(choice)))

@@ -1,0 +1,33 @@
+"""The paper's depth-first search."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+
+from benchmarks.common.depth_first import depth_first
+from layerwise.config import Config
+from layerwise.cost.model import CostTables
+from tests.search.exhaustive import exhaustive
+from tests.search.tables import complete_tables, random_tables
+
+
+@settings(max_examples=200)
+@given(random_tables(nodes=6))
+def test_depth_first_search_finds_the_optimum(t: CostTables) -> None:
+    found = depth_first(t, limit_s=60)
+    assert found.finished
+    assert found.cost_s == pytest.approx(exhaustive(t).cost_s)
+    assert found.strategies >= 1
+
+
+def test_depth_first_search_gives_up_in_time() -> None:
+    t = complete_tables(12, 8)
+    started = time.perf_counter()
+    found = depth_first(t, limit_s=0.1)
+    assert 0.1 <= found.seconds <= time.perf_counter() - started < 2
+    assert not found.finished
+    assert 0 < found.cost_s < sum(cost.max() for cost in (*t.node.values(), *t.transfer.values()))
+    assert Config.of({"n": 8}) in t.configs["l0"]
