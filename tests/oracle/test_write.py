@@ -14,7 +14,12 @@ from layerwise.oracle.question import Oracle, Question
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 
-SEARCHED = {"data_timeline_s", "lower_bound_s", "additive_optimum_proven"}  # what only a search can say
+SEARCHED = {
+    "timeline_lower_bound_s",
+    "data_timeline_s",
+    "lower_bound_s",
+    "additive_optimum_proven",
+}  # what only a search can say
 
 
 @pytest.fixture(scope="module")
