@@ -117,7 +117,10 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
     graph, structure = imported.graph, imported.structure
     if structure is None:
         raise UnprovenError("it returns a tensor that no layer makes")
-    state = {name: read() for name, read in imported.stored.items()}
+    try:
+        state = {name: read() for name, read in imported.stored.items()}
+    except LayerwiseError as error:  # a constant that has none
+        raise UnprovenError(f"it has values that are not known ({error})") from error
     buffers = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
     named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     layers = _Layers(graph, state | {n: b.clone() for n, b in buffers.items() if n in state}, training=model.training)
@@ -300,10 +303,9 @@ class _Undrawn(TorchDispatchMode):
             if "dropout" in name or "dropout_p" in given or "dropout" in given:
                 return func(*args, **kwargs)
         if name == "bernoulli":
-            chance = given.get("p")
-            made = 1.0 if not isinstance(chance, Tensor) and chance is not None else None
-            chances = chance if isinstance(chance, Tensor) else given["self"]
-            numbers = torch.ones_like(given["self"]) if made else (chances > DRAWN).to(given["self"].dtype)
+            chances = given["self"] if func._overloadname in ("default", "out") else given.get("p", 1.0)
+            drawn = chances > DRAWN if isinstance(chances, Tensor) else torch.ones_like(given["self"])
+            numbers = drawn.to(given["self"].dtype)
         else:
             number = _number(name, given)
             out = given["self"] if isinstance(given.get("self"), Tensor) else None
