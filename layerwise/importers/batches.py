@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
 from layerwise.importers.proof import UnlikeError, UnprovenError, proven
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.trace import Dims, Imported, import_module
@@ -55,7 +55,10 @@ def import_for_batches(model: nn.Module, call: Call, name: str) -> Imported:
             different.append(error)
         except UnprovenError as why:
             if any(_difference(other, traces[-1]) is None for other in traces[:-1]):
-                effects = (*imported.graph.unseen, *traces[-1].changed)  # of a second call: what is set once is not lost
+                effects = (
+                    *imported.graph.unseen,
+                    *traces[-1].changed,
+                )  # of a second call: what is set once is not lost
                 return replace(imported, graph=replace(imported.graph, unseen=effects), unproven=str(why))
             different += [_depends(str(_difference(t, traces[-1]))) for t in traces[:-1]]
     if not traces:
@@ -126,6 +129,6 @@ def _facts(layer: Layer) -> tuple[object, ...]:
 
 def _depends(layer: str) -> LayerwiseError:
     return LayerwiseError(
-        f"layer {layer!r} depends on the number of samples by more than its shape (x.shape[0] as a number, or a roll or "
-        "slice along the samples): its numbers would be those of another batch; use mean() and the like"
+        f"layer {layer!r} depends on the number of samples by more than its shape (x.shape[0] as a number, or a roll "
+        "or slice along the samples): its numbers would be those of another batch; use mean() and the like"
     )

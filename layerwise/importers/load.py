@@ -189,12 +189,12 @@ def network_of(
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
     graph = graph if batch is None else graph.rebatch(batch)
     structure, arguments = imported.structure, imported.arguments
-    return Network(graph, values, keys, structure, arguments, built, module, called, written, unproven=imported.unproven)
+    return Network(
+        graph, values, keys, structure, arguments, built, module, called, written, unproven=imported.unproven
+    )
 
 
-def traced(
-    module: nn.Module, call: Call, name: str, trusted: bool
-) -> tuple[Imported, frozenset[str], frozenset[str]]:
+def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> tuple[Imported, frozenset[str], frozenset[str]]:
     """What the module's code makes of a call; no values but constants. Also `Network.called` and `Network.written`."""
     from layerwise.importers.batches import import_for_batches, import_once
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -69,6 +70,8 @@ def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW)
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
     if any(x.is_meta for x in tensors if isinstance(x, Tensor)):
         raise UnprovenError("it is on the meta device")
+    if any(p.numel() * p.element_size() > p.untyped_storage().nbytes() for p in model.parameters()):
+        raise UnprovenError("its parameters have no memory")
     if imported.graph.unseen:
         raise UnprovenError(f"it {imported.graph.unseen[0]}")
     few, graph = _few(call, imported.graph.batch, samples), imported.graph.rebatch(samples)
@@ -100,7 +103,9 @@ def _few(call: Call, batch: int, samples: int) -> Call:
 def _check_size(graph: LayerGraph) -> None:
     """UnprovenError where the layers take more time or memory than importing may."""
     made = sum(prod(layer.out.shape) * layer.out.item_bytes for layer in graph.layers)
-    stored = {name: count for layer in graph.layers for name, p, size in layer.held() if (count := prod(p.shape) * size)}
+    stored = {
+        name: count for layer in graph.layers for name, p, size in layer.held() if (count := prod(p.shape) * size)
+    }
     if 3 * made + 2 * sum(stored.values()) > MOST_BYTES:
         raise UnprovenError(f"it would take more than {MOST_BYTES >> 30} GiB")
     flops = 0.0
@@ -109,7 +114,9 @@ def _check_size(graph: LayerGraph) -> None:
             extents = np.array([dim.extent for dim in layer.space.dims], np.int64)
             flops += float(layer.op.flops(layer.specs, extents))
     if flops > FLOPS_A_LAYER * len(graph.layers):
-        raise UnprovenError(f"{graph.batch} samples of it are {flops:.1e} operations, which take longer than to trace it")
+        raise UnprovenError(
+            f"{graph.batch} samples of it are {flops:.1e} operations, which take longer than to trace it"
+        )
 
 
 def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, tuple[str, str], tuple[str, ...]]:
@@ -208,8 +215,8 @@ def _in_float64(imported: Imported, model: nn.Module, call: Call) -> float:
     try:
         wide = copy.deepcopy(model).double()
         state = dict(wide.named_parameters(remove_duplicate=False)) | dict(wide.named_buffers(remove_duplicate=False))
-        stored = {n: (lambda x=state.get(n), read=read: double(read()) if x is None else x)
-                  for n, read in imported.stored.items()}  # fmt: skip
+        values = {name: state[name] if name in state else double(read()) for name, read in imported.stored.items()}
+        stored = {name: partial(dict.get, values, name) for name in values}
         return _compared(replace(imported, stored=stored), wide, pytree.tree_map(double, call))[0]
     except UnprovenError:
         raise
@@ -274,7 +281,9 @@ def _undrawn(op: Op, local: Local, inputs: Sequence[Tensor], parameters: Mapping
     """What a layer makes where `_Undrawn` draws."""
     p = op.p if isinstance(op, Dropout) else op.dropout if isinstance(op, Attention) else 0.0
     if local.training and 0 < p < 1:
-        return (inputs[0] if isinstance(op, Dropout) else replace(op, dropout=0.0).run(local, inputs, parameters)) / (1 - p)
+        return (inputs[0] if isinstance(op, Dropout) else replace(op, dropout=0.0).run(local, inputs, parameters)) / (
+            1 - p
+        )
     if not isinstance(op, Draw):
         return op.run(local, inputs, parameters)
     low, *rest = (float(a) for a in op.arguments)
@@ -294,16 +303,17 @@ class _Undrawn(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+        given |= {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         name = func._schema.name.partition("::")[2].removesuffix("_")
         if name == "native_dropout":
             x, p = given["input"], given["p"] if given.get("train") is not False else 0.0
             return x / (1 - p), torch.ones_like(x, dtype=torch.bool)
-        if not given.get("dropout_p", given.get("dropout", 0.0)):
-            if "dropout" in name or "dropout_p" in given or "dropout" in given:
-                return func(*args, **kwargs)
+        drops = given.get("dropout_p", given.get("dropout"))
+        if drops is not None and not drops:
+            return func(*args, **kwargs)
         if name == "bernoulli":
-            chances = given["self"] if func._overloadname in ("default", "out") else given.get("p", 1.0)
+            chances = given.get("p", given["self"])
             drawn = chances > DRAWN if isinstance(chances, Tensor) else torch.ones_like(given["self"])
             numbers = drawn.to(given["self"].dtype)
         else:

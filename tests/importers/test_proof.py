@@ -127,7 +127,7 @@ def test_a_gradient_that_a_row_stops_is_refused_by_name() -> None:
 
     register_op("aten::tanh", wrong)
     try:
-        with pytest.raises(UnlikeError, match="the gradient of '0.weight'"):
+        with pytest.raises(UnlikeError, match=r"the gradient of '0.weight'"):
             network_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (torch.randn(4, 4),), None, "test")
     finally:
         del _builds["aten::tanh"]

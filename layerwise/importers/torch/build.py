@@ -47,7 +47,7 @@ def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None
 
 class _Importer:
     def __init__(self, program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
-        self.program = program = decomposed(functional(spectral_norms(program)))
+        self.program = program = functional(decomposed(spectral_norms(program)))
         self.constants = Constants(from_file=program.from_file)
         self.values: dict[str, Operand | Rows] = {}
         self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions

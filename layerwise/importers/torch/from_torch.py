@@ -81,7 +81,9 @@ def import_torch(
         graph, stored = build_graph(rewrite(read_program(model, title)), title, dims)
     elif isinstance(model, nn.Module):
         named = dict(kwargs or {})
-        imported = import_once(model, (examples if examples or named else placeholders(model, title), named), title, dims)
+        imported = import_once(
+            model, (examples if examples or named else placeholders(model, title), named), title, dims
+        )
         return imported.graph, imported.stored
     else:
         raise LayerwiseError(

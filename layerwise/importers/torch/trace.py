@@ -1,4 +1,4 @@
-"""A module traced by torch.export, in its training IR: its layers, how it is called, and what the trace does not show."""
+"""A module traced by torch.export, in its training IR: its layers, how it is called, what the trace does not show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -255,5 +255,3 @@ def placeholders(model: nn.Module, title: str) -> tuple[torch.Tensor, ...]:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
             return tuple(torch.empty_like(t, device=device) for t in examples)
     raise LayerwiseError(f"model {title!r}: give example inputs, as in from_torch(model, (torch.randn(8, 3, 64, 64),))")
-
-

@@ -21,7 +21,19 @@ COUNTER = "num_batches_tracked"
 RETYPED = ("view", "view_as_real", "view_as_complex", "real", "imag")  # views of another type
 SHAPED = ("view", "unsqueeze", "squeeze", "alias")  # views of all elements, in order
 TURNED = ("permute", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "movedim", "moveaxis", "mT")
-VIEWS = (*SHAPED, *TURNED, "slice", "select", "expand", "expand_as", "detach", "split", "split_with_sizes", "chunk", "unbind")
+VIEWS = (
+    *SHAPED,
+    *TURNED,
+    "slice",
+    "select",
+    "expand",
+    "expand_as",
+    "detach",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unbind",
+)
 
 
 def functional(program: Program) -> Program:
@@ -48,7 +60,7 @@ def overwritten(node: Node) -> tuple[str, ...]:
 
 
 class _Writer:
-    """Goes through a program call by call. A tensor is named as the program names it, its value as the result has it."""
+    """Goes through a program call by call. Tensors are named as the program names them, values as the result does."""
 
     def __init__(self, program: Program) -> None:
         self.sources = {source.value.name: source for source in program.sources}
@@ -93,7 +105,7 @@ class _Writer:
             raise _seen_elsewhere(self.unsure[root], name)
         if self.seen.get(tensor, 0) == self.writes[root]:
             return self.now.get(tensor, tensor)
-        base, node = self.views[tensor]
+        node = self.views[tensor][1]
         number, position = self.writes[root], [v.name if v else None for v in node.outputs].index(tensor)
         outputs = tuple(replace(v, name=f"{v.name}.{number}") if v else None for v in node.outputs)
         arguments = {k: self._renamed(v) for k, v in node.arguments.items()}
@@ -149,7 +161,9 @@ class _Writer:
         name = f"{node.name}.{len(self.nodes)}"
         value = replace(self.values[like], name=name)
         self.values[name] = value
-        made = Node(name, f"aten::{kind}", bind(overload, (), dict(bound)), (value,), node.stack, overload, node.autocast)
+        made = Node(
+            name, f"aten::{kind}", bind(overload, (), dict(bound)), (value,), node.stack, overload, node.autocast
+        )
         self.nodes.append(made)
         return name
 
@@ -159,7 +173,12 @@ class _Writer:
         number = node.arguments.get("value", 0)
         if name == "fill_" and isinstance(number, Ref):
             overload = torch.ops.aten.copy_.default
-            return replace(node, target="aten::copy_", overload=overload, arguments=bind(overload, (node.arguments["self"], number), {}))
+            return replace(
+                node,
+                target="aten::copy_",
+                overload=overload,
+                arguments=bind(overload, (node.arguments["self"], number), {}),
+            )
         if name not in ("fill_", "zero_"):
             return node
         overload = torch.ops.aten.full.default

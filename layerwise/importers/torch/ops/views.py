@@ -22,7 +22,6 @@ from layerwise.ops.tensor.pointwise import Cast, Unary
 from layerwise.ops.tensor.view import Select
 
 
-
 def to_output_shape(call: Call) -> Result:
     """view, flatten, squeeze, ...: the model tells the shape that comes out."""
     return reshaped(call.tensors[0], call.outputs[0].shape)
