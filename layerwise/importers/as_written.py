@@ -9,9 +9,9 @@ from torch.utils import _pytree as pytree
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.batches import repeated
 from layerwise.importers.load import Network
-from layerwise.importers.proof import as_it_was
+from layerwise.importers.torch.batches import repeated
+from layerwise.importers.torch.proof import as_it_was
 from layerwise.importers.torch.read.arguments import Arguments, Call, Leaf, signature_of
 from layerwise.ops.as_written import AsWritten
 from layerwise.tensor import TensorSpec

@@ -196,7 +196,7 @@ def network_of(
 
 def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> tuple[Imported, frozenset[str], frozenset[str]]:
     """What the module's code makes of a call; no values but constants. Also `Network.called` and `Network.written`."""
-    from layerwise.importers.batches import import_for_batches, import_once
+    from layerwise.importers.torch.batches import import_for_batches, import_once
 
     with calls_of(module) as called, writes_of(module) as written:
         imported = (import_once if trusted else import_for_batches)(module, call, name)

@@ -184,7 +184,7 @@ class _Importer:
     def filled_by_sample(self, node: Node, value: Value) -> bool:
         """Whether a constant is one number for every sample, as `torch.ones(x.shape[0])`, or computed of such.
 
-        Where it is but as long as the batch happens to be, the trace of another batch tells (see `importers.batches`).
+        Where it is but as long as the batch happens to be, another batch tells (see `importers.torch.batches`).
         """
         if value.shape != (self.batch,) or self.batch < 2:
             return False

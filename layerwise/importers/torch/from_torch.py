@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.batches import import_once
+from layerwise.importers.torch.batches import import_once
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import Program, read_program

@@ -155,8 +155,8 @@ class Constants:
         kwargs: dict[str, object] = {}
         for name, value in node.arguments.items():
             real = self._real(value, device, node)
-            written = schema[name].alias_info is not None and schema[name].alias_info.is_write
-            real = real.clone() if written and isinstance(real, torch.Tensor) else real
+            alias = schema[name].alias_info
+            real = real.clone() if alias and alias.is_write and isinstance(real, torch.Tensor) else real
             if schema[name].kwarg_only:
                 kwargs[name] = torch.device(device) if name == "device" else real
             else:

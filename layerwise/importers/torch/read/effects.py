@@ -24,7 +24,7 @@ Numbers = Mapping[tuple[str, str], object]  # attributes that are numbers, or li
 class UntracedEffects:
     """Notes, on one thread, effects that depend on more than the values of one step. `found`: a phrase each.
 
-    What else a trace does not show is found by running the layers beside the module (`importers.proof`).
+    What else a trace does not show is found by running the layers beside the module (`importers.torch.proof`).
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def put_back(model: nn.Module, known: Numbers) -> None:
                 now.clear()
                 now.update(value)
         elif now != value:
-            vars(modules[path])[name] = value
+            modules[path].__dict__[name] = value
 
 
 def changed(before: Numbers, after: Numbers) -> tuple[str, ...]:

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import network_of
-from layerwise.importers.proof import UnlikeError
 from layerwise.importers.registry import Built, Call, _builds, register_op
 from layerwise.importers.torch.from_torch import from_torch
+from layerwise.importers.torch.proof import UnlikeError
 from layerwise.importers.torch.read.effects import UntracedEffects
 from layerwise.ops.tensor.pointwise import Binary, Unary
 

@@ -10,7 +10,7 @@ import copy
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -136,7 +136,7 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         outputs = [_total(graph, name, made[name]) for name in graph.layers[-1].inputs]
         before, seen = numbers(model), dict[str, Tensor]()
         try:
-            with _Undrawn(), configured(model), _noted(model, seen):
+            with _undrawing(), configured(model), _noted(model, seen):
                 leaves = pytree.tree_leaves(model(*call[0], **call[1]))
         except Exception as error:  # the model's own code, which may raise anything
             said = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -144,7 +144,7 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         after = numbers(model)
         pairs = _paired(leaves, structure.numbers, structure.values, outputs)
         rows = [(graph.layers[-1].inputs[i], ours, theirs) for i, ours, theirs in pairs]
-        with _Undrawn():
+        with _undrawing():
             wanted = _gradients([theirs for _, _, theirs in rows], named.values())
         got = _gradients([ours for _, ours, _ in rows], named.values())
     largest = max((float(g.abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
@@ -155,7 +155,8 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         differences.append((away, _user(graph, name), f"the gradient of {name!r}"))
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if not name.endswith("num_batches_tracked"):
-            away = _away(layers.state.get(name, buffers[name]), buffer)
+            ours = layers.state.get(name)
+            away = _away(buffers[name] if ours is None else ours, buffer)
             differences.append((away, _user(graph, name), f"its buffer {name!r}"))
     away, layer, what = max(differences, key=lambda row: row[0] if row[0] == row[0] else float("inf"))
     first = next((n for n, x in _ends(made, seen) if not _away(made[n], x) <= max(1e-3, away / 100)), layer)
@@ -182,7 +183,7 @@ def _effects(
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
             buffer.copy_(buffers[name])
-        with _Undrawn(), configured(model):
+        with _undrawing(), configured(model):
             second = pytree.tree_leaves(model(*call[0], **call[1]))
     same = len(leaves) == len(second) and all(
         _away(a, b) <= 1e-3 if isinstance(a, Tensor) else a == b for a, b in zip(leaves, second, strict=True)
@@ -280,10 +281,10 @@ class _Layers:
 def _undrawn(op: Op, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
     """What a layer makes where `_Undrawn` draws."""
     p = op.p if isinstance(op, Dropout) else op.dropout if isinstance(op, Attention) else 0.0
-    if local.training and 0 < p < 1:
-        return (inputs[0] if isinstance(op, Dropout) else replace(op, dropout=0.0).run(local, inputs, parameters)) / (
-            1 - p
-        )
+    if isinstance(op, Attention) and local.training and 0 < p < 1:
+        return replace(op, dropout=0.0).run(local, inputs, parameters) / (1 - p)
+    if isinstance(op, Dropout) and local.training and 0 < p < 1:
+        return inputs[0] / (1 - p)
     if not isinstance(op, Draw):
         return op.run(local, inputs, parameters)
     low, *rest = (float(a) for a in op.arguments)
@@ -296,7 +297,7 @@ def _undrawn(op: Op, local: Local, inputs: Sequence[Tensor], parameters: Mapping
     return torch.full(op.spec.shape, number, dtype=getattr(torch, op.spec.dtype), device=local.device)
 
 
-class _Undrawn(TorchDispatchMode):
+class _Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it fixed numbers are drawn: of a chance always 1, so that nothing is dropped."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -323,6 +324,10 @@ class _Undrawn(TorchDispatchMode):
                 numbers = torch.full_like(func(*args, **kwargs) if out is None or "like" in name else out, number)
         written = given.get("self") if func._schema.is_mutable else None
         return numbers if written is None else written.copy_(numbers)
+
+
+def _undrawing() -> AbstractContextManager[object]:
+    return _Undrawn()  # type: ignore[no-untyped-call]
 
 
 def _number(name: str, given: Mapping[str, Any]) -> float:
@@ -362,7 +367,8 @@ def _noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
 def as_it_was(module: nn.Module) -> Iterator[None]:
     """Within it the module may be called: attributes, buffers and random numbers are those of before afterwards."""
     modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    attributes = [dict(vars(m)) for m in modules]
+    attributes: list[dict[str, Any]] = [dict(vars(m)) for m in modules]
+    registered: list[tuple[dict[str, Any], ...]]
     registered = [(dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     devices = sorted({t.device.index for t in (*module.parameters(), *module.buffers()) if t.device.type == "cuda"})
@@ -374,8 +380,8 @@ def as_it_was(module: nn.Module) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         for m, known, own in zip(modules, attributes, registered, strict=True):
-            vars(m).clear()
-            vars(m).update(known)
+            m.__dict__.clear()
+            m.__dict__.update(known)
             tables: tuple[dict[str, Any], ...] = (m._parameters, m._buffers, m._modules)
             for now, before in zip(tables, own, strict=True):
                 now.clear()

@@ -2,7 +2,7 @@
 
 Shapes alone are traced, so any number costs the same; and of such a number every size tells whether it follows the
 samples (33 of 11: three windows of each). That it does, and that the layers compute what the module does, is shown by
-running them beside it at the example's batch (`importers.proof`); where it cannot be run, by a second trace.
+running them beside it at the example's batch (`importers.torch.proof`); where it cannot be run, by a second trace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
-from layerwise.importers.proof import UnlikeError, UnprovenError, proven
+from layerwise.importers.torch.proof import UnlikeError, UnprovenError, proven
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.trace import Dims, Imported, import_module
 from layerwise.ops.base import Role
