@@ -37,8 +37,10 @@ def once() -> Iterator[None]:
         key = _likeness(module), str(pytree.tree_map(_form, call)), name, trusted
         if key not in _traced:
             made = trace(module, call, name, trusted)
-            if any(layer.role is Role.CONSTANT for layer in made[0].graph.layers):  # a value, which is this model's
-                return made
+            layers, own = made[0].graph.layers, module.state_dict()
+            read = {name for layer in layers for name, _ in layer.own_parameters()}
+            if any(layer.role is Role.CONSTANT for layer in layers) or not read <= own.keys():
+                return made  # it has a value that is this model's
             _traced[key] = made
         imported, *others = _traced[key]
         values = {key: partial(_value, tensor) for key, tensor in module.state_dict(keep_vars=True).items()}

@@ -54,12 +54,11 @@ def import_for_batches(model: nn.Module, call: Call, name: str) -> Imported:
         except UnlikeError as error:
             different.append(error)
         except UnprovenError as why:
-            if any(_difference(other, traces[-1]) is None for other in traces[:-1]):
-                effects = (
-                    *imported.graph.unseen,
-                    *traces[-1].changed,
-                )  # of a second call: what is set once is not lost
-                return replace(imported, graph=replace(imported.graph, unseen=effects), unproven=str(why))
+            alike = next((other for other in traces[:-1] if _difference(other, traces[-1]) is None), None)
+            if alike is not None:  # the first, which another rank may have proven
+                effects = (*imported.graph.unseen, *traces[-1].changed)  # of a second call: what is set once is kept
+                graph = replace(alike.graph.rebatch(batch), unseen=effects)
+                return replace(alike, graph=graph, unproven=str(why))
             different += [_depends(str(_difference(t, traces[-1]))) for t in traces[:-1]]
     if not traces:
         return import_module(model, call, name)
