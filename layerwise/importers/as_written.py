@@ -11,8 +11,8 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.importers.torch.batches import repeated
-from layerwise.importers.torch.proof import as_it_was
 from layerwise.importers.torch.read.arguments import Arguments, Call, Leaf, signature_of
+from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.as_written import AsWritten
 from layerwise.tensor import TensorSpec
 

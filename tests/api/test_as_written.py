@@ -80,7 +80,7 @@ def test_one_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
         timeout_s=30,
     )
     said = capsys.readouterr().out.splitlines()
-    assert sum("as it is written, and samples alone are split, because model 'Branching': torch.export" in x for x in said) == 1
+    assert sum("as it is written, and samples alone are split, because model 'Branching'" in x for x in said) == 1
 
 
 def test_another_strategy_is_refused_and_this_one_is_named() -> None:

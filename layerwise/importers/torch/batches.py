@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
-from layerwise.importers.torch.proof import UnlikeError, UnprovenError, proven
+from layerwise.importers.torch.drawn import UnprovenError
+from layerwise.importers.torch.proof import UnlikeError, proven
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.trace import Dims, Imported, import_module
 from layerwise.ops.base import Role

@@ -7,10 +7,9 @@ table gets wrong, is found so. Nothing is dropped meanwhile: what draws random n
 from __future__ import annotations
 
 import copy
-import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -20,35 +19,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.types import autocast_within
+from layerwise.importers.torch.drawn import UnprovenError, undrawing, undrawn
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.configurations import configured
-from layerwise.importers.torch.read.effects import changed, numbers, put_back
+from layerwise.importers.torch.read.effects import as_it_was, changed, numbers
 from layerwise.importers.torch.trace import Imported
-from layerwise.ops.base import Op, Role
+from layerwise.ops.base import Role
 from layerwise.ops.facts import Local
-from layerwise.ops.nn.attention import Attention
 from layerwise.ops.stages import needed_box
-from layerwise.ops.tensor.draw import Draw
-from layerwise.ops.tensor.pointwise import Cast, Dropout
+from layerwise.ops.tensor.pointwise import Cast
 from layerwise.ops.torch_op import TorchOp
 
 FEW = 2  # samples are run
 MOST_BYTES = 1 << 32  # of what the layers make, and of gradients
-FLOPS_A_LAYER = 1e8  # some milliseconds, which a layer takes to be traced, too
+FLOPS_A_LAYER = 5e7  # forward, on a CPU: with the rest some milliseconds, which a layer takes to be traced, too
+ACCELERATED = 100  # times that, elsewhere
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of the largest
 NARROW = 2e-2  # where parts of a network in float64 compute in float32
-DRAWN = 0.75  # of [0, 1): so that stochastic depth, floor(keep + it), keeps all
-
-
-class UnprovenError(LayerwiseError):
-    """The layers cannot be run beside the module, or not in the time and memory that importing may take."""
 
 
 class UnlikeError(LayerwiseError):
@@ -75,7 +68,7 @@ def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW)
     if imported.graph.unseen:
         raise UnprovenError(f"it {imported.graph.unseen[0]}")
     few, graph = _few(call, imported.graph.batch, samples), imported.graph.rebatch(samples)
-    _check_size(graph)
+    _check_size(graph, next(x.device.type for x in pytree.tree_leaves(few) if isinstance(x, Tensor)))
     with TRACING, warnings.catch_warnings(), as_it_was(model):
         warnings.simplefilter("ignore")  # what the model says, it says again where it is run
         away, where, effects = _compared(replace(imported, graph=graph), model, few)
@@ -100,7 +93,7 @@ def _few(call: Call, batch: int, samples: int) -> Call:
     return made
 
 
-def _check_size(graph: LayerGraph) -> None:
+def _check_size(graph: LayerGraph, device: str) -> None:
     """UnprovenError where the layers take more time or memory than importing may."""
     made = sum(prod(layer.out.shape) * layer.out.item_bytes for layer in graph.layers)
     stored = {
@@ -113,7 +106,7 @@ def _check_size(graph: LayerGraph) -> None:
         if not isinstance(layer.op, TorchOp):
             extents = np.array([dim.extent for dim in layer.space.dims], np.int64)
             flops += float(layer.op.flops(layer.specs, extents))
-    if flops > FLOPS_A_LAYER * len(graph.layers):
+    if flops > FLOPS_A_LAYER * len(graph.layers) * (1 if device == "cpu" else ACCELERATED):
         raise UnprovenError(
             f"{graph.batch} samples of it are {flops:.1e} operations, which take longer than to trace it"
         )
@@ -136,7 +129,7 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         outputs = [_total(graph, name, made[name]) for name in graph.layers[-1].inputs]
         before, seen = numbers(model), dict[str, Tensor]()
         try:
-            with _undrawing(), configured(model), _noted(model, seen):
+            with undrawing(), configured(model), _noted(model, seen):
                 leaves = pytree.tree_leaves(model(*call[0], **call[1]))
         except Exception as error:  # the model's own code, which may raise anything
             said = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -144,7 +137,7 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         after = numbers(model)
         pairs = _paired(leaves, structure.numbers, structure.values, outputs)
         rows = [(graph.layers[-1].inputs[i], ours, theirs) for i, ours, theirs in pairs]
-        with _undrawing():
+        with undrawing():
             wanted = _gradients([theirs for _, _, theirs in rows], named.values())
         got = _gradients([ours for _, ours, _ in rows], named.values())
     largest = max((float(g.abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
@@ -183,7 +176,7 @@ def _effects(
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
             buffer.copy_(buffers[name])
-        with _undrawing(), configured(model):
+        with undrawing(), configured(model):
             second = pytree.tree_leaves(model(*call[0], **call[1]))
     same = len(leaves) == len(second) and all(
         _away(a, b) <= 1e-3 if isinstance(a, Tensor) else a == b for a, b in zip(leaves, second, strict=True)
@@ -265,7 +258,7 @@ class _Layers:
         dtype = None if wanted is None else getattr(torch, wanted)
         with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
             needed = [x[box.slices()] for x, box in zip(inputs, needs, strict=False)]
-            return _undrawn(layer.op, local, needed, parameters)
+            return undrawn(layer.op, local, needed, parameters)
 
     def _stored(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         value = self.state.get(name if name in self.state else name.partition(":")[0])
@@ -276,70 +269,6 @@ class _Layers:
         if value.dim() != len(shape) or not bool((value == value[:1]).all()):
             raise UnlikeError(name, "it is another constant at another batch")
         return value[:1].to(device).expand(shape)
-
-
-def _undrawn(op: Op, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-    """What a layer makes where `_Undrawn` draws."""
-    p = op.p if isinstance(op, Dropout) else op.dropout if isinstance(op, Attention) else 0.0
-    if isinstance(op, Attention) and local.training and 0 < p < 1:
-        return replace(op, dropout=0.0).run(local, inputs, parameters) / (1 - p)
-    if isinstance(op, Dropout) and local.training and 0 < p < 1:
-        return inputs[0] / (1 - p)
-    if not isinstance(op, Draw):
-        return op.run(local, inputs, parameters)
-    low, *rest = (float(a) for a in op.arguments)
-    number = {
-        "uniform": lambda: low + DRAWN * (rest[0] - low),
-        "normal": lambda: low + DRAWN * rest[0],
-        "integers": lambda: low,
-        "bernoulli": lambda: 1.0,
-    }[op.distribution]()
-    return torch.full(op.spec.shape, number, dtype=getattr(torch, op.spec.dtype), device=local.device)
-
-
-class _Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it fixed numbers are drawn: of a chance always 1, so that nothing is dropped."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-        given |= {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        name = func._schema.name.partition("::")[2].removesuffix("_")
-        if name == "native_dropout":
-            x, p = given["input"], given["p"] if given.get("train") is not False else 0.0
-            return x / (1 - p), torch.ones_like(x, dtype=torch.bool)
-        drops = given.get("dropout_p", given.get("dropout"))
-        if drops is not None and not drops:
-            return func(*args, **kwargs)
-        if name == "bernoulli":
-            chances = given.get("p", given["self"])
-            drawn = chances > DRAWN if isinstance(chances, Tensor) else torch.ones_like(given["self"])
-            numbers = drawn.to(given["self"].dtype)
-        else:
-            number = _number(name, given)
-            out = given["self"] if isinstance(given.get("self"), Tensor) else None
-            with torch.no_grad():
-                numbers = torch.full_like(func(*args, **kwargs) if out is None or "like" in name else out, number)
-        written = given.get("self") if func._schema.is_mutable else None
-        return numbers if written is None else written.copy_(numbers)
-
-
-def _undrawing() -> AbstractContextManager[object]:
-    return _Undrawn()  # type: ignore[no-untyped-call]
-
-
-def _number(name: str, given: Mapping[str, Any]) -> float:
-    kind = name.removesuffix("_like")
-    if kind in ("rand", "uniform"):
-        low, high = given.get("from", 0.0), given.get("to", 1.0)
-        return float(low + DRAWN * (high - low))
-    if kind in ("randn", "normal") and not any(isinstance(given.get(k), Tensor) for k in ("mean", "std")):
-        return float(given.get("mean", 0.0) + DRAWN * given.get("std", 1.0))
-    if kind == "randint":
-        return float(given.get("low", 0))
-    raise UnprovenError(f"it draws random numbers by {name}")
 
 
 @contextmanager
@@ -361,35 +290,6 @@ def _noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def as_it_was(module: nn.Module) -> Iterator[None]:
-    """Within it the module may be called: attributes, buffers and random numbers are those of before afterwards."""
-    modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    attributes: list[dict[str, Any]] = [dict(vars(m)) for m in modules]
-    registered: list[tuple[dict[str, Any], ...]]
-    registered = [(dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    devices = sorted({t.device.index for t in (*module.parameters(), *module.buffers()) if t.device.type == "cuda"})
-    python, numpy, counted = random.getstate(), np.random.get_state(), numbers(module)
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for m, known, own in zip(modules, attributes, registered, strict=True):
-            m.__dict__.clear()
-            m.__dict__.update(known)
-            tables: tuple[dict[str, Any], ...] = (m._parameters, m._buffers, m._modules)
-            for now, before in zip(tables, own, strict=True):
-                now.clear()
-                now.update(before)
-        put_back(module, counted)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 def _total(graph: LayerGraph, name: str, x: Tensor) -> Tensor:

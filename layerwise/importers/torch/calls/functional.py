@@ -82,6 +82,9 @@ class _Writer:
             self.nodes.append(call)
             self._note_views(node)
             return
+        near = {root for name in written for root in self._near(self._root(self._tensor(name)))}
+        for root in near:
+            _check_kept(node, self.sources.get(root))
         out = node.outputs[0] if node.outputs else None
         if len(written) > 1 or out is None:
             raise LayerwiseError(
@@ -89,9 +92,6 @@ class _Writer:
                 "without the underscore or out="
             )
         tensor = self._tensor(written[0])
-        near = self._near(self._root(tensor))
-        for root in near:
-            _check_kept(node, self.sources.get(root))
         self.unsure |= dict.fromkeys(near - {self._root(tensor)}, node)
         self.nodes.append(self._filled(call, out))
         self.same[out.name] = tensor

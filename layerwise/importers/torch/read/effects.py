@@ -108,6 +108,35 @@ def put_back(model: nn.Module, known: Numbers) -> None:
             modules[path].__dict__[name] = value
 
 
+@contextmanager
+def as_it_was(module: nn.Module) -> Iterator[None]:
+    """Within it the module may be called: attributes, buffers and random numbers are those of before afterwards."""
+    modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    attributes: list[dict[str, Any]] = [dict(vars(m)) for m in modules]
+    registered: list[tuple[dict[str, Any], ...]]
+    registered = [(dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    devices = sorted({t.device.index for t in (*module.parameters(), *module.buffers()) if t.device.type == "cuda"})
+    python, numpy, counted = random.getstate(), np.random.get_state(), numbers(module)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for m, known, own in zip(modules, attributes, registered, strict=True):
+            m.__dict__.clear()
+            m.__dict__.update(known)
+            tables: tuple[dict[str, Any], ...] = (m._parameters, m._buffers, m._modules)
+            for now, before in zip(tables, own, strict=True):
+                now.clear()
+                now.update(before)
+        put_back(module, counted)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
 def changed(before: Numbers, after: Numbers) -> tuple[str, ...]:
     """A phrase for each attribute that has another value afterwards."""
     names = (name for (path, name), value in before.items() if after.get((path, name), value) != value)
