@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from layerwise.api.planner import Choice, Planner, Strategy
 from layerwise.comm.base import Comm
-from layerwise.graph.layer import LayerGraph
 from layerwise.importers import load
 from layerwise.importers.torch.read.arguments import Call
+from layerwise.importers.torch.trace import Imported
 from layerwise.ops.base import Role
 
 _traced: dict[object, Any] = {}
@@ -36,12 +37,15 @@ def once() -> Iterator[None]:
         key = _likeness(module), str(pytree.tree_map(_form, call)), name, trusted
         if key not in _traced:
             made = trace(module, call, name, trusted)
-            if any(layer.role is Role.CONSTANT for layer in made[0].layers):  # a value, which is this model's
-                return made
+            layers, own = made[0].graph.layers, module.state_dict()
+            read = {name for layer in layers for name, _ in layer.own_parameters()}
+            if any(layer.role is Role.CONSTANT for layer in layers) or not read <= own.keys():
+                return made  # it has a value that is this model's
             _traced[key] = made
-        graph, stored, *others = _traced[key]
+        imported, *others = _traced[key]
         values = {key: partial(_value, tensor) for key, tensor in module.state_dict(keep_vars=True).items()}
-        return graph, {key: read for key, read in values.items() if key in stored}, *others
+        stored = {key: read for key, read in values.items() if key in imported.stored}
+        return replace(imported, stored=stored), *others
 
     def chosen(planner: Planner, strategy: Strategy | None) -> Choice:
         ranks = planner.world.size, planner.world.nodes, planner.world.device_order
@@ -73,8 +77,9 @@ def by_rank_0(comm: Comm) -> Iterator[None]:
             said = comm.all_gather_text("" if mine is None else _written(module, *mine))[0]
         if mine is not None or not said:
             return mine or trace(module, call, name, trusted)
-        graph, stored, *others = pickle.loads(base64.b64decode(said))
-        return graph, {key: partial(_value, value) for key, value in (stored | _held(module, stored)).items()}, *others
+        imported, *others = pickle.loads(base64.b64decode(said))
+        values = imported.stored | _held(module, imported.stored)
+        return replace(imported, stored={key: partial(_value, value) for key, value in values.items()}), *others
 
     load.traced = traced
     try:
@@ -83,11 +88,11 @@ def by_rank_0(comm: Comm) -> Iterator[None]:
         load.traced = trace
 
 
-def _written(module: nn.Module, graph: LayerGraph, stored: Mapping[str, Callable[[], object]], *others: object) -> str:
+def _written(module: nn.Module, imported: Imported, *others: object) -> str:
     """A trace as text, with the values that the module does not hold: constants."""
-    held = _held(module, stored)
-    values = {key: None if key in held else read() for key, read in stored.items()}
-    return base64.b64encode(pickle.dumps((graph, values, *others))).decode()
+    held = _held(module, imported.stored)
+    values: Any = {key: None if key in held else read() for key, read in imported.stored.items()}
+    return base64.b64encode(pickle.dumps((replace(imported, stored=values), *others))).decode()
 
 
 def _held(module: nn.Module, stored: Mapping[str, object]) -> dict[str, Tensor]:

@@ -94,7 +94,10 @@ class Task:
         module = build_module(agreed, imported, world.comm, runtime)
         if choice is None:
             return module, ()
-        noted = replace(choice, notes=(*choice.notes, *machine.notes))
+        notes = [*choice.notes, *machine.notes]
+        if imported.unproven is not None and not imported.graph.unseen:
+            notes.append(f"the layers were not run beside the model as it was imported: {imported.unproven}")
+        noted = replace(choice, notes=tuple(notes))
         return module, (text(report(noted, world, machine.source)),)
 
     def _as_written(self, why: LayerwiseError) -> Built:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -15,9 +9,10 @@ from torch.utils import _pytree as pytree
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.batches import repeated
 from layerwise.importers.load import Network
+from layerwise.importers.torch.batches import repeated
 from layerwise.importers.torch.read.arguments import Arguments, Call, Leaf, signature_of
+from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.opaque import AsWritten
 from layerwise.tensor import TensorSpec
 
@@ -41,7 +36,7 @@ def as_written(module: nn.Module, call: Call, batch: int, why: LayerwiseError) -
     examples = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
     samples = next(x.shape[0] for x in examples if x.dim())
     try:
-        with _as_it_was(module):
+        with as_it_was(module):
             module.eval()
             by_row = _returns_rows(module, call, samples)
     except Exception as error:  # the model's own code, which may raise anything
@@ -82,35 +77,6 @@ def _returns_rows(module: nn.Module, call: Call, samples: int) -> bool:
 
 def _rows(outputs: object) -> list[int]:
     return [x.shape[0] if x.dim() else 0 for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
-
-
-@contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Within it the module may be called: attributes, buffers and random numbers are those of before afterwards."""
-    modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    attributes = [dict(vars(m)) for m in modules]
-    registered: list[tuple[dict[str, Any], ...]]
-    registered = [(dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    devices = sorted({t.device.index for t in (*module.parameters(), *module.buffers()) if t.device.type == "cuda"})
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for m, known, (parameters, own, children) in zip(modules, attributes, registered, strict=True):
-            vars(m).clear()
-            vars(m).update(known)
-            held: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
-            held = (m._parameters, parameters), (m._buffers, own), (m._modules, children)
-            for now, before in held:
-                now.clear()
-                now.update(before)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 def _spec(x: Tensor, samples: int) -> TensorSpec:

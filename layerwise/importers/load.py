@@ -23,9 +23,9 @@ from layerwise.ops.base import Role
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from layerwise.importers.torch.build import Stored
     from layerwise.importers.torch.read.arguments import Arguments, Call
     from layerwise.importers.torch.read.structure import OutputStructure
+    from layerwise.importers.torch.trace import Imported
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
@@ -51,6 +51,7 @@ class Network:
     called: frozenset[str] = frozenset()  # paths of the modules without modules inside that its trace called
     written: frozenset[str] = frozenset()  # paths of the modules' attributes that its trace set, or changed inside
     itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
+    unproven: str | None = None  # why its layers were not run beside the module when it was imported
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""
@@ -171,7 +172,8 @@ def network_of(
     from layerwise.importers.torch.calls.constants import Missing
 
     call = tuple(examples), dict(kwargs or {})
-    graph, stored, structure, arguments, called, written = traced(module, call, name, trusted)
+    imported, called, written = traced(module, call, name, trusted)
+    graph, stored = imported.graph, imported.stored
     known: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for key, tensor in tensors(remove_duplicate=False):
@@ -186,22 +188,19 @@ def network_of(
     built = {key: value for key, value in known_values.items() if isinstance(value, torch.Tensor)}
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
     graph = graph if batch is None else graph.rebatch(batch)
-    return Network(graph, values, keys, structure, arguments, built, module, called, written)
+    structure, arguments = imported.structure, imported.arguments
+    return Network(
+        graph, values, keys, structure, arguments, built, module, called, written, unproven=imported.unproven
+    )
 
 
-def traced(
-    module: nn.Module, call: Call, name: str, trusted: bool
-) -> tuple[LayerGraph, Stored, OutputStructure | None, Arguments, frozenset[str], frozenset[str]]:
+def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> tuple[Imported, frozenset[str], frozenset[str]]:
     """What the module's code makes of a call; no values but constants. Also `Network.called` and `Network.written`."""
-    from layerwise.importers.batches import import_for_batches
-    from layerwise.importers.torch.from_torch import import_module
+    from layerwise.importers.torch.batches import import_for_batches, import_once
 
     with calls_of(module) as called, writes_of(module) as written:
-        if trusted:
-            imported = import_module(module, call[0], kwargs=call[1], name=name)
-        else:
-            imported = import_for_batches(module, call, name)
-    return *imported, frozenset(called), frozenset(written)
+        imported = (import_once if trusted else import_for_batches)(module, call, name)
+    return imported, frozenset(called), frozenset(written)
 
 
 @contextlib.contextmanager

@@ -76,11 +76,11 @@ def test_a_loop_over_loaders_is_one_devices(name: str, strategy: str | None) -> 
 def test_one_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     run_threads(
         2,
-        lambda comm: parallelize(built("Fourier"), IMAGES[:4], options=ParallelOptions(comm=comm, measure_s=0)),
+        lambda comm: parallelize(Branching(), IMAGES[:4].float(), options=ParallelOptions(comm=comm, measure_s=0)),
         timeout_s=30,
     )
     said = capsys.readouterr().out.splitlines()
-    assert sum("as it is written, and samples alone are split, because layer 'blocks.0.copy'" in x for x in said) == 1
+    assert sum("as it is written, and samples alone are split, because model 'Branching'" in x for x in said) == 1
 
 
 def test_another_strategy_is_refused_and_this_one_is_named() -> None:

@@ -21,15 +21,14 @@ from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.tensors import samples_along
 from layerwise.importers.torch.calls.constants import FILLED, Constants, Missing, constant_names, is_constant
 from layerwise.importers.torch.calls.decompose import decomposed
+from layerwise.importers.torch.calls.functional import functional
 from layerwise.importers.torch.calls.losses import follows
-from layerwise.importers.torch.calls.memory import Memory, overwritten
 from layerwise.importers.torch.calls.names import input_spec, layer_names
 from layerwise.importers.torch.calls.parameters import shared_parameters
 from layerwise.importers.torch.calls.place import TorchPlacer
 from layerwise.importers.torch.calls.spectral import spectral_norms
 from layerwise.importers.torch.calls.types import typed
 from layerwise.importers.torch.calls.whole import torch_call, why_not
-from layerwise.importers.torch.calls.writes import check_written, separate_writes
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
@@ -48,16 +47,15 @@ def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None
 
 class _Importer:
     def __init__(self, program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
-        self.program = program = decomposed(separate_writes(spectral_norms(program)))
+        self.program = program = functional(decomposed(spectral_norms(program)))
         self.constants = Constants(from_file=program.from_file)
         self.values: dict[str, Operand | Rows] = {}
         self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
         self.nothing: set[str] = set()  # tensors without elements
-        self.sources = {source.value.name: source for source in program.sources}
         constant = constant_names(program)
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
-        self.memory = Memory(program)
+        self.used = {ref.name for node in program.nodes for ref in node.operands} | {r.name for r in program.outputs}
         uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
         self.placer = placer = TorchPlacer(GraphBuilder(title), uses)
         placer.builder.traced = program.device
@@ -100,8 +98,8 @@ class _Importer:
         return stored | {s.target: s.read for s in self.program.sources if s.kind != "input"}
 
     def graph(self) -> LayerGraph:
-        for place, node in enumerate(self.program.nodes):
-            self.call(place, node)
+        for node in self.program.nodes:
+            self.call(node)
         outputs = [self.operand(ref) for ref in self.program.outputs if self.known(ref) is not None]
         fed = {self.operand(Ref(s.value.name)).name for s in self.program.sources if s.kind == "input"}
         computed = dict.fromkeys(o.name for o in outputs if o.activation)
@@ -111,25 +109,14 @@ class _Importer:
         check_samples(graph)
         return graph
 
-    def call(self, place: int, node: Node) -> None:
+    def call(self, node: Node) -> None:
         """One call: a constant, a layer or several, or nothing."""
         if node.target.partition("::")[2].startswith(CHECKS):
             return
-        constant = is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node)
-        check_written(node, self.memory, self.sources)
-        written = self.memory.written(node)
-        if constant:
+        if is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node):
             self.constant(node)
-        else:
-            if written is not None and (view := self.memory.seen_later(place, node, written)):
-                raise LayerwiseError(
-                    f"layer {self.names[node.name]!r}: {node.target} writes in place into a view of a tensor that is "
-                    f"used again ({view}); write it without the underscore or out="
-                )
-            if not self.merges_rows(node):
-                self.layer(node)
-        if written is not None and node.outputs[0] is not None:
-            self.memory.latest[written] = node.outputs[0].name
+        elif not self.merges_rows(node):
+            self.layer(node)
 
     def layer(self, node: Node) -> None:
         """A call that computes something."""
@@ -138,14 +125,14 @@ class _Importer:
             return
         self.placer.builder.autocast = effective(node.autocast, self.program.device)
         by_row = self.works_by_row(node)
-        given = {r.name: loss for r in node.operands if (loss := self.losses.get(self.memory.current(r.name)))}
+        given = {r.name: loss for r in node.operands if (loss := self.losses.get(r.name))}
         reduction = follows(node, given, lambda ref: prod(self.shape(ref)))
         if given and reduction is None:
             raise LayerwiseError(
                 f"layer {self.names[node.name]!r} ({node.target}) computes with a loss; a mean over samples is taken "
                 "last, so inside a model losses can be scaled and added only: do it with what the model returns"
             )
-        unused = all(v is None or v.name not in self.memory.last for v in node.outputs)
+        unused = all(v is None or v.name not in self.used for v in node.outputs)
         if unused and row(node.target) is None:
             return
         builds = self.builds(node)
@@ -164,7 +151,7 @@ class _Importer:
             raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
         results = result if isinstance(result, tuple) else (result,)
         for value, made in zip(node.outputs, results, strict=False):
-            if made is None and value and value.name in self.memory.last and not by_row:
+            if made is None and value and value.name in self.used and not by_row:
                 made = self.beside(node, call, value.name)
             if value is None or made is None or isinstance(made, tuple):
                 continue
@@ -179,11 +166,7 @@ class _Importer:
 
     def constant(self, node: Node) -> None:
         """A constant, with its value where that is cheap."""
-        if not self.constants.compute(node, self.names[node.name]) and overwritten(node):
-            for name in self.memory.views(node.outputs[0].name if node.outputs[0] else ""):  # it has changed, too
-                self.constants.forget(name, node)
-                if isinstance(known := self.values.get(name), Operand):
-                    self.values[name] = replace(known, value=None)
+        self.constants.compute(node, self.names[node.name])
         for value in node.outputs:
             if value is not None and 0 not in value.shape:  # nothing is in the others, and nobody misses it
                 spec = _spec(value)
@@ -201,7 +184,7 @@ class _Importer:
     def filled_by_sample(self, node: Node, value: Value) -> bool:
         """Whether a constant is one number for every sample, as `torch.ones(x.shape[0])`, or computed of such.
 
-        Where it is but as long as the batch happens to be, the trace of another batch tells (see `importers.batches`).
+        Where it is but as long as the batch happens to be, another batch tells (see `importers.torch.batches`).
         """
         if value.shape != (self.batch,) or self.batch < 2:
             return False
@@ -233,7 +216,7 @@ class _Importer:
         """view(-1, c) of (n, s, c): nothing is done until somebody needs it so. Says whether it was that."""
         if base_name(node.target) not in SHAPED or node.outputs[0] is None:
             return False
-        x = self.values[self.memory.current(next(iter(node.operands)).name)]
+        x = self.values[next(iter(node.operands)).name]
         out = node.outputs[0]
         whole = x.whole if isinstance(x, Rows) else x
         if isinstance(x, Rows) and len(out.shape) > 2:  # merged rows would have one label for two dimensions
@@ -268,11 +251,10 @@ class _Importer:
 
     def operand(self, ref: Ref) -> Operand:
         """The value of a tensor, rows merged."""
-        name = self.memory.current(ref.name)
-        value = self.values[name]
+        value = self.values[ref.name]
         if isinstance(value, Rows):
             value = self.placer.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
-            self.values[name] = value
+            self.values[ref.name] = value
         return value
 
     def argument(self, value: object, *, whole: bool = False) -> Argument:
@@ -290,17 +272,16 @@ class _Importer:
 
     def known(self, ref: Ref) -> Operand | Rows | None:
         """A tensor; None for one without elements."""
-        name = self.memory.current(ref.name)
-        if name not in self.values and name not in self.nothing:
-            raise LayerwiseError(f"the model uses {name!r}, an output that layerwise does not make")
-        return self.values.get(name)
+        if ref.name not in self.values and ref.name not in self.nothing:
+            raise LayerwiseError(f"the model uses {ref.name!r}, an output that layerwise does not make")
+        return self.values.get(ref.name)
 
     def role(self, name: str) -> str:
         value = self.known(Ref(name))
         return value.role if isinstance(value, Operand) else "constant" if value is None else "activation"
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
-        return self.values[self.memory.current(ref.name)].shape
+        return self.values[ref.name].shape
 
     def builds(self, node: Node) -> list[Build]:
         """How to build a call: by its row, or else as PyTorch computes it. LayerwiseError where it cannot be."""
@@ -312,7 +293,7 @@ class _Importer:
                 f"layer {self.names[node.name]!r}: operator {node.target} {why}; register it with "
                 f"layerwise.register_op({node.target!r}, ...)"
             )
-        as_it_is = partial(torch_call, node, used=self.memory.last.__contains__, shapes=self.placer.shapes)
+        as_it_is = partial(torch_call, node, used=self.used.__contains__, shapes=self.placer.shapes)
         if build is None:
             return [as_it_is]
         return [build, as_it_is] if why is None and base_name(node.target) in ELSE_AS_IT_IS else [build]

@@ -102,7 +102,7 @@ def read_program(exported: ExportedProgram, name: str) -> Program:
     """The program of an exported one."""
     signature, graph = exported.graph_signature, exported.graph
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    reader = _Reader(exported.graph_module)
+    reader = Reader(exported.graph_module)
     sources: list[Source] = []
     shared: dict[int, Ref] = {}  # tensors that have several names in the model
     for spec in signature.input_specs:
@@ -134,7 +134,7 @@ def read_program(exported: ExportedProgram, name: str) -> Program:
 _RETURNED = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
 
 
-class _Reader:
+class Reader:
     """Walks an fx graph and the graphs of its regions."""
 
     def __init__(self, module: torch.nn.Module, prefix: str = "") -> None:
@@ -188,7 +188,7 @@ class _Reader:
         if name not in REGIONS or place is None:
             raise control_flow(name, module_path(stack_of(node)))
         body = arguments[place]
-        inner = _Reader(body, f"{self.prefix}{node.name}.")
+        inner = Reader(body, f"{self.prefix}{node.name}.")
         inner.nodes = self.nodes
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         inner.values.update(zip(inputs, arguments[place + 1 + REGIONS[name] :], strict=True))

@@ -50,7 +50,7 @@ def constant_names(program: Program) -> set[str]:
 
 
 class Constants:
-    """Values of constants, computed as torch does and in order: what is written in place is seen by its views."""
+    """Values of constants, computed as torch does."""
 
     def __init__(self, *, from_file: bool = False) -> None:
         """from_file: the program's author is not known, so what is run is of a closed list."""
@@ -83,8 +83,8 @@ class Constants:
         array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return array
 
-    def compute(self, node: Node, layer: str) -> bool:
-        """Evaluates a call of constants, if all of them are known and the result is small. Says whether it was."""
+    def compute(self, node: Node, layer: str) -> None:
+        """Evaluates a call of constants, if all of them are known and the result is small."""
         made = self._evaluate(node)
         if made is None:
             self.unknown |= dict.fromkeys((v.name for v in node.outputs if v), self._reason(node, layer))
@@ -92,7 +92,6 @@ class Constants:
         for declared, result in zip(node.outputs, results, strict=False):
             if declared and isinstance(result, torch.Tensor) and tuple(result.shape) == declared.shape:
                 self._keep(declared.name, result)
-        return made is not None
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Notes a value. LayerwiseError where all of them together are too many."""
@@ -105,11 +104,6 @@ class Constants:
                 f"the constants that the model computes, up to {name!r}, take more than {self.most_bytes >> 20:,} MiB "
                 "in all; make them inputs of the model"
             )
-
-    def forget(self, name: str, node: Node) -> None:
-        """Its value is not known any more: `node` wrote into it."""
-        self._tensors.pop(name, None)
-        self.unknown[name] = next(self.unknown[v.name] for v in node.outputs if v)
 
     def _reason(self, node: Node, layer: str) -> str:
         """Why a call has no value."""
@@ -161,6 +155,8 @@ class Constants:
         kwargs: dict[str, object] = {}
         for name, value in node.arguments.items():
             real = self._real(value, device, node)
+            alias = schema[name].alias_info
+            real = real.clone() if alias and alias.is_write and isinstance(real, torch.Tensor) else real
             if schema[name].kwarg_only:
                 kwargs[name] = torch.device(device) if name == "device" else real
             else:

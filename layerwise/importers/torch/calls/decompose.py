@@ -1,28 +1,30 @@
 """Decompositions: a call that no table knows, written out in others that the tables know, as PyTorch itself has it.
 
 The results are eager's to rounding, not bit by bit: where a plan runs the model itself (one device, samples only), it
-runs it as it is written. https://pytorch.org/docs/stable/torch.compiler_ir.html
+runs it as it is written. Only such calls are traced once more: to make a whole program functional and decompose it
+(`ExportedProgram.run_decompositions`) takes up to twice the time of the export, and loses where no gradient goes back.
+https://pytorch.org/docs/stable/torch.compiler_ir.html
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import canonical
 from layerwise.importers.torch.calls.constants import constant_names
-from layerwise.importers.torch.calls.whole import why_not, without_underscore
+from layerwise.importers.torch.calls.functional import overwritten
+from layerwise.importers.torch.calls.whole import why_not
 from layerwise.importers.torch.ops.free import FREE
 from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_name, row
-from layerwise.importers.torch.program import TRACING, Node, Program, Ref, Value, bind
+from layerwise.importers.torch.program import TRACING, Node, Program, Reader, Ref, Value
 
 MOST_NODES = 64  # that one call becomes
 
@@ -39,7 +41,7 @@ def decomposed(program: Program) -> Program:
     for node in program.nodes:
         made = {v.name for v in node.outputs if v}
         plain = node.name not in unknown or made <= constant or why_not(node, from_file=program.from_file) is not None
-        written = None if plain else _written_out(node, values)
+        written = None if plain or overwritten(node) else _written_out(node, values)
         nodes += [node] if written is None else written
     return replace(program, nodes=tuple(nodes))
 
@@ -66,88 +68,44 @@ def _table() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
 def _written_out(node: Node, values: Mapping[str, Value]) -> list[Node] | None:
     """The calls that one becomes, the last of which has its outputs; None where some of them are not known."""
     traced = _trace(node, values)
-    if traced is None or len(traced.nodes) > MOST_NODES:
+    if traced is None or len(traced.graph.nodes) > MOST_NODES:
         return None
-    operands = iter(dict.fromkeys(node.operands))
-    held: dict[fx.Node, object] = {}
-    nodes: list[Node] = []
-    for one in traced.nodes:
-        if one.op == "placeholder":
-            held[one] = next(operands)
-        elif one.op == "output":
-            return _ended(node, nodes, _bound(one.args[0], held))
-        elif one.target is operator.getitem:
-            held[one] = _bound(one.args[0], held)[one.args[1]]
-        else:
-            made = _node(f"{node.name}.{one.name}", one, node, held)
-            if made is None:
-                return None
-            nodes.append(made)
-            refs = tuple(Ref(v.name) for v in made.outputs if v)
-            held[one] = refs if isinstance(one.meta["val"], (list, tuple)) else refs[0]
-    return None
-
-
-def _node(name: str, one: fx.Node, node: Node, held: Mapping[fx.Node, object]) -> Node | None:
-    """A call of the trace; None where it is not known, or gives something else than tensors."""
-    val = one.meta.get("val")
-    tensors = [t for t in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(t, torch.Tensor)]
-    if len(tensors) != (len(val) if isinstance(val, (list, tuple)) else 1) or not all(t.numel() for t in tensors):
+    reader = Reader(traced, f"{node.name}.")
+    inputs = (one for one in traced.graph.nodes if one.op == "placeholder")
+    reader.values.update(zip(inputs, dict.fromkeys(node.operands), strict=True))
+    try:
+        (returned,) = reader.read(traced.graph) if len(node.outputs) == 1 else (reader.read(traced.graph),)
+    except LayerwiseError:
         return None
-    overload = one.target if isinstance(one.target, torch._ops.OpOverload) else None
-    if overload is not None and overload._schema.is_mutable:
-        overload = without_underscore(overload) if _overwrites_its_own(one) else None
-    if overload is None or overload._schema.is_mutable:
+    made = {v.name for one in reader.nodes for v in one.outputs if v}
+    if not all(_sound(one, made) for one in reader.nodes):
         return None
-    target = canonical(str(overload))
-    random = torch.Tag.nondeterministic_seeded in overload.tags
-    if random or not (_known(target, overload) or base_name(target) in SHAPED_ONLY):
-        return None
-    arguments = bind(overload, _bound(one.args, held), _bound(dict(one.kwargs), held))
-    names = [name] if val is tensors[0] else [f"{name}[{i}]" for i in range(len(tensors))]
-    outputs = tuple(
-        Value(called, tuple(int(s) for s in t.shape), str(t.dtype).removeprefix("torch."))
-        for called, t in zip(names, tensors, strict=True)
-    )
-    return Node(name, target, arguments, outputs, node.stack, overload, node.autocast)
-
-
-def _overwrites_its_own(one: fx.Node) -> bool:
-    """Whether a call in place overwrites what nobody else sees: a tensor of its own memory, made for this call."""
-    source = one.args[0]
-    while isinstance(source, fx.Node) and source.target is operator.getitem and len(source.users) == 1:
-        source = source.args[0]
-        if isinstance(source, fx.Node) and any(user.target is not operator.getitem for user in source.users):
-            return False
-    if not isinstance(source, fx.Node) or not isinstance(source.target, torch._ops.OpOverload):
-        return False
-    alone = len(source.users) == 1 or source is not one.args[0]
-    return alone and not any(r.alias_info and not r.alias_info.is_write for r in source.target._schema.returns)
-
-
-def _ended(node: Node, nodes: list[Node], returned: object) -> list[Node] | None:
-    """The calls, with the names that the rest of the program knows the results by."""
     results = returned if isinstance(returned, tuple) else (returned,)
-    named: dict[str, Value] = {}
-    for value, result in zip(node.outputs, results, strict=True):
-        if value is None:
-            continue
-        made = {v.name for n in nodes for v in n.outputs if v}
-        if not isinstance(result, Ref) or result.name in named or result.name not in made:
-            return None  # an operand as it is, or one result twice
-        named[result.name] = value
-    names = {made: Ref(value.name) for made, value in named.items()}
+    named = {r.name: v for v, r in zip(node.outputs, results, strict=True) if v and isinstance(r, Ref)}
+    if len(named) < sum(v is not None for v in node.outputs) or not named.keys() <= made:
+        return None  # an operand as it is, or one result twice
     return [
         replace(
             one,
-            arguments={key: _renamed(argument, names) for key, argument in one.arguments.items()},
+            stack=node.stack,
+            autocast=node.autocast,
+            arguments={key: _renamed(argument, named) for key, argument in one.arguments.items()},
             outputs=tuple(named.get(v.name, v) if v else None for v in one.outputs),
         )
-        for one in nodes
+        for one in reader.nodes
     ]
 
 
-def _trace(node: Node, values: Mapping[str, Value]) -> fx.Graph | None:
+def _sound(one: Node, made: set[str]) -> bool:
+    """Whether a call is known, draws nothing, gives tensors with elements, and writes into what was made here only."""
+    assert one.overload is not None
+    random = torch.Tag.nondeterministic_seeded in one.overload.tags
+    known = _known(one.target, one.overload) or base_name(one.target) in SHAPED_ONLY
+    full = all(v is not None and 0 not in v.shape for v in one.outputs)
+    return known and full and not random and set(overwritten(one)) <= made
+
+
+def _trace(node: Node, values: Mapping[str, Value]) -> torch.fx.GraphModule | None:
     """What a call becomes of tensors that have no values; None where PyTorch has no other way to write it."""
     refs = list(dict.fromkeys(node.operands))
     overload = node.overload
@@ -164,7 +122,7 @@ def _trace(node: Node, values: Mapping[str, Value]) -> fx.Graph | None:
     except Exception:  # whatever it is: the call stays as it is
         return None
     traced.graph.eliminate_dead_code()
-    return traced.graph
+    return traced
 
 
 def _real(value: object, given: Mapping[Ref, torch.Tensor]) -> object:
@@ -175,20 +133,7 @@ def _real(value: object, given: Mapping[Ref, torch.Tensor]) -> object:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _bound(value: object, held: Mapping[fx.Node, object]) -> Any:
-    """Arguments as a Program has them."""
-    if isinstance(value, fx.Node):
-        return held[value]
-    if isinstance(value, (list, tuple)):
-        return tuple(_bound(v, held) for v in value)
-    if isinstance(value, dict):
-        return {key: _bound(v, held) for key, v in value.items()}
-    return value
-
-
-def _renamed(value: object, names: Mapping[str, Ref]) -> object:
+def _renamed(value: object, named: Mapping[str, Value]) -> object:
     if isinstance(value, Ref):
-        return names.get(value.name, value)
-    if isinstance(value, tuple):
-        return tuple(_renamed(v, names) for v in value)
-    return value
+        return Ref(named[value.name].name) if value.name in named else value
+    return tuple(_renamed(v, named) for v in value) if isinstance(value, tuple) else value

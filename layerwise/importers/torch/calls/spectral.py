@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.torch.calls.memory import overwritten
+from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import SPECTRAL_NORM, base_name
 from layerwise.importers.torch.program import Node, Program, Ref, module_path
 

@@ -10,7 +10,7 @@ from layerwise.graph.mixed import made_by
 from layerwise.graph.types import autocast_within
 from layerwise.importers.place import Placer
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
-from layerwise.importers.torch.calls.memory import overwritten
+from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import PROMOTING, base_name
 from layerwise.importers.torch.program import Node
 from layerwise.ops.tensor.pointwise import Cast, promoted

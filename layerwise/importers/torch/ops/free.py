@@ -123,7 +123,7 @@ FREE: Mapping[str, Row] = (
          "fft_irfft", "fft_hfft", "fft_ihfft", *FFT_LAST, *FFT_ALL),
         along("dim"),
     )
-    | {"flip": along("dims"), "unfold": along("dimension")}
+    | {"flip": along("dims"), "unfold": along("dimension"), "slice_scatter": along("dim")}
     | dict.fromkeys(
         ("kthvalue", "median", "nanmedian", "mode", "any", "all", "count_nonzero", "argmax", "argmin", "max", "min",
          "aminmax", "linalg_vector_norm", "norm", "nansum", "nanmean", "std_mean", "var_mean", "logsumexp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -17,10 +18,12 @@ from layerwise.importers.torch.patterns import BATCH_MEAN
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose
 from layerwise.ops.nn.embed import Embedding
+from layerwise.ops.nn.linear import MatMul
 from layerwise.ops.nn.loss import Loss
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.nn.resample import Interpolate, Pad
+from layerwise.ops.opaque import Slot, TorchOp
 from layerwise.ops.tensor.reduce import Reduce
 
 Pads = tuple[tuple[int, int], ...]
@@ -42,6 +45,8 @@ def _argument(call: Call, operand: Operand) -> str:
 
 def convolution(call: Call) -> Result:
     """conv1d, conv2d, conv3d, with numbers or "same" and "valid" as padding."""
+    if call.operand("weight").spec.index("n") == 0:
+        return _convolution_of_samples(call)
     parameters = stored(call, "weight", "bias")
     out, _, *kernel = parameters[0].shape
     rank = len(kernel)
@@ -56,6 +61,28 @@ def convolution(call: Call) -> Result:
         len(parameters) > 1,
     )
     return Built(op, (call.operand("input"),), parameters)
+
+
+def _convolution_of_samples(call: Call) -> Result:
+    """A kernel for every sample, as StyleGAN modulates them: groups of one image, here a matrix product of samples."""
+    x, weight, groups = call.operand("input"), call.operand("weight"), call.integer("groups")
+    rows, channels, *kernel = weight.shape
+    pads = _padding(call, tuple(kernel), call.integers("dilation", len(kernel)))
+    alike = len(kernel) == 2 and x.shape[0] == 1 and groups == call.batch and all(a == b for a, b in pads)
+    if not alike or call.get("bias") is not None:
+        raise LayerwiseError(
+            "its weight is computed of the samples, which is supported in 2-D, a group for each sample"
+        )
+    numbers = {
+        "kernel_size": tuple(kernel),
+        "dilation": call.integers("dilation", 2),
+        "padding": tuple(a for a, _ in pads),
+        "stride": call.integers("stride", 2),
+    }
+    columns = TorchOp("aten::im2col", (("self", Slot(0)), *numbers.items()), free=((0, None, None, None),))
+    windows = Built(columns, (reshaped(x, (groups, channels, *x.shape[2:])),))
+    matrices = reshaped(weight, (groups, rows // groups, channels * prod(kernel)))
+    return reshaped(Built(MatMul(), (matrices, windows)), call.outputs[0].shape)
 
 
 def _padding(call: Call, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> Pads:

@@ -13,7 +13,7 @@ from layerwise.importers.torch.ops.pointwise import ELEMENTWISE, POINTWISE, drop
 from layerwise.importers.torch.ops.random import RANDOM
 from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.reduce import REDUCTIONS
-from layerwise.importers.torch.ops.views import VIEWS, WRITTEN, written
+from layerwise.importers.torch.ops.views import VIEWS
 from layerwise.importers.torch.ops.weights import WEIGHTS, spectral_norm
 from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM
 
@@ -26,16 +26,15 @@ AS_IT_IS = {"aten::max.dim", "aten::min.dim"}
 # Run as they are, too, where a call of them is of a kind that the table does not know.
 ELSE_AS_IT_IS = {
     "round", "logit", "special_logit", "einsum", "linalg_vector_norm", "argmax", "index", "gather", "roll", "repeat",
-    "index_select", "embedding_bag",
+    "index_select", "embedding_bag", "slice_scatter",
 }  # fmt: skip
 
-# Of what the importer rewrites: patterns, writes.
+# Of what the importer rewrites: patterns.
 SPECTRAL_NORM = "layerwise::spectral_norm"
 OWN: Table = {
     SPECTRAL_NORM: spectral_norm,
     LOCAL_RESPONSE_NORM: local_response_norm,
     DROP_PATH: drop_path,
-    WRITTEN: written,
 }
 
 # What takes rows of the last dimension one by one, and the argument that holds them.

@@ -21,8 +21,6 @@ from layerwise.importers.tensors import (
 from layerwise.ops.tensor.pointwise import Cast, Unary
 from layerwise.ops.tensor.view import Select
 
-WRITTEN = "layerwise::written"  # self, but src from `start` to `stop` of dimension `dim`
-
 
 def to_output_shape(call: Call) -> Result:
     """view, flatten, squeeze, ...: the model tells the shape that comes out."""
@@ -45,15 +43,18 @@ def copy(call: Call) -> Result:
     return made if source.spec.dtype == out.dtype else Built(Cast(out.dtype), (made,))
 
 
-def written(call: Call) -> Result:
-    """x, but `src` from `start` to `stop` of a dimension (see torch_writes)."""
-    x, source, out = call.operand("self"), call.operand("src"), call.outputs[0]
-    dim, start, stop = call.integer("dim"), call.integer("start"), call.integer("stop")
-    shape = (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])
-    if source.shape == (*shape[:dim], *shape[dim + 1 :]):  # what select() shows has lost the dimension
-        middle = reshaped(source, shape)
+def scattered(call: Call) -> Result:
+    """x, but `src` in place of a slice of it, or of a position, which src has no dimension of."""
+    x, source, out, dim = call.operand("self"), call.operand("src"), call.outputs[0], axis(call)
+    if "index" in call.arguments:
+        start = wrapped(call.integer("index"), x.shape[dim])
+        stop, middle = start + 1, reshaped(source, (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
     else:
-        middle = source if source.shape == shape else expanded(source, shape, call.batch)
+        ends = (call.get(name) for name in ("start", "end"))
+        start, stop, _ = slice(*(e if isinstance(e, int) else None for e in ends)).indices(x.shape[dim])
+        if call.integer("step") != 1:
+            raise LayerwiseError("a slice with a step is written into, which is not split; write it with torch.stack")
+        middle = source
     if source.spec.dtype != out.dtype:
         middle = Built(Cast(out.dtype), (middle,))
     before = [sliced(x, x.shape, dim, 0, start)] if start else []
@@ -212,6 +213,8 @@ VIEWS: Table = (
     | {
         "broadcast_tensors": broadcast,
         "copy": copy,
+        "slice_scatter": scattered,
+        "select_scatter": scattered,
         "detach": detach,
         "narrow": narrow,
         "unbind": unbind,

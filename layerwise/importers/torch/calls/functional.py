@@ -1,0 +1,264 @@
+"""A program without writes in place: what is written into is another tensor from then on, and so are its views.
+
+Of a view that is written into, the tensor behind it is made again with the new values in their place; views of that
+are taken again where they are used. https://pytorch.org/docs/stable/tensor_view.html
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.ops.table import base_name
+from layerwise.importers.torch.program import Node, Program, Ref, Source, Value, bind, module_path, refs
+
+STATISTICS = {"_native_batch_norm_legit"}  # these write running statistics, which their layers remember
+COUNTER = "num_batches_tracked"
+RETYPED = ("view", "view_as_real", "view_as_complex", "real", "imag")  # views of another type
+SHAPED = ("view", "unsqueeze", "squeeze", "alias")  # views of all elements, in order
+TURNED = ("permute", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "movedim", "moveaxis", "mT")
+VIEWS = (
+    *SHAPED,
+    *TURNED,
+    "slice",
+    "select",
+    "expand",
+    "expand_as",
+    "detach",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unbind",
+)
+
+
+def functional(program: Program) -> Program:
+    """The same program. LayerwiseError where it is not known what a write changes, or where the model would keep it."""
+    if not any(overwritten(node) for node in program.nodes):
+        return program
+    writer = _Writer(program)
+    for node in program.nodes:
+        writer.add(node)
+    outputs = tuple(Ref(writer.current(ref.name)) for ref in program.outputs)
+    return replace(program, nodes=tuple(writer.nodes), outputs=outputs)
+
+
+def overwritten(node: Node) -> tuple[str, ...]:
+    """The tensors that a call writes into: of relu_, add_, copy_, ... the first, of others what they have as `out`."""
+    if base_name(node.target) in STATISTICS:
+        return ()
+    arguments = node.overload._schema.arguments if node.overload is not None else ()
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    named = base_name(node.target) != node.target.partition("::")[2].partition(".")[0]
+    if not written and named:
+        return tuple(ref.name for ref in node.operands[:1])
+    return tuple(ref.name for name in written for ref in refs((node.arguments.get(name),)))
+
+
+class _Writer:
+    """Goes through a program call by call. Tensors are named as the program names them, values as the result does."""
+
+    def __init__(self, program: Program) -> None:
+        self.sources = {source.value.name: source for source in program.sources}
+        self.values = {v.name: v for node in program.nodes for v in node.outputs if v}
+        self.values |= {source.value.name: source.value for source in program.sources}
+        self.nodes: list[Node] = []
+        self.same: dict[str, str] = {}  # what a call in place returns -> the tensor that it wrote into
+        self.views: dict[str, tuple[str, Node]] = {}  # of which tensor, and by which call
+        self.perhaps: dict[str, set[str]] = defaultdict(set)  # tensors that may lie in the same memory, or not
+        self.unsure: dict[str, Node] = {}  # tensors that may have been written into, by which call
+        self.now: dict[str, str] = {}  # values
+        self.writes: dict[str, int] = defaultdict(int)  # into the memory of a tensor that is no view
+        self.seen: dict[str, int] = {}  # of them when the value was made
+
+    def add(self, node: Node) -> None:
+        written = overwritten(node)
+        call = replace(node, arguments={k: self._renamed(v) for k, v in node.arguments.items()})
+        if not written:
+            self.nodes.append(call)
+            self._note_views(node)
+            return
+        near = {root for name in written for root in self._near(self._root(self._tensor(name)))}
+        for root in near:
+            _check_kept(node, self.sources.get(root))
+        out = node.outputs[0] if node.outputs else None
+        if len(written) > 1 or out is None:
+            raise LayerwiseError(
+                f"{_where(node)} calls {node.target}, which writes into several tensors or returns none; write it "
+                "without the underscore or out="
+            )
+        tensor = self._tensor(written[0])
+        self.unsure |= dict.fromkeys(near - {self._root(tensor)}, node)
+        self.nodes.append(self._filled(call, out))
+        self.same[out.name] = tensor
+        self._write(tensor, out.name, node)
+
+    def current(self, name: str) -> str:
+        """The value that a tensor has by now. LayerwiseError where that is not known."""
+        tensor = self._tensor(name)
+        root = self._root(tensor)
+        if root in self.unsure:
+            raise _seen_elsewhere(self.unsure[root], name)
+        if self.seen.get(tensor, 0) == self.writes[root]:
+            return self.now.get(tensor, tensor)
+        node = self.views[tensor][1]
+        number, position = self.writes[root], [v.name if v else None for v in node.outputs].index(tensor)
+        outputs = tuple(replace(v, name=f"{v.name}.{number}") if v else None for v in node.outputs)
+        arguments = {k: self._renamed(v) for k, v in node.arguments.items()}
+        self.nodes.append(replace(node, name=f"{node.name}.{number}.{position}", arguments=arguments, outputs=outputs))
+        for view, made in zip(node.outputs, outputs, strict=True):
+            if view and made:
+                self.now[view.name], self.seen[view.name], self.values[made.name] = made.name, number, made
+        return self.now[tensor]
+
+    def _write(self, tensor: str, value: str, node: Node) -> None:
+        root = self._root(tensor)
+        number = self.writes[root] + 1
+        while True:
+            self.now[tensor], self.seen[tensor] = value, number
+            if tensor == root:
+                break
+            base, view = self.views[tensor]
+            value, tensor = self._behind(view, tensor, base, self.current(base), value, node), base
+        self.writes[root] = number
+
+    def _near(self, root: str) -> set[str]:
+        """The tensors that may lie in the same memory, itself among them."""
+        near, left = {root}, [root]
+        while left:
+            for other in self.perhaps[left.pop()] - near:
+                near.add(other)
+                left.append(other)
+        return near
+
+    def _behind(self, view: Node, tensor: str, base: str, before: str, value: str, node: Node) -> str:
+        """The tensor that a view is of, with the view's new value in its place."""
+        kind, shape = base_name(view.target), self.values[base].shape
+        dim = view.arguments.get("dim", 0)
+        if kind in SHAPED and self.values[tensor].dtype == self.values[base].dtype:
+            return self._call("view", node, base, {"self": Ref(value), "size": shape})
+        if kind in TURNED:
+            order = _order(view, len(shape))
+            inverse = tuple(order.index(i) for i in range(len(order)))
+            return self._call("permute", node, base, {"self": Ref(value), "dims": inverse})
+        assert isinstance(dim, int)
+        bound = {"self": Ref(before), "src": Ref(value), "dim": dim % max(len(shape), 1)}
+        if kind == "slice":
+            start, end, step = (view.arguments[name] for name in ("start", "end", "step"))
+            if slice(start, end, step).indices(shape[dim]) == (0, shape[dim], 1):
+                return value
+            return self._call("slice_scatter", node, base, bound | {"start": start, "end": end, "step": step})
+        if kind == "select":
+            return self._call("select_scatter", node, base, bound | {"index": view.arguments["index"]})
+        raise _seen_elsewhere(node, tensor)
+
+    def _call(self, kind: str, node: Node, like: str, bound: Mapping[str, object]) -> str:
+        overload = getattr(torch.ops.aten, kind).default
+        name = f"{node.name}.{len(self.nodes)}"
+        value = replace(self.values[like], name=name)
+        self.values[name] = value
+        made = Node(
+            name, f"aten::{kind}", bind(overload, (), dict(bound)), (value,), node.stack, overload, node.autocast
+        )
+        self.nodes.append(made)
+        return name
+
+    def _filled(self, node: Node, out: Value) -> Node:
+        """fill_ and zero_ as what they leave."""
+        name = node.target.partition("::")[2].partition(".")[0]
+        number = node.arguments.get("value", 0)
+        if name == "fill_" and isinstance(number, Ref):
+            overload = torch.ops.aten.copy_.default
+            return replace(
+                node,
+                target="aten::copy_",
+                overload=overload,
+                arguments=bind(overload, (node.arguments["self"], number), {}),
+            )
+        if name not in ("fill_", "zero_"):
+            return node
+        overload = torch.ops.aten.full.default
+        bound = bind(overload, (out.shape, number), {"dtype": getattr(torch, out.dtype)})
+        return replace(node, target="aten::full", arguments=bound, overload=overload)
+
+    def _note_views(self, node: Node) -> None:
+        for out, seen in _shared(node):
+            if self.values[out].dtype != self.values[seen].dtype and base_name(node.target) not in RETYPED:
+                continue  # `to` has made a copy
+            tensor = self._tensor(seen)
+            if base_name(node.target) in VIEWS:
+                self.views[out] = tensor, node
+                self.seen[out] = self.writes[self._root(tensor)]
+            else:
+                here, there = self._root(out), self._root(tensor)
+                self.perhaps[here].add(there)
+                self.perhaps[there].add(here)
+
+    def _tensor(self, name: str) -> str:
+        while name in self.same:
+            name = self.same[name]
+        return name
+
+    def _root(self, tensor: str) -> str:
+        while tensor in self.views:
+            tensor = self.views[tensor][0]
+        return tensor
+
+    def _renamed(self, value: object) -> object:
+        if isinstance(value, Ref):
+            return Ref(self.current(value.name))
+        return tuple(self._renamed(v) for v in value) if isinstance(value, tuple) else value
+
+
+def _shared(node: Node) -> Iterator[tuple[str, str]]:
+    """Outputs that may share memory with an operand, by the operator's schema: (output, operand)."""
+    schema = None if node.overload is None else node.overload._schema
+    if schema is not None and any(r.alias_info is not None for r in schema.returns):
+        for argument in schema.arguments:
+            seen = node.arguments.get(argument.name)
+            if argument.alias_info is not None and isinstance(seen, Ref):
+                yield from ((v.name, seen.name) for v in node.outputs if v)
+
+
+def _order(view: Node, rank: int) -> list[int]:
+    """Which dimension of its operand each dimension of a view is."""
+    kwargs = {k: v for k, v in view.arguments.items() if k != "self"}
+    assert view.overload is not None
+    shown = view.overload(torch.empty(tuple(range(2, rank + 2)), device="meta"), **kwargs)
+    return [extent - 2 for extent in shown.shape]
+
+
+def _check_kept(node: Node, source: Source | None) -> None:
+    """LayerwiseError where a call writes into a buffer or parameter of the model: what it keeps would be lost.
+
+    But for the counters of batch norms: they are counted where layerwise trains (see `layerwise.run.state.state`).
+    """
+    if source is None or source.kind == "input" or source.target.startswith("lifted_tensor"):
+        return
+    if source.kind == "parameter":
+        raise LayerwiseError(
+            f"{_where(node)} writes into its parameter {source.target!r} in the forward pass, which layerwise would "
+            "lose: update it outside of the model"
+        )
+    if not source.target.endswith(COUNTER):
+        raise LayerwiseError(
+            f"{_where(node)} writes into its buffer {source.target!r} in the forward pass (averages, counters, ...), "
+            "which layerwise would lose; only the running statistics of batch and instance norm are kept, and the "
+            "vectors of PyTorch's spectral norms: update it outside of the model"
+        )
+
+
+def _seen_elsewhere(node: Node, name: str) -> LayerwiseError:
+    return LayerwiseError(
+        f"{_where(node)} calls {node.target}, which writes in place into a view of a tensor that is used again "
+        f"({name}); write it without the underscore or out="
+    )
+
+
+def _where(node: Node) -> str:
+    path = module_path(node.stack)
+    return f"layer {path!r}" if path else "the model"

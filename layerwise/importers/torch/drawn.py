@@ -1,0 +1,89 @@
+"""Fixed numbers in place of random ones, in a module and in the layers that it is imported as: nothing is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layerwise.errors import LayerwiseError
+from layerwise.ops.base import Op
+from layerwise.ops.facts import Local
+from layerwise.ops.nn.attention import Attention
+from layerwise.ops.tensor.draw import Draw
+from layerwise.ops.tensor.pointwise import Dropout
+
+DRAWN = 0.75  # of [0, 1): so that stochastic depth, floor(keep + it), keeps all
+
+
+class UnprovenError(LayerwiseError):
+    """The layers cannot be run beside the module, or not in the time and memory that importing may take."""
+
+
+def undrawn(op: Op, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    """What a layer makes where `_Undrawn` draws."""
+    p = op.p if isinstance(op, Dropout) else op.dropout if isinstance(op, Attention) else 0.0
+    if isinstance(op, Attention) and local.training and 0 < p < 1:
+        return replace(op, dropout=0.0).run(local, inputs, parameters) / (1 - p)
+    if isinstance(op, Dropout) and local.training and 0 < p < 1:
+        return inputs[0] / (1 - p)
+    if not isinstance(op, Draw):
+        return op.run(local, inputs, parameters)
+    low, *rest = (float(a) for a in op.arguments)
+    number = {
+        "uniform": lambda: low + DRAWN * (rest[0] - low),
+        "normal": lambda: low + DRAWN * rest[0],
+        "integers": lambda: low,
+        "bernoulli": lambda: 1.0,
+    }[op.distribution]()
+    return torch.full(op.spec.shape, number, dtype=getattr(torch, op.spec.dtype), device=local.device)
+
+
+def undrawing() -> AbstractContextManager[object]:
+    return _Undrawn()  # type: ignore[no-untyped-call]
+
+
+class _Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it fixed numbers are drawn: of a chance always 1, so that nothing is dropped."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+        given |= {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        name = func._schema.name.partition("::")[2].removesuffix("_")
+        if name == "native_dropout":
+            x, p = given["input"], given["p"] if given.get("train") is not False else 0.0
+            return x / (1 - p), torch.ones_like(x, dtype=torch.bool)
+        drops = given.get("dropout_p", given.get("dropout"))
+        if drops is not None and not drops:
+            return func(*args, **kwargs)
+        if name == "bernoulli":
+            chances = given.get("p", given["self"])
+            drawn = chances > DRAWN if isinstance(chances, Tensor) else torch.ones_like(given["self"])
+            numbers = drawn.to(given["self"].dtype)
+        else:
+            number = _number(name, given)
+            out = given["self"] if isinstance(given.get("self"), Tensor) else None
+            with torch.no_grad():
+                numbers = torch.full_like(func(*args, **kwargs) if out is None or "like" in name else out, number)
+        written = given.get("self") if func._schema.is_mutable else None
+        return numbers if written is None else written.copy_(numbers)
+
+
+def _number(name: str, given: Mapping[str, Any]) -> float:
+    kind = name.removesuffix("_like")
+    if kind in ("rand", "uniform"):
+        low, high = given.get("from", 0.0), given.get("to", 1.0)
+        return float(low + DRAWN * (high - low))
+    if kind in ("randn", "normal") and not any(isinstance(given.get(k), Tensor) for k in ("mean", "std")):
+        return float(given.get("mean", 0.0) + DRAWN * given.get("std", 1.0))
+    if kind == "randint":
+        return float(given.get("low", 0))
+    raise UnprovenError(f"it draws random numbers by {name}")

@@ -1,0 +1,341 @@
+"""Proof: the imported layers run beside the module that they are of, on its example, in its own mode and types.
+
+Outputs, gradients of parameters and buffers must be the same: whatever a trace does not show, and whatever a row of a
+table gets wrong, is found so. Nothing is dropped meanwhile: what draws random numbers gives fixed ones on both sides.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.types import autocast_within
+from layerwise.importers.torch.drawn import UnprovenError, undrawing, undrawn
+from layerwise.importers.torch.program import TRACING
+from layerwise.importers.torch.read.arguments import Call
+from layerwise.importers.torch.read.configurations import configured
+from layerwise.importers.torch.read.effects import as_it_was, changed, numbers
+from layerwise.importers.torch.trace import Imported
+from layerwise.ops.base import Role
+from layerwise.ops.facts import Local
+from layerwise.ops.opaque import TorchOp
+from layerwise.ops.stages import needed_box
+from layerwise.ops.tensor.pointwise import Cast
+
+FEW = 2  # samples are run
+MOST_BYTES = 1 << 32  # of what the layers make, and of gradients
+FLOPS_A_LAYER = 5e7  # forward, on a CPU: with the rest some milliseconds, which a layer takes to be traced, too
+ACCELERATED = 100  # times that, elsewhere
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of the largest
+NARROW = 2e-2  # where parts of a network in float64 compute in float32
+
+
+class UnlikeError(LayerwiseError):
+    """The layers compute something else than the module."""
+
+    def __init__(self, layer: str, what: str) -> None:
+        self.layer = layer
+        super().__init__(
+            f"layer {layer!r} gives other numbers than the model as it is written, where both are run on the example "
+            f"({what}): what it does in Python or in autograd is not in its trace, or an operator is imported wrongly"
+        )
+
+
+def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW) -> Imported:
+    """The same, with the effects that running shows. UnlikeError, UnprovenError.
+
+    imported: at the batch of the call, of which so many samples are run.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
+    if any(x.is_meta for x in tensors if isinstance(x, Tensor)):
+        raise UnprovenError("it is on the meta device")
+    if any(p.numel() * p.element_size() > p.untyped_storage().nbytes() for p in model.parameters()):
+        raise UnprovenError("its parameters have no memory")
+    if imported.graph.unseen:
+        raise UnprovenError(f"it {imported.graph.unseen[0]}")
+    few, graph = _few(call, imported.graph.batch, samples), imported.graph.rebatch(samples)
+    _check_size(graph, next(x.device.type for x in pytree.tree_leaves(few) if isinstance(x, Tensor)))
+    with TRACING, warnings.catch_warnings(), as_it_was(model):
+        warnings.simplefilter("ignore")  # what the model says, it says again where it is run
+        away, where, effects = _compared(replace(imported, graph=graph), model, few)
+        types = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
+        if away > max((ROUNDING[t] for t in types if t in ROUNDING), default=ROUNDING[torch.float32]):
+            away = _in_float64(replace(imported, graph=graph), model, few) if types != {torch.float64} else away
+            narrow = any(isinstance(x.op, Cast | TorchOp) and x.out.dtype != "float64" for x in graph.layers)
+            if not away <= (NARROW if narrow else ROUNDING[torch.float64]):
+                raise UnlikeError(*where)
+    return replace(imported, graph=replace(imported.graph, unseen=effects))
+
+
+def _few(call: Call, batch: int, samples: int) -> Call:
+    """A call with some of the example's samples, or several times the one that it has; its tensors are copies."""
+
+    def few(x: Tensor) -> Tensor:
+        if x.dim() and x.shape[0] == batch:
+            x = torch.cat([x] * samples)[:samples] if batch < samples else x[:samples]
+        return x.detach().clone().requires_grad_(x.requires_grad)
+
+    made: Call = pytree.tree_map_only(Tensor, few, call)
+    return made
+
+
+def _check_size(graph: LayerGraph, device: str) -> None:
+    """UnprovenError where the layers take more time or memory than importing may."""
+    made = sum(prod(layer.out.shape) * layer.out.item_bytes for layer in graph.layers)
+    stored = {
+        name: count for layer in graph.layers for name, p, size in layer.held() if (count := prod(p.shape) * size)
+    }
+    if 3 * made + 2 * sum(stored.values()) > MOST_BYTES:
+        raise UnprovenError(f"it would take more than {MOST_BYTES >> 30} GiB")
+    flops = 0.0
+    for layer in graph.inner:
+        if not isinstance(layer.op, TorchOp):
+            extents = np.array([dim.extent for dim in layer.space.dims], np.int64)
+            flops += float(layer.op.flops(layer.specs, extents))
+    if flops > FLOPS_A_LAYER * len(graph.layers) * (1 if device == "cpu" else ACCELERATED):
+        raise UnprovenError(
+            f"{graph.batch} samples of it are {flops:.1e} operations, which take longer than to trace it"
+        )
+
+
+def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, tuple[str, str], tuple[str, ...]]:
+    """How far away the layers are, relative to the largest number; where that is first, and effects of the model."""
+    graph, structure = imported.graph, imported.structure
+    if structure is None:
+        raise UnprovenError("it returns a tensor that no layer makes")
+    try:
+        state = {name: read() for name, read in imported.stored.items()}
+    except LayerwiseError as error:  # a constant that has none
+        raise UnprovenError(f"it has values that are not known ({error})") from error
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
+    named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    layers = _Layers(graph, state | {n: b.clone() for n, b in buffers.items() if n in state}, training=model.training)
+    with torch.enable_grad():
+        made = layers.run(imported.arguments.tensors(*call))
+        outputs = [_total(graph, name, made[name]) for name in graph.layers[-1].inputs]
+        before, seen = numbers(model), dict[str, Tensor]()
+        try:
+            with undrawing(), configured(model), _noted(model, seen):
+                leaves = pytree.tree_leaves(model(*call[0], **call[1]))
+        except Exception as error:  # the model's own code, which may raise anything
+            said = next((line for line in str(error).splitlines() if line.strip()), "")
+            raise UnprovenError(f"it cannot be run here: {type(error).__name__}: {said[:120]}") from error
+        after = numbers(model)
+        pairs = _paired(leaves, structure.numbers, structure.values, outputs)
+        rows = [(graph.layers[-1].inputs[i], ours, theirs) for i, ours, theirs in pairs]
+        with undrawing():
+            wanted = _gradients([theirs for _, _, theirs in rows], named.values())
+        got = _gradients([ours for _, ours, _ in rows], named.values())
+    largest = max((float(g.abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
+    differences = [(_away(ours, theirs), name, "its output") for name, ours, theirs in rows]
+    for name, ours, theirs in zip(named, got, wanted, strict=True):
+        zero = torch.zeros_like(named[name])
+        away = _away(zero if ours is None else ours, zero if theirs is None else theirs, 1e-4 * largest)
+        differences.append((away, _user(graph, name), f"the gradient of {name!r}"))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if not name.endswith("num_batches_tracked"):
+            ours = layers.state.get(name)
+            away = _away(buffers[name] if ours is None else ours, buffer)
+            differences.append((away, _user(graph, name), f"its buffer {name!r}"))
+    away, layer, what = max(differences, key=lambda row: row[0] if row[0] == row[0] else float("inf"))
+    first = next((n for n, x in _ends(made, seen) if not _away(made[n], x) <= max(1e-3, away / 100)), layer)
+    return away, (first, what), _effects(model, call, before, after, leaves, buffers)
+
+
+def _ends(made: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The last layer of each module, in order, and what the module returned."""
+    last = {path: name for name in made for path in _paths(name) if path in seen}
+    names = {name: path for path, name in last.items()}
+    return ((n, seen[names[n]]) for n in made if n in names and made[n].shape == seen[names[n]].shape)
+
+
+def _paths(name: str) -> Iterator[str]:
+    """The modules that a layer may be of: `a.b.add` of `a.b.add`, `a.b` and `a`."""
+    parts = name.partition(":")[0].split(".")
+    return (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+
+
+def _effects(
+    model: nn.Module, call: Call, before: Any, after: Any, leaves: Sequence[object], buffers: Mapping[str, Tensor]
+) -> tuple[str, ...]:
+    """What a second call shows, which is made without gradients: numbers that change, or something else computed."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            buffer.copy_(buffers[name])
+        with undrawing(), configured(model):
+            second = pytree.tree_leaves(model(*call[0], **call[1]))
+    same = len(leaves) == len(second) and all(
+        _away(a, b) <= 1e-3 if isinstance(a, Tensor) else a == b for a, b in zip(leaves, second, strict=True)
+    )
+    found = changed(after, numbers(model)) or (() if same else changed(before, after))
+    return found or (() if same else ("computes something else in a second call, or without gradients",))
+
+
+def _paired(
+    leaves: Sequence[object], places: Sequence[int | None], values: Sequence[object], outputs: Sequence[Tensor]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Number, value here and value there of each output that is a tensor. UnlikeError where the others differ."""
+    if len(leaves) != len(places):
+        raise UnlikeError("outputs", f"it returns {len(leaves)} values, and {len(places)} in its trace")
+    for leaf, i, value in zip(leaves, places, values, strict=True):
+        if i is None and not isinstance(leaf, Tensor) and leaf != value:
+            raise UnlikeError("outputs", f"it returns {leaf!r}, and {value!r} in its trace")
+        if i is not None and isinstance(leaf, Tensor):
+            if leaf.shape != outputs[i].shape:
+                raise UnlikeError("outputs", f"shape {tuple(outputs[i].shape)}, not {tuple(leaf.shape)}")
+            yield i, outputs[i], leaf
+
+
+def _in_float64(imported: Imported, model: nn.Module, call: Call) -> float:
+    """`_compared` in float64: what is but rounding, in a network that makes much of it, is next to nothing there."""
+
+    def double(x: Any) -> Any:
+        return x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    try:
+        wide = copy.deepcopy(model).double()
+        state = dict(wide.named_parameters(remove_duplicate=False)) | dict(wide.named_buffers(remove_duplicate=False))
+        values = {name: state[name] if name in state else double(read()) for name, read in imported.stored.items()}
+        stored = {name: partial(dict.get, values, name) for name in values}
+        return _compared(replace(imported, stored=stored), wide, pytree.tree_map(double, call))[0]
+    except UnprovenError:
+        raise
+    except Exception as error:
+        raise UnprovenError(f"it rounds much, and cannot be run in float64 ({type(error).__name__})") from error
+
+
+class _Layers:
+    """The layers of a graph that is not fused, on one device."""
+
+    def __init__(self, graph: LayerGraph, state: Mapping[str, Tensor | None], *, training: bool) -> None:
+        self.graph, self.state, self.training = graph, state, training
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What each layer makes. UnlikeError where one cannot be run, UnprovenError where a constant has no value."""
+        made: dict[str, Tensor] = {}
+        device = next(iter(inputs.values())).device
+        for layer in self.graph.layers[:-1]:
+            if layer.role is Role.INPUT:
+                made[layer.name] = inputs[layer.name]
+            elif layer.role in (Role.CONSTANT, Role.TIED):
+                made[layer.name] = self._stored(layer.name, layer.out.shape, device)
+            else:
+                try:
+                    made[layer.name] = self._computed(layer, [made[name] for name in layer.inputs], device)
+                except LayerwiseError:
+                    raise
+                except torch.OutOfMemoryError as error:
+                    raise UnprovenError("it would take more memory than there is") from error
+                except Exception as error:
+                    raise UnlikeError(layer.name, f"it raises {type(error).__name__}: {str(error)[:120]}") from error
+        return made
+
+    def _computed(self, layer: Layer, inputs: Sequence[Tensor], device: torch.device) -> Tensor:
+        count, where = len(layer.specs), layer.space
+        tied = dict(zip(layer.tied, inputs[count:], strict=True))
+        parameters = {
+            p.name: (tied[i] if i in tied else self._stored(layer.parameters[i], p.shape, device)).reshape(p.shape)
+            for i, p in enumerate(where.parameters)
+        }
+        cell = Box((0,) * len(where.dims), tuple(dim.extent for dim in where.dims))
+        needs = tuple(needed_box(maps, cell) for maps in where.needs)
+        local = Local(where, layer.specs, cell, needs, training=self.training, device=device)
+        wanted = autocast_within(layer.autocast, device.type, None)
+        dtype = None if wanted is None else getattr(torch, wanted)
+        with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
+            needed = [x[box.slices()] for x, box in zip(inputs, needs, strict=False)]
+            return undrawn(layer.op, local, needed, parameters)
+
+    def _stored(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        value = self.state.get(name if name in self.state else name.partition(":")[0])
+        if value is None:
+            raise UnprovenError(f"constant {name!r} has no value")
+        if prod(value.shape) == prod(shape):
+            return value.to(device).reshape(shape)
+        if value.dim() != len(shape) or not bool((value == value[:1]).all()):
+            raise UnlikeError(name, "it is another constant at another batch")
+        return value[:1].to(device).expand(shape)
+
+
+@contextmanager
+def _noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
+    """Notes what each module inside returns, the first tensor of it, by its path."""
+
+    def note(path: str) -> Any:
+        def hook(_: nn.Module, inputs: object, output: object) -> None:
+            first = next((x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)), None)
+            if first is not None:
+                seen.setdefault(path, first.detach())
+
+        return hook
+
+    modules = [(path, m) for path, m in model.named_modules() if path and not isinstance(m, torch.jit.ScriptModule)]
+    handles = [m.register_forward_hook(note(path)) for path, m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _total(graph: LayerGraph, name: str, x: Tensor) -> Tensor:
+    """A loss, a number a sample here, as PyTorch's."""
+    kind = graph.losses.get(name)
+    return x if kind is None or not x.dim() else x.mean() if kind == "mean" else x.sum()
+
+
+def _gradients(outputs: Sequence[Tensor], of: Iterable[Tensor]) -> Sequence[Tensor | None]:
+    """Of the outputs' sum with fixed weights."""
+    wanted, total = list(of), torch.zeros(())
+    for x in outputs:
+        if x.requires_grad:
+            weights = torch.arange(x.numel(), device=x.device).cos().add(1.5).to(x.real.dtype).view(x.shape)
+            total = total.to(x.device) + (x.real * weights).sum()
+    if not wanted or not total.requires_grad:
+        return [None] * len(wanted)
+    try:
+        return torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True)
+    except RuntimeError as error:  # of checkpoints of the old kind, which know of no other way than backward()
+        if "checkpoint" not in str(error).lower() or any(p._post_accumulate_grad_hooks for p in wanted):
+            raise UnlikeError("outputs", f"its backward pass raises {error}") from error
+    grads = [p.grad for p in wanted]
+    for p in wanted:
+        p.grad = None
+    try:
+        total.backward()  # type: ignore[no-untyped-call]
+        return [p.grad for p in wanted]
+    finally:
+        for p, grad in zip(wanted, grads, strict=True):
+            p.grad = grad
+
+
+def _away(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
+    """The largest difference, relative to the largest number, or to `least`."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    wide = torch.complex128 if theirs.is_complex() else torch.float64
+    a, b = ours.detach().to(wide), theirs.detach().to(wide)
+    a, b = (torch.where(torch.isfinite(x), x, torch.sign(x.real).nan_to_num(2.0)) for x in (a, b))
+    return float((a - b).abs().max()) / max(float(b.abs().max()), least, 1e-30)
+
+
+def _user(graph: LayerGraph, name: str) -> str:
+    """The layer that a parameter or buffer is of."""
+    users = (layer.name for layer in graph.layers if name in layer.parameters or layer.name == name)
+    return next(users, name)

@@ -1,0 +1,156 @@
+"""Untraced effects: what a model does in Python or in autograd, which its trace does not show."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from inspect import getattr_static
+from threading import get_ident
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from layerwise.errors import LayerwiseError
+
+Numbers = Mapping[tuple[str, str], object]  # attributes that are numbers, or lists or dicts of such, by module and name
+
+
+class UntracedEffects:
+    """Notes, on one thread, effects that depend on more than the values of one step. `found`: a phrase each.
+
+    What else a trace does not show is found by running the layers beside the module (`importers.torch.proof`).
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, None] = {}
+        self.numbers: Numbers = {}  # as the last call of the model has left them
+        self._apply: Any = getattr_static(torch.autograd.Function, "apply")  # of C since PyTorch 2.15, of Python before
+        self._register_hook, self._grad = Tensor.register_hook, torch.autograd.grad
+        self._thread = get_ident()
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[UntracedEffects]:
+        """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
+        draws, before = _draws(), numbers(model)
+        self.numbers = before
+
+        def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
+            self.numbers = numbers(model)
+
+        hook = None if isinstance(model, torch.jit.ScriptModule) else model.register_forward_hook(look)
+        try:
+            with ExitStack() as stack:
+                for owner, name, stand_in in (
+                    (torch.autograd.Function, "apply", classmethod(self._applied)),
+                    (Tensor, "register_hook", self._noted(self._register_hook, "registers a hook of a gradient")),
+                    (torch.autograd, "grad", self._noted(self._grad, "calls torch.autograd.grad")),
+                ):
+                    stack.enter_context(mock.patch.object(owner, name, stand_in))
+                yield self
+        finally:
+            if hook is not None:
+                hook.remove()
+            put_back(model, before)
+        if _draws() != draws:
+            raise LayerwiseError(
+                "the model draws from Python's or numpy's random numbers in its forward, whose path through the "
+                "network is then another one in every step: draw with torch, and choose with torch.where"
+            )
+
+    def _applied(self, kind: type[torch.autograd.Function], *inputs: Any, **named: Any) -> Any:
+        if get_ident() == self._thread:
+            if kind is checkpoint.CheckpointFunction:  # within it autograd would be off, and stay so in the trace
+                function, _, *given = inputs
+                wanted = any(isinstance(x, Tensor) and x.requires_grad for x in given)
+                with nullcontext() if wanted else torch.no_grad():  # as PyTorch warns
+                    return function(*given)
+            if not kind.__module__.startswith("torch."):
+                self.found[f"has an autograd function, {kind.__qualname__}, with a backward pass of its own"] = None
+        return self._apply.__get__(None, kind)(*inputs, **named)
+
+    def _noted(self, function: Any, does: str) -> Any:
+        def noted(*inputs: Any, **named: Any) -> Any:
+            if get_ident() == self._thread:
+                self.found[f"{does} in its forward"] = None
+            return function(*inputs, **named)
+
+        return noted
+
+
+def numbers(model: nn.Module) -> Numbers:
+    """The numbers that modules have as attributes, such as counters."""
+    attributes = ((path, name, value) for path, m in model.named_modules() for name, value in vars(m).items())
+    return {
+        (path, name): copy.copy(value)
+        for path, name, value in attributes
+        if name != "training" and (_is_number(value) or (isinstance(value, list | dict) and _are_numbers(value)))
+    }
+
+
+def put_back(model: nn.Module, known: Numbers) -> None:
+    """Sets these attributes, those that are lists and dicts in place."""
+    modules = dict(model.named_modules())
+    for (path, name), value in known.items():
+        now = vars(modules[path]).get(name)
+        if isinstance(value, list) and isinstance(now, list):
+            now[:] = value
+        elif isinstance(value, dict) and isinstance(now, dict):
+            if value or _are_numbers(now):
+                now.clear()
+                now.update(value)
+        elif now != value:
+            modules[path].__dict__[name] = value
+
+
+@contextmanager
+def as_it_was(module: nn.Module) -> Iterator[None]:
+    """Within it the module may be called: attributes, buffers and random numbers are those of before afterwards."""
+    modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    attributes: list[dict[str, Any]] = [dict(vars(m)) for m in modules]
+    registered: list[tuple[dict[str, Any], ...]]
+    registered = [(dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    devices = sorted({t.device.index for t in (*module.parameters(), *module.buffers()) if t.device.type == "cuda"})
+    python, numpy, counted = random.getstate(), np.random.get_state(), numbers(module)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for m, known, own in zip(modules, attributes, registered, strict=True):
+            m.__dict__.clear()
+            m.__dict__.update(known)
+            tables: tuple[dict[str, Any], ...] = (m._parameters, m._buffers, m._modules)
+            for now, before in zip(tables, own, strict=True):
+                now.clear()
+                now.update(before)
+        put_back(module, counted)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def changed(before: Numbers, after: Numbers) -> tuple[str, ...]:
+    """A phrase for each attribute that has another value afterwards."""
+    names = (name for (path, name), value in before.items() if after.get((path, name), value) != value)
+    return tuple(f"changes its attribute {name!r} in its forward" for name in names)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _are_numbers(value: list[Any] | dict[Any, Any]) -> bool:
+    return bool(value) and all(map(_is_number, value.values() if isinstance(value, dict) else value))
+
+
+def _draws() -> tuple[object, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *rest

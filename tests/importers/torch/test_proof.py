@@ -1,0 +1,248 @@
+"""What a trace does not show, or a table has wrong, is found: noticed while it is traced, or by running the layers."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from inspect import getattr_static
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.load import network_of
+from layerwise.importers.registry import Built, Call, _builds, register_op
+from layerwise.importers.torch.from_torch import from_torch
+from layerwise.importers.torch.proof import UnlikeError
+from layerwise.importers.torch.read.effects import UntracedEffects
+from layerwise.ops.tensor.pointwise import Binary, Unary
+
+Step = Callable[[nn.Module, Tensor], Tensor]
+X = torch.zeros(2, 4)
+
+
+class Net(nn.Module):
+    def __init__(self, between: Step) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.between, self.steps, self.tally = between, 0, {"steps": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self, self.first(x)))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def hooked(_: nn.Module, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
+    return x
+
+
+def counted(net: nn.Module, x: Tensor) -> Tensor:
+    net.steps += 1  # type: ignore[operator]
+    return x * (net.steps > 3)
+
+
+def tallied(net: nn.Module, x: Tensor) -> Tensor:
+    net.tally["steps"] += 1  # type: ignore[index, operator]
+    return x
+
+
+def inferred(_: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.sum()
+
+
+def twice(reentrant: bool) -> Step:
+    return lambda net, x: checkpoint(lambda y: torch.relu(net.norm(y)), x, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (lambda net, x: Doubled.apply(x), "has an autograd function, Doubled,"),
+        (hooked, "registers a hook of a gradient"),
+        (lambda net, x: x + torch.autograd.grad(x.sum(), net.first.weight)[0].sum(), "calls torch.autograd.grad"),
+    ],
+)
+def test_noticed(between: Step, words: str) -> None:
+    net, effects = Net(between), UntracedEffects()
+    with effects.on(net):
+        net(X)
+    assert [found for found in effects.found if words in found] == list(effects.found) != []
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda net, x: inferred(net, x) + x,
+        twice(reentrant=False),
+        twice(reentrant=True),
+        lambda net, x: x * (torch.utils.data.get_worker_info() is None) * (1 if torch.compiler.is_exporting() else 2),
+    ],
+    ids=["inference mode", "statistics twice", "statistics twice, reentrant", "asks whether it is traced"],
+)
+def test_what_is_not_in_the_trace_is_found_by_running(between: Step) -> None:
+    torch.manual_seed(0)
+    net = Net(between)
+    with pytest.raises(UnlikeError, match="gives other numbers than the model as it is written"):
+        network_of(net, (torch.randn(4, 4),), None, "test")
+    assert float(net.norm.num_batches_tracked) == 0  # as before
+
+
+def test_a_row_that_multiplies_instead_of_adding_is_refused_by_name() -> None:
+    class Shift(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x.tanh()
+
+    def wrong(call: Call) -> Built:
+        return Built(Binary("mul"), tuple(call.tensors))
+
+    net = nn.Sequential(nn.Linear(4, 4), Shift(), nn.Linear(4, 4))
+    register_op("aten::add.Tensor", wrong)
+    try:
+        with pytest.raises(UnlikeError, match="layer '1"):
+            network_of(net, (torch.randn(4, 4),), None, "test")
+    finally:
+        del _builds["aten::add.Tensor"]
+    assert network_of(net, (torch.randn(4, 4),), None, "test").unproven is None
+
+
+def test_a_gradient_that_a_row_stops_is_refused_by_name() -> None:
+    def wrong(call: Call) -> Built:
+        return Built(Unary("detach"), (Built(Unary("tanh"), (call.operand("self"),)),))
+
+    register_op("aten::tanh", wrong)
+    try:
+        with pytest.raises(UnlikeError, match=r"the gradient of '0.weight'"):
+            network_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (torch.randn(4, 4),), None, "test")
+    finally:
+        del _builds["aten::tanh"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_random_numbers_are_none_of_the_differences(training: bool) -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x) + torch.randn(x.shape[0], 4) + torch.rand_like(x)
+            x = nn.functional.dropout(x, 0.4, self.training)
+            kept = torch.floor(0.8 + torch.rand(x.shape[0], 1))
+            return self.last(x / 0.8 * kept if self.training else x)
+
+    before = torch.get_rng_state()
+    assert network_of(Drops().train(training), (torch.randn(4, 4),), None, "test").unproven is None
+    assert not torch.equal(before, torch.get_rng_state())  # of the parameters and the example
+    model, x, before = Drops(), torch.randn(4, 4), torch.get_rng_state()
+    network_of(model, (x,), None, "test")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_cannot_be_run_is_traced_twice() -> None:
+    with torch.device("meta"):
+        net = Net(lambda net, x: counted(net, x))
+    network = network_of(net, (torch.randn(4, 4, device="meta"),), None, "test")
+    assert network.unproven == "it is on the meta device"
+    assert "changes its attribute 'steps'" in network.graph.unseen[0]
+
+
+def test_exported() -> None:
+    net = Net(lambda net, x: counted(net, Doubled.apply(x)))
+    unseen = network_of(net, (X,), None, "test").graph.unseen
+    assert [found.split()[0] for found in unseen] == ["has", "changes"]
+    assert net.steps == 0  # as before
+
+
+def sized(net: nn.Module, x: Tensor) -> Tensor:
+    net.steps, net.training = x.shape[1], True
+    return x
+
+
+def flagged(net: nn.Module, x: Tensor) -> Tensor:
+    first, net.steps = net.steps == 0, 1
+    return -x if first else x
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [(counted, "changes its attribute 'steps'"), (tallied, "changes its attribute 'tally'"), (sized, None)],
+)
+def test_numbers_that_a_forward_changes(between: Step, words: str | None) -> None:
+    """What is set once, and changes nothing then, is not lost."""
+    net = Net(between)
+    unseen = network_of(net, (torch.randn(4, 4),), None, "test").graph.unseen
+    assert unseen == () if words is None else words in unseen[0]
+    assert net.steps == 0  # as before
+    assert net.tally == {"steps": 0}
+
+
+@pytest.mark.parametrize("asked", [lambda x: x.grad_fn is None, lambda x: not torch.is_grad_enabled()])
+def test_another_network_without_gradients(asked: Callable[[Tensor], bool]) -> None:
+    net = Net(lambda net, x: x if asked(x) else -x)
+    assert "without gradients" in network_of(net, (torch.randn(4, 4),), None, "test").graph.unseen[0]
+
+
+def test_a_first_call_that_is_another_network() -> None:
+    net = Net(flagged)
+    assert "changes its" in network_of(net, (torch.randn(4, 4),), None, "test").graph.unseen[0]
+    assert net.steps == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_layers(reentrant: bool) -> None:
+    net = Net(lambda net, x: checkpoint(torch.relu, x, use_reentrant=reentrant))
+    made, plain = from_torch(net, X), from_torch(Net(lambda net, x: torch.relu(x)), X)
+    assert made.unseen == ()
+    assert [(layer.op, layer.frozen) for layer in made.layers] == [(layer.op, layer.frozen) for layer in plain.layers]
+
+
+def test_what_reentrant_checkpointing_does_not_differentiate() -> None:
+    """PyTorch warns of it, and gives no gradients."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.last = net, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.net, x, use_reentrant=True))
+
+    graph = from_torch(Outer(), X)
+    assert graph.unreached == {"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"}
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_other_random_numbers_are_refused(draw: Callable[[], float]) -> None:
+    with pytest.raises(LayerwiseError, match="draws from Python's or numpy's random numbers"):
+        from_torch(Net(lambda net, x: x if draw() < 0.5 else -x), X)
+
+
+def test_other_threads_are_not_watched() -> None:
+    other = Net(lambda net, x: Doubled.apply(twice(reentrant=True)(net, hooked(net, x))))
+    effects, before = UntracedEffects(), getattr_static(torch.autograd.Function, "apply")
+    made: list[Tensor] = []
+    with effects.on(other):
+        thread = threading.Thread(target=lambda: made.append(other(torch.randn(2, 4))))
+        thread.start()
+        thread.join()
+    assert effects.found == {}
+    made[0].sum().backward()
+    assert other.norm.num_batches_tracked == 2  # it was checkpointed
+    assert getattr_static(torch.autograd.Function, "apply") is before
