@@ -168,7 +168,7 @@ def parallelize(
     notes = _accumulate(module, options.sync_every)
     if verbose and world.comm.rank == 0:
         for line in (*shown, *map(Text, notes)):
-            console().print(line, soft_wrap=isinstance(line, Text))
+            console().print(line)
     return (module, *loaders_of.shared(loaders, module)) if loaders else module
 
 
