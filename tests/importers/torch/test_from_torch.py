@@ -288,13 +288,12 @@ def test_writing_in_place() -> None:
         Function(lambda x: (y := x * 2, y[:, 0].zero_())[0]), (numbers(2, 3, 4),)
     )  # as Swin's second version has it
     seen: dict[str, Callable[[Tensor], object]] = {
-        "a view is written": lambda x: (y := x * 2, y.view(2, -1).relu_())[0],
+        "a view is written": lambda x: (y := x * 2, y.view(x.shape[0], -1).relu_())[0],
         "a view is read": lambda x: (y := x * 2, v := y[:, 0], y.relu_(), v)[-1] + 1,
         "a part is changed": lambda x: (y := x * 2, y[:, 0].add_(1))[0],
     }
-    for name, function in seen.items():
-        with pytest.raises(LayerwiseError, match="writes in place into a view of a tensor that is used again"):
-            from_torch(Function(function), (numbers(2, 3, 4),), name=name)
+    for function in seen.values():
+        imported(Function(function), (numbers(2, 3, 4),))
 
 
 def test_constants_are_computed() -> None:
