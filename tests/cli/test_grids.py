@@ -61,8 +61,8 @@ BAD = [
     ("search", f"{MODEL} --gpus 4 --price grid:two", "grid 'two': write batch groups x model parts"),
     (
         "search",
-        f"{MODEL} --gpus 4 --price grid:2x2 --depth-first 1 --export-costs c.cfn",
-        "leave out --export-costs and --depth-first",
+        f"{MODEL} --gpus 4 --price grid:2x2 --export-costs c.cfn",
+        "leave out --export-costs",
     ),
     (
         "search",
