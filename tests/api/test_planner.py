@@ -116,8 +116,8 @@ def test_what_is_said() -> None:
 
     assert "× as fast as data parallelism" in said(planned(None))
     assert "data parallelism, as asked for" in said(planned("data"))
-    kept = said(planned(None, batch=384))
-    assert "kept: the fastest plan found is predicted 1.019× as fast (1.9% less time), within the model's error" in kept
+    kept = said(planned(None, replace(REQUEST, effort="quick"), batch=384))  # moves gain more than the error
+    assert "kept: the fastest plan found is predicted 1.014× as fast (1.4% less time), within the model's error" in kept
     little = replace(REQUEST, memory_bytes=0.99 * planned("data").data.price.memory_bytes)
     assert "as fast as data parallelism, which does not fit into memory: " in said(planned(None, little))
     assert "(SLOWER)" in said(planned("model", batch=2048))

@@ -64,7 +64,7 @@ def test_json(run: Run, flags: str) -> None:
     assert found["optimal"] is True
     assert found["lower_bound_s"] == pytest.approx(found["additive_optimum"]["step_time_s"])
     assert isinstance(found["final_nodes"], int)
-    assert set(found["seconds"]) == {"import", "tables", "search", "overlap"}
+    assert set(found["seconds"]) - {"overlap"} == {"import", "tables", "search"}
     assert all(isinstance(n, int) and n > 0 for n in found["configurations"].values())
     if "powers" in flags:  # 3 is no power of two, and no baseline's degree; 12 is one
         assert all(3 not in degrees.values() for degrees in found["additive_optimum"]["strategy"].values())

@@ -1,4 +1,4 @@
-"""The named strategies, and the depth-first search."""
+"""The named strategies."""
 
 from __future__ import annotations
 
