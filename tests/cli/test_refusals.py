@@ -79,7 +79,7 @@ REFUSED = [
     (f"search {MLP} --gpus 4 --price grid:two", "grid 'two': write batch groups x model parts"),
     (
         f"search {MLP} --gpus 4 --price grid:2x2 --export-costs c.cfn",
-        "leave out --export-costs and --dep",
+        "leave out --export-costs",
     ),
     (f"search {MLP} --gpus 4 --price grid:4x1 --global-batch 2", "a batch of 2 samples cannot be cut into 4 groups"),
     (f"search {MLP} --gpus 128 --price grid:1x128", "the widest layer has 48 outputs and cannot be cut into 128 parts"),
