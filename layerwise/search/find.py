@@ -99,13 +99,14 @@ def search(
         seconds["overlap"] = seconds.get("overlap", 0.0) + time.perf_counter() - begun
         return found.lower_bound_s or None
 
-    if improves:
-        bound_s = improved(Variants.grouped(configs), [*candidates, *baselines.values()], fits=False)
+    known = [*candidates, *baselines.values()]
+    if improves and any(c.fits for c in known):  # else another space is searched
+        bound_s = improved(Variants.grouped(configs), known, fits=False)
     unlimited = best = choose(candidates, baselines, heed_memory=False) if by_time else additive
     kept, within, least = solved.kept, None, None
     if not best.fits:
         started = time.perf_counter()
-        known = [c.strategy for c in candidates] + hand
+        begin = [c.strategy for c in candidates] + hand
 
         searching = partial(
             LimitedSearch,
@@ -115,7 +116,7 @@ def search(
             memory_bytes=memory_bytes,
             progress=progress,
         )
-        within, least = recall.limited(lambda: _limited(searching, offer, limit, known), limit, offer)
+        within, least = recall.limited(lambda: _limited(searching, offer, limit, begin), limit, offer)
         found = [candidate(model, "layerwise", strategy, limit) for strategy in within.strategies]
         candidates, kept = [*found, *candidates], within.configurations
         additive = found[0] if found else additive  # by step time
