@@ -11,7 +11,7 @@ import numpy as np
 from layerwise.comm.base import Comm
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
 from layerwise.measure.link_times import measure_overlap, operation_time
-from layerwise.measure.topology import GroupShape, find_topology, pairs, shapes
+from layerwise.measure.topology import RankGroups, find_topology, pairs, shapes
 
 USED: tuple[Operation, ...] = ("message", "exchange", "all_reduce", "reduce_scatter")  # by gloo
 
@@ -52,7 +52,7 @@ class LinksAgain:
         curves = tuple(again.get(curve, curve) for curve in self.first.curves)
         return replace(self.first, curves=curves, overlaps=tuple(overlaps))
 
-    def _shape(self, curve: Curve) -> GroupShape:
+    def _shape(self, curve: Curve) -> RankGroups:
         kind = self.pairs if curve.operation in ("message", "exchange") else self.groups
         return kind[curve.fan, curve.load]
 

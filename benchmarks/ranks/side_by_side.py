@@ -21,7 +21,7 @@ from layerwise.comm.base import Comm
 from layerwise.config import Config
 from layerwise.cost.compute.measured import COPY, LAYER, step_name
 from layerwise.cost.model import CostModel
-from layerwise.cost.timeline.simulate import UPDATE, Span, timeline
+from layerwise.cost.timeline.simulate import UPDATE, SimulatedSpan, timeline
 from layerwise.machine.fields import Field
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
 from layerwise.machine.layer_times_json import read, written
@@ -132,7 +132,7 @@ class Layers:
 
 def segments_of(model: CostModel, strategy: dict[str, Config]) -> list[list[Part]]:
     """What is computed without waiting for another rank in between, in a step's order."""
-    spans: list[Span] = []
+    spans: list[SimulatedSpan] = []
     timeline(model, strategy, spans.append)
     segments: list[list[Part]] = [[]]
     for span in spans:

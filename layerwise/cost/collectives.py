@@ -19,7 +19,7 @@ from layerwise.machine import DeviceGraph, Overlap
 from layerwise.machine.curves import Operation
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.groups import replicas
-from layerwise.partition.layout import SCATTERED, Cells
+from layerwise.partition.layout import SCATTERED, LayoutCells
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class Groups:
 
 
 @lru_cache(maxsize=4096)
-def group_shapes(cells: Cells, keys: tuple[int, ...], graph: DeviceGraph) -> Groups:
+def group_shapes(cells: LayoutCells, keys: tuple[int, ...], graph: DeviceGraph) -> Groups:
     """For each configuration, the groups of devices that agree in the dimensions `keys` of their cells."""
     numbers: dict[tuple[Runs, bool, bool], int] = {}
     patterns = zip(_runs(cells, keys), cells.strided.tolist(), cells.copies.tolist(), strict=True)
@@ -195,7 +195,7 @@ def group_shapes(cells: Cells, keys: tuple[int, ...], graph: DeviceGraph) -> Gro
     return Groups(tuple(_group_shape_of(*pattern, graph) for pattern in numbers), which)
 
 
-def _runs(cells: Cells, keys: tuple[int, ...]) -> list[Runs]:
+def _runs(cells: LayoutCells, keys: tuple[int, ...]) -> list[Runs]:
     """Of each configuration; neighbouring digits that are all in keys, or none, are one, so there are few patterns."""
     dims = np.where(np.array(cells.counts_in) == SCATTERED, cells.scattered[:, None], cells.counts_in)
     found = list[Runs]()
@@ -216,7 +216,7 @@ def _group_shape_of(runs: Runs, strided: bool, copies: bool, graph: DeviceGraph)
     digits = np.array([[size for size, _ in runs]], np.int64)
     inside = np.array([key for _, key in runs], np.bool_)
     degrees = np.stack([digits[:, ~inside].prod(1), digits[:, inside].prod(1)], axis=1)
-    cells = Cells(
+    cells = LayoutCells(
         degrees,
         digits,
         tuple(inside.astype(int).tolist()),

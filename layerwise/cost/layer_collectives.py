@@ -15,7 +15,7 @@ from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
 from layerwise.ops.facts import Parameter
 from layerwise.partition.largest import all_boxes, largest_box, largest_extents
-from layerwise.partition.layout import Cells, Layout
+from layerwise.partition.layout import Layout, LayoutCells
 from layerwise.partition.sharding import Sharding, sharded_each, states_of
 
 ParameterKind = tuple[tuple[int, ...], bool]  # what boxes of parameters follow from: dimensions; whether of an epilogue
@@ -28,7 +28,7 @@ class Collective:
     size_bytes: Floats  # (C,) of the member with the largest box
     total_bytes: Floats  # (C,) of all devices together
     group_shapes: Groups  # (C,) of the devices that agree in the dimensions `keys` of their cells
-    cells: Cells
+    cells: LayoutCells
     keys: tuple[int, ...]
     epilogue: bool = False  # whether what travels belongs to a fused follower, whose boxes may differ
 
@@ -109,7 +109,7 @@ def owned_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
 
 
 def _collective(
-    size: Floats, total: Floats, cells: Cells, keys: Sequence[int], graph: DeviceGraph, *, epilogue: bool = False
+    size: Floats, total: Floats, cells: LayoutCells, keys: Sequence[int], graph: DeviceGraph, *, epilogue: bool = False
 ) -> Collective:
     return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys), epilogue)
 

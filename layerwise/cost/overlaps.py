@@ -19,7 +19,7 @@ from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine import DeviceGraph
 from layerwise.ops.facts import Dim
 from layerwise.partition.edge import Edge
-from layerwise.partition.layout import Cells
+from layerwise.partition.layout import LayoutCells
 
 COLUMNS = 5  # columns of rows that one number stands for
 Ranges = tuple[tuple[Ints, Ints], ...]
@@ -33,7 +33,7 @@ class Selections:
     each of these cells, where there may be more than one.
     """
 
-    def __init__(self, cells: Cells, graph: DeviceGraph, watched: Ints) -> None:
+    def __init__(self, cells: LayoutCells, graph: DeviceGraph, watched: Ints) -> None:
         sizes = [1, *(level.devices for level in graph.levels)]
         self.degrees = cells.degrees
         self.boxes: tuple[Ranges, ...] = tuple(_group_boxes(cells, size, watched) for size in sizes)
@@ -71,19 +71,19 @@ def _distinct(rows: Ints) -> tuple[Ints, Ints]:
 
 
 @lru_cache(maxsize=512)
-def selections(cells: Cells, graph: DeviceGraph, watched: tuple[int, ...]) -> Selections:
+def selections(cells: LayoutCells, graph: DeviceGraph, watched: tuple[int, ...]) -> Selections:
     """Seen from some devices."""
     return Selections(cells, graph, np.array(watched, np.int64))
 
 
-def _groups(cells: Cells, size: int, watched: Ints) -> tuple[Ints, Ints, Ints]:
+def _groups(cells: LayoutCells, size: int, watched: Ints) -> tuple[Ints, Ints, Ints]:
     """Where each group of `size` devices with a watched one begins and ends, and which each of these is in."""
     groups, which = np.unique(watched // size, return_inverse=True)
     first = groups * size
     return first, np.minimum(first + size, cells.devices), which  # a last group may be cut short
 
 
-def _times(cells: Cells, size: int, watched: Ints) -> Ints | None:
+def _times(cells: LayoutCells, size: int, watched: Ints) -> Ints | None:
     """(C, W) where a configuration is copied to all devices, those of the group; else 1. None: of no configuration."""
     if not cells.copies.any():
         return None
@@ -91,7 +91,7 @@ def _times(cells: Cells, size: int, watched: Ints) -> Ints | None:
     return np.where(cells.copies[:, None], (end - first)[which][None, :], 1)
 
 
-def _group_boxes(cells: Cells, size: int, watched: Ints) -> Ranges:
+def _group_boxes(cells: LayoutCells, size: int, watched: Ints) -> Ranges:
     """The cells of each watched device's group of `size` consecutive devices, as boxes of cell indices.
 
     They are consecutive cells: a box, or else in every digit what is left of a row at either end, and whole rows.
@@ -118,7 +118,7 @@ def _group_boxes(cells: Cells, size: int, watched: Ints) -> Ranges:
     return tuple(zip(lows, highs, strict=True))
 
 
-def _hull(cells: Cells, begin: Ints, stop: Ints) -> tuple[Ints, Ints]:
+def _hull(cells: LayoutCells, begin: Ints, stop: Ints) -> tuple[Ints, Ints]:
     """lo, hi (C, groups, K) of the smallest box with the cells [begin, stop); 0, 0: of none."""
     lo, hi = (np.zeros((*begin.shape, cells.digits.shape[1]), np.int64) for _ in range(2))
     first, last = begin, stop - 1

@@ -21,7 +21,7 @@ from layerwise.inference.windows import profile, starts
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.sized import Sized, Sizes
-from layerwise.volumes.sources import Region
+from layerwise.volumes.sources import SampleRegion
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides ask for
 Reduce = Literal["argmax", "softmax", "sigmoid"] | Callable[[Tensor], Tensor]
@@ -81,7 +81,7 @@ class Predictor:
 
     def _full(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
         regions = [
-            Region(one.source, Box((0,) * len(shape), shape))
+            SampleRegion(one.source, Box((0,) * len(shape), shape))
             for one, shape in zip(self.cases.inputs, shapes, strict=True)
         ]
         return self._pass(numbers, self.model.sized(shapes, len(numbers)), regions)
@@ -99,7 +99,7 @@ class Predictor:
             for i, begin in zip(along, place, strict=True):
                 lo[i] = begin
             box = Box(tuple(lo), tuple(a + n for a, n in zip(lo, size, strict=True)))
-            region = Region(
+            region = SampleRegion(
                 self.cases.inputs[0].source, box, frozenset(i for i, on in zip(along, way, strict=True) if on)
             )
             boxes, x = self._pass(numbers, sized, [region])
@@ -146,7 +146,7 @@ class Predictor:
                 return size
         raise LayerwiseError(f"the network takes no samples of shape {shape}, nor padded ones: {refused}")
 
-    def _pass(self, numbers: Sequence[int], sized: Sized, regions: Sequence[Region]) -> Boxed:
+    def _pass(self, numbers: Sequence[int], sized: Sized, regions: Sequence[SampleRegion]) -> Boxed:
         read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, regions), None))[0]
         return sized.run(read)[self.output]
 

@@ -155,7 +155,7 @@ class ZarrGroup(Results):
                 self._each(lambda box=box: _put(array, box, x), what)  # type: ignore[misc]
 
 
-class Stacked(Results):
+class StackedResults(Results):
     """One array (samples, ...): a .npy file, or an array of the user's to write into."""
 
     separate = False
@@ -201,11 +201,11 @@ def results_of(out: object, samples: int, files: Sequence[str | None]) -> Result
             raise LayerwiseError(
                 f"predict cannot write into a {type(out).__name__}: give a .npy, a .zarr or a folder, or an array"
             )
-        return Stacked(out, samples)
+        return StackedResults(out, samples)
     path = os.fspath(out)
     kind = Path(path).suffix.lower()
     if kind == ".npy":
-        return Stacked(path, samples)
+        return StackedResults(path, samples)
     if kind == ".zarr":
         return ZarrGroup(path)
     if kind and not Path(path).is_dir():

@@ -11,7 +11,7 @@ import torch
 from layerwise.comm.base import Comm, Handle
 from layerwise.machine.curves import Operation, Overlap
 from layerwise.measure.timing import Do, stolen_s, timed
-from layerwise.measure.topology import GroupShape
+from layerwise.measure.topology import RankGroups
 
 # Samples, channels, height and width of the convolution whose gradients are computed beside an operation: some ms.
 KERNEL = {"cpu": (2, 64, 16, 16), "cuda": (64, 256, 32, 32)}
@@ -40,7 +40,7 @@ def convolution(device: torch.device) -> Do:
     return do
 
 
-def overlap(comm: Comm, shape: GroupShape, operation: Operation, start: Start | None, rounds: int = ROUNDS) -> Overlap:
+def overlap(comm: Comm, shape: RankGroups, operation: Operation, start: Start | None, rounds: int = ROUNDS) -> Overlap:
     """Speeds of an operation, and of computation, while both go on. `start` starts one; None: takes no part.
 
     On a CPU what each got done of the other's time, in turns with each alone, for a processor's speed moves; the mean

@@ -15,7 +15,7 @@ from layerwise.geometry.arrays import Floats
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
 from layerwise.measure.beside import BESIDE, BESIDE_S, Start, overlap
 from layerwise.measure.timing import ROUNDS, Do, Time, timed
-from layerwise.measure.topology import GroupShape, Topology, pairs, shapes
+from layerwise.measure.topology import RankGroups, Topology, pairs, shapes
 from layerwise.partition.buckets import BUCKET_BYTES
 
 TOLERANCE = 0.05  # of the time: what a line may miss a point by
@@ -89,7 +89,7 @@ def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progre
     groups = shapes(where)
     for kind in ("statistics", "sync", "gathers"):
         comm.prepare({group for shape in groups for group in shape.groups}, kind)
-    plan: list[tuple[Operation, GroupShape]] = [(name, shape) for shape in kinds for name in ("message", "exchange")]
+    plan: list[tuple[Operation, RankGroups]] = [(name, shape) for shape in kinds for name in ("message", "exchange")]
     plan += [(name, shape) for shape in groups for name in COLLECTIVES]
     longest_s = budget_s / (len(plan) + 2 * len(groups)) / CURVE_ROUNDS
     series, overlaps = [], []
@@ -102,14 +102,14 @@ def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progre
     return Measured(tuple(_with_further_messages(series)), tuple(overlaps))
 
 
-def measure_overlap(comm: Comm, curve: Curve, shape: GroupShape, rounds: int = ROUNDS) -> Overlap:
+def measure_overlap(comm: Comm, curve: Curve, shape: RankGroups, rounds: int = ROUNDS) -> Overlap:
     """The overlap of the operation that a curve is of. Every rank calls this."""
     group = shape.of(comm.rank)
     start = group and begun(comm, curve.operation, group, beside_bytes(comm, curve))
     return overlap(comm, shape, curve.operation, start or None, rounds)
 
 
-def _curve(comm: Comm, operation: Operation, shape: GroupShape, longest_s: float) -> Series:
+def _curve(comm: Comm, operation: Operation, shape: RankGroups, longest_s: float) -> Series:
     points: list[Point] = []
     spread = 0.0
     for size in SIZES:
@@ -122,12 +122,12 @@ def _curve(comm: Comm, operation: Operation, shape: GroupShape, longest_s: float
     return Series(Curve(operation, shape.fan, shape.load, knots(points)), tuple(points), spread)
 
 
-def carried_by(operation: Operation, shape: GroupShape) -> int:
+def carried_by(operation: Operation, shape: RankGroups) -> int:
     """Buffers whose bytes count: of messages all that share a port."""
     return shape.load if operation in ("message", "exchange") else 1
 
 
-def operation_time(comm: Comm, operation: Operation, shape: GroupShape, size: float, rounds: int = ROUNDS) -> Time:
+def operation_time(comm: Comm, operation: Operation, shape: RankGroups, size: float, rounds: int = ROUNDS) -> Time:
     """The slowest rank's time of an operation; `size` as in `Curve`. Every rank calls this."""
     group, each = shape.of(comm.rank), round(size / carried_by(operation, shape))
     time = timed(comm, None if group is None else prepared(comm, operation, group, each), rounds)

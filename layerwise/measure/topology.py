@@ -25,7 +25,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupShape:
+class RankGroups:
     """Groups of ranks that are at work at once."""
 
     fan: tuple[int, ...]  # members of a group at each level
@@ -62,7 +62,7 @@ def topology_of(hosts: Sequence[str]) -> Topology:
     return Topology(len(names), local)
 
 
-def shapes(where: Topology) -> list[GroupShape]:
+def shapes(where: Topology) -> list[RankGroups]:
     """Every kind of group that a grid of cells makes: divisors of a node's ranks times divisors of the nodes.
 
     All groups of a kind at once, as in a step; and where several then share a node's port, also one of them alone.
@@ -79,23 +79,23 @@ def shapes(where: Topology) -> list[GroupShape]:
                     groups.append(tuple(n * where.local + first + i for n in nodes for i in range(inner)))
             fan = trimmed((inner, outer))
             load = where.local // inner if outer > 1 else 1
-            result.append(GroupShape(fan, load, tuple(groups)))
+            result.append(RankGroups(fan, load, tuple(groups)))
             if load > 1:
-                result.append(GroupShape(fan, 1, tuple(groups[::load])))
+                result.append(RankGroups(fan, 1, tuple(groups[::load])))
     return result
 
 
-def pairs(where: Topology) -> list[GroupShape]:
+def pairs(where: Topology) -> list[RankGroups]:
     """Ranks that talk in twos, at each level: all of them at once, and between nodes also one pair a port."""
     result = []
     if where.local > 1:
         starts = [n * where.local + i for n in range(where.nodes) for i in range(0, where.local - 1, 2)]
-        result.append(GroupShape((2,), 1, tuple((r, r + 1) for r in starts)))
+        result.append(RankGroups((2,), 1, tuple((r, r + 1) for r in starts)))
     if where.nodes > 1:
         starts = [n * where.local + i for n in range(0, where.nodes - 1, 2) for i in range(where.local)]
-        result.append(GroupShape((1, 2), where.local, tuple((r, r + where.local) for r in starts)))
+        result.append(RankGroups((1, 2), where.local, tuple((r, r + where.local) for r in starts)))
         if where.local > 1:
-            result.append(GroupShape((1, 2), 1, tuple((r, r + where.local) for r in starts[:: where.local])))
+            result.append(RankGroups((1, 2), 1, tuple((r, r + where.local) for r in starts[:: where.local])))
     return result
 
 

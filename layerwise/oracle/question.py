@@ -32,7 +32,7 @@ from layerwise.oracle.strategies import (
 from layerwise.oracle.tables import (
     STRATEGIES,
     TITLES,
-    Groups,
+    LayerGroups,
     Phases,
     Priced,
     Projection,
@@ -115,7 +115,7 @@ class Oracle:
         """answers: of earlier runs, which are used and kept (`layerwise.cache`)."""
         self.question, self._answers = question, answers
         self._models: dict[int, CostModel] = {}
-        self._groups = Groups()
+        self._groups = LayerGroups()
         self._plans: dict[tuple[int, tuple[tuple[str, Config], ...], Timeline | None], Priced] = {}
         self._known: dict[tuple[str, int], Priced] = {}  # of the tables
 

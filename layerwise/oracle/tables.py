@@ -126,7 +126,7 @@ def read_priced(model: CostModel, cached: Any) -> dict[str, Priced]:
     return found
 
 
-class Groups:
+class LayerGroups:
     """The best grid of a group of devices. Groups of any number of devices have it in common, at their batch."""
 
     def __init__(self) -> None:

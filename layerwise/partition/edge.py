@@ -18,7 +18,7 @@ from layerwise.geometry import AxisMap, Lattices, boundaries, identity, numberin
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Dim, Maps
 from layerwise.partition.largest import all_boxes, largest_box
-from layerwise.partition.layout import Cells
+from layerwise.partition.layout import LayoutCells
 from layerwise.tensor import TensorSpec
 
 
@@ -47,12 +47,17 @@ class Edge:
     item_bytes: int
     maps: Maps  # which box of the tensor a cell of the consumer needs
     dims: tuple[Dim, ...]  # that a cell of the consumer is cut from, without labels
-    owners: Cells  # of the tensor
-    needers: Cells  # of `dims`
+    owners: LayoutCells  # of the tensor
+    needers: LayoutCells  # of `dims`
 
     @staticmethod
     def of(
-        source: TensorSpec, owners: Cells, maps: Maps, dims: tuple[Dim, ...], needers: Cells, lattices: Lattices = ()
+        source: TensorSpec,
+        owners: LayoutCells,
+        maps: Maps,
+        dims: tuple[Dim, ...],
+        needers: LayoutCells,
+        lattices: Lattices = (),
     ) -> Edge:
         """`source` goes from its owners to those who need `maps` of it for their cells of `dims`.
 
@@ -181,7 +186,7 @@ def _first_cells(edge: Edge, axis: AxisMap) -> tuple[Ints, Ints, Ints]:
     return *axis(np.zeros_like(end), end), column
 
 
-def _devices(cells: Cells) -> Ints:
+def _devices(cells: LayoutCells) -> Ints:
     """(C,) equal where the same devices have cells: the first ones, or every so many-th."""
     count = cells.count
     last = (count - 1) * cells.devices // count
@@ -256,7 +261,7 @@ def _owned(edge: Edge, devices: Ints | None = None) -> tuple[Ints, Ints]:
     return _boxes(maps, dims, edge.owners, devices)
 
 
-def _boxes(maps: Maps, dims: Sequence[Dim], cells: Cells, devices: Ints | None = None) -> tuple[Ints, Ints]:
+def _boxes(maps: Maps, dims: Sequence[Dim], cells: LayoutCells, devices: Ints | None = None) -> tuple[Ints, Ints]:
     """lo, hi (C, N, J) of what `maps` make of the cell of each device, or of some; empty where it has none."""
     degrees, index = cells.degrees, cells.index if devices is None else cells.at(devices)
     shape = (*index.shape[:2], len(maps))

@@ -10,7 +10,7 @@ import numpy as np
 from layerwise.geometry import Box
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
-from layerwise.partition.layout import Cells
+from layerwise.partition.layout import LayoutCells
 from layerwise.partition.place import Each, Place
 
 Group = tuple[int, ...]
@@ -39,7 +39,7 @@ def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
     return tuple(r for r, box in enumerate(boxes) if box is not None and rest(box) == same)
 
 
-def replicas(cells: Cells, keys: Sequence[int]) -> Ints:
+def replicas(cells: LayoutCells, keys: Sequence[int]) -> Ints:
     """`sharing` for all configurations and devices at once (tests/partition/test_groups.py holds them equal).
 
     (C, N): devices that need the same box of what the dimensions `keys` drive have the same number; -1: none.

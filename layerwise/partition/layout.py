@@ -16,7 +16,7 @@ SCATTERED = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
+class LayoutCells:
     """The cell that each of N devices has of a space of D dimensions, under C configurations.
 
     A formula, as N may be large: cells are numbered by L digits, the outermost first, each of which counts in one
@@ -97,7 +97,7 @@ class Cells:
         active: Mask = self.numbers(np.arange(self.devices)) >= 0
         return active
 
-    def take(self, rows: Ints) -> Cells:
+    def take(self, rows: Ints) -> LayoutCells:
         """Only some of the configurations."""
         return replace(
             self,
@@ -116,11 +116,11 @@ class Layout:
     A scalar output counts as one dimension of extent 1.
     """
 
-    computed: Cells  # of the iteration space
-    owned: Cells  # of the output. Where k > 1 the reduce-scatter cuts one dimension further
+    computed: LayoutCells  # of the iteration space
+    owned: LayoutCells  # of the output. Where k > 1 the reduce-scatter cuts one dimension further
     configs: tuple[Config, ...] = ()  # that it is of, with what they choose beside cells
 
-    def at(self, epilogue: bool) -> Cells:
+    def at(self, epilogue: bool) -> LayoutCells:
         """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
         return self.owned if epilogue else self.computed
 
@@ -158,6 +158,6 @@ def _layout(configs: tuple[Config, ...], dims: tuple[Dim, ...], rank: int, devic
     none = np.zeros(count, np.bool_)
     for array in (degrees, digits, own_degrees, scattered, strided, none):
         array.setflags(write=False)
-    computed = Cells(degrees, digits, tuple(order), scattered, strided, none, devices)
+    computed = LayoutCells(degrees, digits, tuple(order), scattered, strided, none, devices)
     owned = replace(computed, degrees=own_degrees, counts_in=tuple(i if i < rank else SCATTERED for i in order))
     return Layout(computed, owned)

@@ -15,7 +15,7 @@ from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Dim, Maps, Parameter, Space
-from layerwise.partition.layout import Cells, layout
+from layerwise.partition.layout import LayoutCells, layout
 from layerwise.tensor import TensorSpec
 
 Each = tuple[Box | None, ...]  # by device; None: it has none
@@ -167,7 +167,7 @@ def place_in(space: Space, config: Config, devices: int, *, everywhere: bool = F
     return Place(computed, owned, everywhere)
 
 
-def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:
+def _boxes(cells: LayoutCells, dims: Sequence[Dim], skip: int) -> Boxes:
     """skip: 1 for a scalar, which layouts count as one dimension."""
     return Boxes.grid(dims, cells.degrees[0, skip:], cells.index[0, :, skip:], cells.active[0])
 

@@ -11,7 +11,7 @@ from layerwise.chrome import CATEGORIES, RankSpans, Row, chrome_trace
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import basis
 from layerwise.cost.model import CostModel
-from layerwise.cost.timeline.simulate import UPDATE, Span, timeline
+from layerwise.cost.timeline.simulate import UPDATE, SimulatedSpan, timeline
 from layerwise.files import write_text
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.plan import Plan
@@ -124,7 +124,7 @@ def layer_times(
     compute_s: of the slowest device, beside the gradients that travel meanwhile; transfers_s (of its inputs, and sums
     over k), statistics_s: from when the last device has come; sync_s: of the bucket that its gradients are first in.
     """
-    spans: list[Span] = []
+    spans: list[SimulatedSpan] = []
     timeline(model, strategy, spans.append, bucket_bytes=bucket_bytes)
     result: dict[str, dict[str, float]] = {}
     for span in spans:
@@ -139,7 +139,7 @@ def layer_times(
 
 def write_timeline(model: CostModel, plan: Candidate, path: str | os.PathLike[str]) -> None:
     """Simulates a step of the plan and writes what every device does when, whole or not at all."""
-    spans: list[Span] = []
+    spans: list[SimulatedSpan] = []
     timeline(model, plan.strategy, spans.append, bucket_bytes=plan.bucket_bytes)
     names: dict[str, int] = {}
     rows: list[list[Row]] = [[] for _ in range(model.devices.count)]

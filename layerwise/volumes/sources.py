@@ -150,7 +150,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class SampleRegion:
     """A box of every sample of a source. Where it is larger than a sample there are zeros.
 
     Attributes:
@@ -189,7 +189,7 @@ class Region:
         return self.box.lo[dim] + s.start, self.box.lo[dim] + s.stop
 
 
-SampleSource = StackedArray | File | SeparateSamples | Computed | Region
+SampleSource = StackedArray | File | SeparateSamples | Computed | SampleRegion
 
 
 def source_of(value: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:

@@ -15,7 +15,7 @@ from layerwise.cost.compute.roofline import rooflines
 from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
-from layerwise.cost.timeline.simulate import Span, timeline
+from layerwise.cost.timeline.simulate import SimulatedSpan, timeline
 from layerwise.cost.timeline.stream import Flow, Stream
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
@@ -197,7 +197,7 @@ def test_a_skip_travels_beside_computation_by_hand(slow: float) -> None:
     f, g = [float(c.forward[0]) for c in costs], [float(c.backward[0]) for c in costs]
     edges = [("first", "second", 0), ("second", "third", 0), ("third", "cat", 1), ("first", "cat", 0)]
     one, two, last, skip = (float(model.edge_cost(e, (strategy[e[0]],), (strategy[e[1]],))[0, 0]) / 2 for e in edges)
-    spans = dict[str, Span]()
+    spans = dict[str, SimulatedSpan]()
     found = timeline(model, strategy, lambda span: spans.update({span.name: span}))
     assert found.forward_s == pytest.approx(f[0] + one + max(f[1], skip) + two + f[2] + last + f[3])
     assert found.backward_s == pytest.approx(g[3] + last + max(g[2], skip) + two + g[1] + one + g[0])
@@ -225,7 +225,7 @@ def test_a_halos_gradient_travels_beside_that_of_weights_by_hand(slow: float) ->
     _, work = rooflines(layers[1], model.layout(layers[1], (config,)), (True,), device, "float32")
     weights = work.weights_s[0]
     assert 0 < weights < g[1]
-    spans: list[Span] = []
+    spans: list[SimulatedSpan] = []
     found = timeline(model, {"first": config, "second": config}, spans.append)
     assert found.forward_s == pytest.approx(f[0] + halo + f[1])
     assert found.backward_s == pytest.approx(g[1] - weights + max(weights, halo) + g[0])

@@ -24,7 +24,7 @@ from layerwise.measure import link_times as links
 from layerwise.measure.beside import rates
 from layerwise.measure.link_times import Measured, Series, knots, measure_links
 from layerwise.measure.links_profile import conditions, contention, with_links
-from layerwise.measure.topology import GroupShape, Topology, pairs, shapes
+from layerwise.measure.topology import RankGroups, Topology, pairs, shapes
 from tests.comm.thread import ThreadComm, run_threads
 
 
@@ -164,7 +164,7 @@ def test_what_goes_on_beside_computation_has_its_share_of_the_processor(monkeypa
     monkeypatch.setattr(beside, "ALONE", 20.0)
     monkeypatch.setattr(beside, "convolution", lambda _: clock.compute)
     (found,) = run_threads(
-        1, lambda comm: beside.overlap(comm, GroupShape((1, 2), 1, ((0,),)), "all_gather", clock.start)
+        1, lambda comm: beside.overlap(comm, RankGroups((1, 2), 1, ((0,),)), "all_gather", clock.start)
     )
     assert found == Overlap((1, 2), 1, 0.5, 10 / 12, "all_gather")
 

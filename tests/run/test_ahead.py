@@ -22,10 +22,10 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.plan import Plan, parse_strategy
 from layerwise.program.instructions import Begin
-from layerwise.run.execute.autograd import Link
+from layerwise.run.execute.autograd import IssuedTransfer
 from layerwise.run.load import load
 from layerwise.run.schedule.schedule import Schedule
-from layerwise.run.schedule.work import Work
+from layerwise.run.schedule.work import LayerWork
 from layerwise.run.trace import Trace
 from tests.comm.pool import run_ranks
 from tests.comm.thread import run_threads
@@ -204,7 +204,7 @@ def trained_with_errors(comm: ProcessComm, where: str) -> tuple[int, dict[str, T
     """
     torch.set_num_threads(1)
     _, network, samples = smooth()
-    graph, compute = fuse(network.graph), Work.run
+    graph, compute = fuse(network.graph), LayerWork.run
     # Channels, then samples: what skips the middle travels meanwhile.
     names = [layer.name for layer in graph.inner]
     cuts = {name: {"c" if i <= names.index("middle") else "n": 2} for i, name in enumerate(names)}
@@ -216,7 +216,7 @@ def trained_with_errors(comm: ProcessComm, where: str) -> tuple[int, dict[str, T
     def fails(*_: object) -> None:
         raise ValueError("Expected more than 1 value per channel when training")
 
-    def run(work: Work, *args: Any, **kwargs: Any) -> Tensor:
+    def run(work: LayerWork, *args: Any, **kwargs: Any) -> Tensor:
         out = compute(work, *args, **kwargs)
         if work.name == "middle":
             if where == "forward":
@@ -229,7 +229,7 @@ def trained_with_errors(comm: ProcessComm, where: str) -> tuple[int, dict[str, T
         late(comm, 5)
         trained(made, mine, 3)
         with patch.context() as broken:
-            broken.setattr(Work, "run", run)
+            broken.setattr(LayerWork, "run", run)
             with pytest.raises(ValueError, match="Expected more than 1 value"):
                 trained(made, mine, 1)
         gc.collect()
@@ -253,9 +253,9 @@ def test_a_loop_that_goes_on_after_an_error(where: str) -> None:
 def test_a_forward_pass_that_nobody_goes_back_through_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions remember the pass, and autograd's graph is nothing that Python's garbage collector sees into."""
     _, network, samples = smooth()
-    links, begin, count = WeakSet[Link](), Link.begin, 0
+    links, begin, count = WeakSet[IssuedTransfer](), IssuedTransfer.begin, 0
 
-    def noted(link: Link, x: Tensor | None) -> None:
+    def noted(link: IssuedTransfer, x: Tensor | None) -> None:
         nonlocal count
         count += 1
         links.add(link)
@@ -265,7 +265,7 @@ def test_a_forward_pass_that_nobody_goes_back_through_is_let_go_of(monkeypatch: 
         made = load(in_order(network, 2, 3), network, comm=comm, dtype=torch.float64, checkpoint_activations=True)
         made(samples[made.share()])
 
-    monkeypatch.setattr(Link, "begin", noted)
+    monkeypatch.setattr(IssuedTransfer, "begin", noted)
     run_threads(2, rank)
     gc.collect()
     assert count

@@ -21,8 +21,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan, parse_strategy
-from layerwise.run.execute.buckets import Bucket
-from layerwise.run.execute.gathers import Gather
+from layerwise.run.execute.buckets import GradientBucket
+from layerwise.run.execute.gathers import ParameterGather
 from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
@@ -351,23 +351,23 @@ def breaks(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..
     return register
 
 
-@breaks(Gather, "finish")
-def values_of_the_step_before(finish: Callable[[Gather], None], self: Gather) -> None:
+@breaks(ParameterGather, "finish")
+def values_of_the_step_before(finish: Callable[[ParameterGather], None], self: ParameterGather) -> None:
     before = {name: leaf.detach().clone() for name, leaf in self.working.items()} if self._versions else None
     finish(self)
     for name, leaf in self.working.items() if before is not None else ():
         leaf.data.copy_(before[name])
 
 
-@breaks(Bucket, "put")
+@breaks(GradientBucket, "put")
 def gradients_that_are_twice_too_large(
-    put: Callable[..., None], self: Bucket, name: str, gradient: Tensor, scale: float, zero: Tensor
+    put: Callable[..., None], self: GradientBucket, name: str, gradient: Tensor, scale: float, zero: Tensor
 ) -> None:
     put(self, name, gradient, 2 * scale, zero)
 
 
-@breaks(Bucket, "summed")
-def gradients_that_are_permuted(summed: Callable[..., Tensor], self: Bucket, name: str, rank: int) -> Tensor:
+@breaks(GradientBucket, "summed")
+def gradients_that_are_permuted(summed: Callable[..., Tensor], self: GradientBucket, name: str, rank: int) -> Tensor:
     return summed(self, name, rank).flip(-1)
 
 

@@ -48,7 +48,7 @@ def part(ref: Ref, where: Devices) -> Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class TransferStorage:
     """What is on its way from its source, or back to it, while others compute."""
 
     arrived: Ref  # where it arrives

@@ -77,7 +77,7 @@ def _share(model: CostModel, layer: Layer, p: Parameter, config: Config, boxes: 
 
 
 @dataclass(eq=False)
-class Parameters:
+class ParameterStorages:
     """The storages of a strategy's parameters and of their gradients; what instructions do to them."""
 
     model: CostModel

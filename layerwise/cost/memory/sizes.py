@@ -43,7 +43,7 @@ def moved_between(model: CostModel, layer: Layer, slot: int, owner: Place, targe
 
 
 @dataclass
-class Sizes:
+class TensorSizes:
     """Of a strategy with the configurations of inputs and sink. All by the layer's name."""
 
     model: CostModel

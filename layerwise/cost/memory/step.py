@@ -14,11 +14,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Devices, Flight, Kind, Ref, devices_of, part
+from layerwise.cost.memory.allocations import (
+    NOBODY,
+    AllocationTracker,
+    Devices,
+    Kind,
+    Ref,
+    TransferStorage,
+    devices_of,
+    part,
+)
 from layerwise.cost.memory.kernels import BEFORE, remembered
 from layerwise.cost.memory.outputs import differentiated, returned
-from layerwise.cost.memory.parameters import Parameters
-from layerwise.cost.memory.sizes import Sizes
+from layerwise.cost.memory.parameters import ParameterStorages
+from layerwise.cost.memory.sizes import TensorSizes
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.step_facts import step_facts
 from layerwise.geometry.arrays import Floats
@@ -47,7 +56,7 @@ def _tracked(model: CostModel, strategy: Strategy, *, by_kind: bool = False) -> 
     tracker = AllocationTracker(model.devices.count, by_kind=by_kind)
     facts, sums = step_facts(model, strategy)
     step = program(model.graph, model.options.io, facts, model.options.kind)
-    parameters = Parameters(model, tracker, model.options.kind == "training")
+    parameters = ParameterStorages(model, tracker, model.options.kind == "training")
     storages = _Storages(model, strategy, tracker, step, parameters)
     parameters.bucket(step, facts, sums)
     fold(step, storages, parameters)
@@ -58,13 +67,18 @@ class _Storages:
     """The storages of a step, by the layer's name: what each instruction does to them."""
 
     def __init__(
-        self, model: CostModel, strategy: Strategy, tracker: AllocationTracker, step: Program, parameters: Parameters
+        self,
+        model: CostModel,
+        strategy: Strategy,
+        tracker: AllocationTracker,
+        step: Program,
+        parameters: ParameterStorages,
     ) -> None:
         self.model, self.strategy, self.tracker = model, strategy, tracker
         self.training = model.options.kind == "training"
         self.late = step.late
         self.block_of = {one.layer: one.block for one in step.instructions if type(one) is Keep}
-        self.sizes, self.parameters = Sizes(model, strategy), parameters
+        self.sizes, self.parameters = TensorSizes(model, strategy), parameters
         for layer in model.graph.layers:
             parameters.add(layer, self.sizes.parameters(layer))
         self.flows, self.places, self.stages = model.has_gradient, self.sizes.places, self.sizes.stages
@@ -73,7 +87,7 @@ class _Storages:
         self.inward: dict[str, list[Ref]] = {}  # their gradients
         self.saved: dict[str, list[Ref]] = {}  # for each stage, what its backward pass reads
         self.gradients: dict[str, Ref] = {}  # of its output, as far as it is added up
-        self.in_flight: dict[EdgeEnd, Flight] = {}
+        self.in_flight: dict[EdgeEnd, TransferStorage] = {}
         self.sources: dict[str, dict[str, Ref]] = {}  # by block, what it is recomputed from
         self.waiting: list[Ref] = []  # what the gradient of weights is made of, where it is yet to be made
 
@@ -85,10 +99,12 @@ class _Storages:
         edge, item_bytes = self._edge(layer, slot)
         if instruction.way == "forward":
             arrived = tracker.new(edge.received * item_bytes, "gathered")
-            flight = Flight(arrived, tracker.new(edge.forth * item_bytes, "workspace"))
+            flight = TransferStorage(arrived, tracker.new(edge.forth * item_bytes, "workspace"))
         else:
             arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
-            flight = Flight(arrived, tracker.new(edge.back * item_bytes, "workspace"), self._inward(layer, slot))
+            flight = TransferStorage(
+                arrived, tracker.new(edge.back * item_bytes, "workspace"), self._inward(layer, slot)
+            )
         self.in_flight[layer.name, slot] = flight
 
     def end(self, instruction: End) -> None:

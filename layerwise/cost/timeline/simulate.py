@@ -37,7 +37,7 @@ SUFFIX: dict[Part | Pass, str] = {
     "backward": " (backward)",
     "weights": " (backward)",
 }
-Record = Callable[["Span"], None]
+Record = Callable[["SimulatedSpan"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class SimulatedSpan:
     """What some devices do when: (N,) starts and ends, and which devices. Names are those of the runtime's trace."""
 
     name: str
@@ -185,7 +185,7 @@ class _Clocks:
         self.exposed_s = float((end - computed).max())
         if self.record is not None:
             for s in self.stream.sums:
-                self.record(Span(s.name, "sync", s.name.rpartition(" ")[2], s.started, s.ended, s.row >= 0))
+                self.record(SimulatedSpan(s.name, "sync", s.name.rpartition(" ")[2], s.started, s.ended, s.row >= 0))
         self.clock = end
         for layer in self.model.graph.layers:
             update_s = float(self.model.node_cost(layer, (self.strategy[layer.name],)).compute.update[0])
@@ -217,7 +217,7 @@ class _Clocks:
         one = self.in_flight.pop((instruction.layer, instruction.slot))
         self.clock = self.stream.awaited(one, self.clock)
         if self.record is not None:
-            self.record(Span(one.name, "transfers", instruction.layer, one.started, one.ended, one.row >= 0))
+            self.record(SimulatedSpan(one.name, "transfers", instruction.layer, one.started, one.ended, one.row >= 0))
 
     def _transfer_s(self, instruction: Move | Begin) -> float:
         layer, slot, way = self.model.graph[instruction.layer], instruction.slot, instruction.way
@@ -302,4 +302,4 @@ class _Clocks:
 
     def _note(self, name: str, category: Category, layer: str, start: Floats, devices: Mask) -> None:
         if self.record is not None:
-            self.record(Span(name, category, layer, start, self.clock.copy(), devices))
+            self.record(SimulatedSpan(name, category, layer, start, self.clock.copy(), devices))

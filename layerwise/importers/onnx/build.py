@@ -16,13 +16,13 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.onnx.bind import bind, schema_of
 from layerwise.importers.onnx.call import element_type
-from layerwise.importers.onnx.constants import Budget, Constant, constant, fold, learned, thin
+from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold, learned, thin
 from layerwise.importers.onnx.control import DECIDED, OF_SEQUENCES, Control, needed_by
 from layerwise.importers.onnx.file import array_of, dtype_of, opset_of, standard, stored_bytes
 from layerwise.importers.onnx.infer import extents, inferred
-from layerwise.importers.onnx.inputs import Inputs
+from layerwise.importers.onnx.inputs import OnnxInputs
 from layerwise.importers.onnx.ops.table import row
-from layerwise.importers.onnx.place import Held, OnnxPlacer, Sharing, sharing_of
+from layerwise.importers.onnx.place import OnnxPlacer, PlacedValue, Sharing, sharing_of
 from layerwise.importers.onnx.rows import merged_rows, split_again, takes_rows
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result
 from layerwise.importers.rows import Rows
@@ -36,15 +36,17 @@ QUANTISED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMul
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class OnnxNetwork:
     """The graph, and where the values of its parameters and constants are."""
 
     graph: LayerGraph
-    held: Mapping[str, Held]
+    held: Mapping[str, PlacedValue]
     unsampled: str  # the first layer that drops the dimension of the samples, which only a batch of 1 allows
 
 
-def build_graph(model: ModelProto, folder: Path, title: str, inputs: Inputs, sizes: Mapping[str, int]) -> Imported:
+def build_graph(
+    model: ModelProto, folder: Path, title: str, inputs: OnnxInputs, sizes: Mapping[str, int]
+) -> OnnxNetwork:
     """The layers of a checked model, unfused, at the batch of `inputs`."""
     known = inferred(model, folder, sizes)
     importer = _Importer(model, folder, title, inputs, known, {})
@@ -55,7 +57,7 @@ def build_graph(model: ModelProto, folder: Path, title: str, inputs: Inputs, siz
     if sharing:
         importer = _Importer(model, folder, title, inputs, known, sharing)
         graph = importer.graph()
-    return Imported(graph, importer.placer.held, importer.placer.unsampled)
+    return OnnxNetwork(graph, importer.placer.held, importer.placer.unsampled)
 
 
 class _Importer:
@@ -64,20 +66,20 @@ class _Importer:
         model: ModelProto,
         folder: Path,
         title: str,
-        inputs: Inputs,
+        inputs: OnnxInputs,
         known: Mapping[str, ValueInfoProto],
         sharing: Mapping[str, Sharing],
     ) -> None:
         self.model, self.folder, self.title, self.inputs, self.known = model, folder, title, inputs, known
         self.opset = opset_of(model, title)
         self.placer = OnnxPlacer(GraphBuilder(title), sharing)
-        self.values: dict[str, Constant | Operand | Rows] = {}  # by name of the tensor
+        self.values: dict[str, FoldedConstant | Operand | Rows] = {}  # by name of the tensor
         self.merged: dict[str, Operand] = {}  # those of rows that had to be merged after all
         self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them
         self.kinds: Counter[str] = Counter()
         self.needed = needed_by(model.graph)
         self.control = Control(self)
-        self.budget = Budget(stored_bytes(model, folder))
+        self.budget = FoldingBudget(stored_bytes(model, folder))
 
     def graph(self) -> LayerGraph:
         graph, placer = self.model.graph, self.placer
@@ -114,10 +116,10 @@ class _Importer:
             elif not self.constant(node):
                 self.layer(node, name)
 
-    def stored(self, name: str, tensor: TensorProto) -> Constant:
+    def stored(self, name: str, tensor: TensorProto) -> FoldedConstant:
         """A tensor of the file."""
         return learned(
-            Constant(name, tuple(tensor.dims), dtype_of(tensor), lambda: array_of(tensor, self.folder), name)
+            FoldedConstant(name, tuple(tensor.dims), dtype_of(tensor), lambda: array_of(tensor, self.folder), name)
         )
 
     def constant(self, node: NodeProto) -> bool:
@@ -125,7 +127,7 @@ class _Importer:
         given = [self.values[name] if name else None for name in node.input]
         if not standard(node.domain):
             return False
-        results: tuple[Constant, ...] | None
+        results: tuple[FoldedConstant, ...] | None
         tensor = next((a.t for a in node.attribute if a.name == "value"), None)
         if node.op_type in ("Shape", "Size"):
             results = (self.shape_of(node),)
@@ -134,17 +136,17 @@ class _Importer:
         elif node.op_type == "Constant" and tensor is not None:
             results = (self.stored(node.output[0], tensor),)
         else:
-            results = fold(node, [v if isinstance(v, Constant) else None for v in given], self.opset, self.budget)
+            results = fold(node, [v if isinstance(v, FoldedConstant) else None for v in given], self.opset, self.budget)
         if results is None:
             return False
         for output, c in zip(node.output, results, strict=False):
             self.values[output] = self.placer.root(c) if c.root == c.name else c
         return True
 
-    def shape_of(self, node: NodeProto) -> Constant:
+    def shape_of(self, node: NodeProto) -> FoldedConstant:
         """The batch is known, so shapes are constants."""
         x = self.values[node.input[0]]
-        literal = isinstance(x, Constant) and x.literal
+        literal = isinstance(x, FoldedConstant) and x.literal
         if node.op_type == "Size":
             return constant(node.output[0], np.array(prod(x.shape), np.int64), literal=literal)
         ends = {a.name: a.i for a in node.attribute}
@@ -215,7 +217,7 @@ class _Importer:
             return Rows(whole, (prod(kept[:-1]), kept[-1]))
         return self.placer.place(result, name)
 
-    def flat(self, name: str) -> Constant | Operand:
+    def flat(self, name: str) -> FoldedConstant | Operand:
         """A tensor as the model sees it: rows merged."""
         value = self.values[name]
         if not isinstance(value, Rows):
@@ -228,13 +230,18 @@ class _Importer:
     def batch_in(self, node: NodeProto) -> int:
         """The number that means the batch in a shape that a node is given; none does where it was written down."""
         shape = self.values[node.input[1]] if node.op_type in ("Expand", "Tile") else None
-        open_batch = isinstance(shape, Constant) and shape.literal and not self.inputs.fixed
+        open_batch = isinstance(shape, FoldedConstant) and shape.literal and not self.inputs.fixed
         return 0 if open_batch else self.inputs.batch
 
-    def unbake(self, arguments: dict[str, Argument], shape: Constant | Operand | Rows) -> None:
+    def unbake(self, arguments: dict[str, Argument], shape: FoldedConstant | Operand | Rows) -> None:
         """A stored shape was written for a batch of 1, where the batch is open now: it has a leading 1, for one."""
         x, batch = arguments["data"], self.inputs.batch
-        if self.inputs.fixed or not isinstance(x, Operand) or not isinstance(shape, Constant) or not shape.literal:
+        if (
+            self.inputs.fixed
+            or not isinstance(x, Operand)
+            or not isinstance(shape, FoldedConstant)
+            or not shape.literal
+        ):
             return
         target = [int(extent) for extent in self.budget.value(shape).ravel().tolist()] if shape.small else []
         if not target or x.spec.index("n") != 0 or batch == 1 or x.shape[0] % batch:
@@ -254,7 +261,7 @@ class _Importer:
             return value
         return self.operand(value) if prod(value.shape) else ()
 
-    def operand(self, c: Constant) -> Operand:
+    def operand(self, c: FoldedConstant) -> Operand:
         """A parameter, of which large values stay where they are, or a constant."""
         self.placer.constants[c.name] = c
         try:

@@ -46,7 +46,7 @@ PARTS = frozenset({"Gather", "Slice", "Split"})  # of learned values, they are l
 
 
 @dataclass(frozen=True, eq=False)
-class Constant:
+class FoldedConstant:
     """A tensor that does not depend on the model's inputs' values."""
 
     name: str
@@ -70,7 +70,7 @@ class Constant:
         return prod(self.shape) <= 65536
 
 
-class Budget:
+class FoldingBudget:
     """The memory that all constants of one file may take which it does not store: it can ask for any number of them."""
 
     def __init__(self, stored_bytes: int) -> None:
@@ -89,21 +89,21 @@ class Budget:
         self.check(name, needed)
         self.left -= needed
 
-    def value(self, c: Constant) -> Array:
+    def value(self, c: FoldedConstant) -> Array:
         """Its values, which count once."""
         if "value" not in vars(c):
             self.take(c.name, prod(c.shape) * c.dtype.itemsize)
         return c.value
 
 
-def constant(name: str, array: Array, *, literal: bool = True) -> Constant:
+def constant(name: str, array: Array, *, literal: bool = True) -> FoldedConstant:
     """A constant whose values are at hand."""
-    made = Constant(name, array.shape, array.dtype, lambda: array, name, literal=literal, ready=True)
+    made = FoldedConstant(name, array.shape, array.dtype, lambda: array, name, literal=literal, ready=True)
     vars(made)["value"] = array
     return made
 
 
-def learned(c: Constant) -> Constant:
+def learned(c: FoldedConstant) -> FoldedConstant:
     """The constant of an initializer, marked as weight where it looks like one."""
     weight = "float" in c.dtype.name and prod(c.shape) > 1
     square = len(c.shape) > 1 and c.shape[-1] == c.shape[-2] and prod(c.shape) == c.shape[-1] ** 2
@@ -112,7 +112,9 @@ def learned(c: Constant) -> Constant:
     return replace(c, weight=weight, root=c.name)
 
 
-def fold(node: NodeProto, inputs: Sequence[Constant | None], opset: int, budget: Budget) -> tuple[Constant, ...] | None:
+def fold(
+    node: NodeProto, inputs: Sequence[FoldedConstant | None], opset: int, budget: FoldingBudget
+) -> tuple[FoldedConstant, ...] | None:
     """The outputs of a node of which all inputs are constants; None where the node is a layer all the same."""
     kind = node.op_type
     if kind not in FOLDABLE or _scattered(node, inputs, budget):
@@ -154,7 +156,7 @@ def fold(node: NodeProto, inputs: Sequence[Constant | None], opset: int, budget:
     return tuple(results)
 
 
-def _scattered(node: NodeProto, inputs: Sequence[Constant | None], budget: Budget) -> bool:
+def _scattered(node: NodeProto, inputs: Sequence[FoldedConstant | None], budget: FoldingBudget) -> bool:
     """Whether this looks up rows of a learned table in no plain order: an embedding of constant ids, still a layer."""
     if node.op_type != "Gather" or len(inputs) < 2 or inputs[0] is None or inputs[1] is None or not inputs[0].weight:
         return False
@@ -165,7 +167,9 @@ def _scattered(node: NodeProto, inputs: Sequence[Constant | None], budget: Budge
     return bool((np.diff(ids.astype(np.int64)) != 1).any() and (ids != ids[0]).any())
 
 
-def _view(node: NodeProto, inputs: Sequence[Constant | None], opset: int, budget: Budget) -> Constant:
+def _view(
+    node: NodeProto, inputs: Sequence[FoldedConstant | None], opset: int, budget: FoldingBudget
+) -> FoldedConstant:
     x = inputs[0]
     assert x is not None
     others = [None if c is None else budget.value(c) for c in inputs[1:]]
@@ -184,7 +188,7 @@ def _view(node: NodeProto, inputs: Sequence[Constant | None], opset: int, budget
     elif transposed:
         name, root, transposed = node.output[0], node.output[0], False
     literal = all(c.literal for c in inputs if c is not None)
-    return Constant(
+    return FoldedConstant(
         name,
         shape,
         x.dtype,
@@ -206,7 +210,9 @@ def thin(array: Array) -> Array:
     return array[index]
 
 
-def _run(node: NodeProto, inputs: Sequence[Array | None], opset: int, budget: Budget | None = None) -> list[Array]:
+def _run(
+    node: NodeProto, inputs: Sequence[Array | None], opset: int, budget: FoldingBudget | None = None
+) -> list[Array]:
     """What the node computes. Sizes are checked beforehand, broadcast results stay broadcast."""
     with np.errstate(all="ignore"):
         try:

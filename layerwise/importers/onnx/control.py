@@ -13,7 +13,7 @@ import onnx.compose
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.constants import Budget, Constant, constant
+from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant
 from layerwise.importers.registry import Operand
 from layerwise.importers.rows import Rows
 
@@ -26,9 +26,9 @@ OF_SEQUENCES = ("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "Sequen
 class Walk(Protocol):
     """What an importer has and does; nodes that are visited become layers as if the file had them here."""
 
-    values: dict[str, Constant | Operand | Rows]
+    values: dict[str, FoldedConstant | Operand | Rows]
     needed: set[str]
-    budget: Budget
+    budget: FoldingBudget
     opset: int
 
     def store(self, tensors: Iterable[TensorProto]) -> None:
@@ -223,7 +223,7 @@ class Control:
     def _known(self, tensor: str, node: NodeProto, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
         """The values of a constant, which has some."""
         value = self.walk.values.get(tensor)
-        if not isinstance(value, Constant) or 0 in value.shape:
+        if not isinstance(value, FoldedConstant) or 0 in value.shape:
             raise _depends(node, name)
         return self.walk.budget.value(value)
 

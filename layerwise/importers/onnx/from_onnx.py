@@ -14,13 +14,13 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.samples import check_samples
 from layerwise.importers.onnx.bind import schema_of
-from layerwise.importers.onnx.build import Imported, build_graph
+from layerwise.importers.onnx.build import OnnxNetwork, build_graph
 from layerwise.importers.onnx.constants import FOLDABLE
 from layerwise.importers.onnx.file import opset_of, read_onnx
 from layerwise.importers.onnx.infer import inferred
 from layerwise.importers.onnx.inputs import model_inputs
 from layerwise.importers.onnx.ops.table import row
-from layerwise.importers.onnx.place import Held
+from layerwise.importers.onnx.place import PlacedValue
 
 Dims = Sequence[Sequence[str | None]]
 
@@ -87,7 +87,7 @@ def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = Non
 
 
 class _Weights(Mapping[str, NDArray[np.generic]]):
-    def __init__(self, held: Mapping[str, Held]) -> None:
+    def __init__(self, held: Mapping[str, PlacedValue]) -> None:
         self._held = held
 
     def __getitem__(self, name: str) -> NDArray[np.generic]:
@@ -102,7 +102,7 @@ class _Weights(Mapping[str, NDArray[np.generic]]):
 
 def _imported(
     path: str | Path, batch: int | None, name: str | None, dims: Dims | None, sizes: Mapping[str, int] | None
-) -> Imported:
+) -> OnnxNetwork:
     file, given = Path(path), dict(sizes or {})
     wrong = {k: v for k, v in given.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
     if wrong:

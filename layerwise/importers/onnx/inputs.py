@@ -20,7 +20,7 @@ PASSED = ("Cast", "Dropout", "Identity", "Pad")  # on the way to the first use
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class OnnxInputs:
     """What is fed. `fixed`: the model is written for this batch only."""
 
     specs: Mapping[str, TensorSpec]
@@ -30,7 +30,7 @@ class Inputs:
 
 def model_inputs(
     graph: GraphProto, batch: int | None, dims: Sequence[Labels] | None, sizes: Mapping[str, int]
-) -> Inputs:
+) -> OnnxInputs:
     """Shapes and labels of what the model is fed, at `batch` samples where the model leaves that open."""
     stored = {tensor.name for tensor in graph.initializer}
     infos = [info for info in graph.input if info.name not in stored]
@@ -56,7 +56,7 @@ def model_inputs(
             elif not isinstance(extent, int) and (named[i] == "n" or (extent and extent == first)):
                 shape[i] = own
         specs[info.name] = _spec(info, shape, named)
-    return Inputs(specs, own, fixed)
+    return OnnxInputs(specs, own, fixed)
 
 
 def _extents(info: ValueInfoProto, sizes: Mapping[str, int]) -> tuple[Extent, ...]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
-from layerwise.importers.onnx.constants import Array, Constant, thin
+from layerwise.importers.onnx.constants import Array, FoldedConstant, thin
 from layerwise.importers.place import Placer, as_tied
 from layerwise.importers.registry import Built, Operand, Result
 from layerwise.ops.base import space
@@ -24,10 +24,10 @@ Sharing = Literal["tied", "source", "apart"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PlacedValue:
     """Where the values of a parameter are, and the shape in which its layer has it."""
 
-    constant: Constant
+    constant: FoldedConstant
     shape: tuple[int, ...]
     transposed: bool = False
 
@@ -47,7 +47,7 @@ class Use:
     trainable: bool
 
 
-def sharing_of(root: Constant, uses: list[Use]) -> Sharing:
+def sharing_of(root: FoldedConstant, uses: list[Use]) -> Sharing:
     """How layers share a parameter."""
     if sum(use.trainable for use in uses) < 2:
         return "apart"
@@ -64,13 +64,13 @@ class OnnxPlacer(Placer):
     def __init__(self, builder: GraphBuilder, sharing: Mapping[str, Sharing]) -> None:
         super().__init__(builder)
         self.sharing = sharing
-        self.constants: dict[str, Constant] = {}
-        self.roots: dict[str, Constant] = {}  # parameters that are views of no other
-        self.held: dict[str, Held] = {}  # by name in the graph
+        self.constants: dict[str, FoldedConstant] = {}
+        self.roots: dict[str, FoldedConstant] = {}  # parameters that are views of no other
+        self.held: dict[str, PlacedValue] = {}  # by name in the graph
         self.uses: dict[str, list[Use]] = defaultdict(list)  # by root
         self.unsampled = ""  # the first layer that drops the samples
 
-    def root(self, c: Constant) -> Constant | Operand:
+    def root(self, c: FoldedConstant) -> FoldedConstant | Operand:
         """A constant that is a view of no other. A shared one is a node of its own from the start."""
         if not c.weight:
             return c
@@ -116,12 +116,12 @@ class OnnxPlacer(Placer):
         while name in self.held and self.sharing.get(c.root) == "apart":
             count += 1
             name = f"{base}:{count}"
-        self.held.setdefault(name, Held(c, declared.shape, c.transposed != p.transposed))
+        self.held.setdefault(name, PlacedValue(c, declared.shape, c.transposed != p.transposed))
         return name
 
     def _constant(self, x: Operand) -> str:
         layer, c = super()._constant(x), self.constants[x.name]
-        self.held[layer] = Held(c, x.shape, c.transposed != x.transposed)
+        self.held[layer] = PlacedValue(c, x.shape, c.transposed != x.transposed)
         return layer
 
     def _tied(self, x: Operand) -> str:
@@ -130,10 +130,10 @@ class OnnxPlacer(Placer):
         name = c.root if self.sharing.get(c.root) == "tied" else c.name
         return self._stored(c, name, stored)
 
-    def _stored(self, c: Constant, name: str, shape: tuple[int, ...]) -> str:
+    def _stored(self, c: FoldedConstant, name: str, shape: tuple[int, ...]) -> str:
         """The layer that is a parameter of the file."""
         if name not in self.sources:
             spec = TensorSpec(shape, (None,) * len(shape), c.dtype.name)
             self.sources[name] = layer = self.builder.tied(name, as_tied(spec))
-            self.held[layer] = Held(c, shape, c.transposed)
+            self.held[layer] = PlacedValue(c, shape, c.transposed)
         return self.sources[name]

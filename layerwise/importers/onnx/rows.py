@@ -7,7 +7,7 @@ from math import prod
 
 from onnx import NodeProto
 
-from layerwise.importers.onnx.constants import Constant
+from layerwise.importers.onnx.constants import FoldedConstant
 from layerwise.importers.registry import Built, Operand, Result
 from layerwise.importers.rows import Rows
 from layerwise.ops.tensor.view import Reshape
@@ -35,11 +35,11 @@ def merged_rows(result: Result) -> tuple[int, ...] | None:
     return (*x.shape[:kept], columns) if several > 1 else None
 
 
-def takes_rows(node: NodeProto, values: Sequence[Constant | Operand | Rows | None]) -> bool:
+def takes_rows(node: NodeProto, values: Sequence[FoldedConstant | Operand | Rows | None]) -> bool:
     """Whether a node does the same to every row of its first input (the only one that is made of rows)."""
     first, *others = values
-    stored = all(v is None or isinstance(v, Constant) for v in others)
-    if node.op_type in WITH_STORED and isinstance(first, Constant) and len(values) == 2:
+    stored = all(v is None or isinstance(v, FoldedConstant) for v in others)
+    if node.op_type in WITH_STORED and isinstance(first, FoldedConstant) and len(values) == 2:
         first, stored, others = values[1], True, [first]
     if not isinstance(first, Rows) or not stored:
         return False
@@ -47,12 +47,12 @@ def takes_rows(node: NodeProto, values: Sequence[Constant | Operand | Rows | Non
     if node.op_type in ELEMENTWISE:
         return True
     if node.op_type in WITH_STORED:
-        return all(isinstance(v, Constant) and _one_row(v.shape, width) for v in others)
+        return all(isinstance(v, FoldedConstant) and _one_row(v.shape, width) for v in others)
     if node.op_type == "MatMul":
-        return isinstance(others[0], Constant) and len(others[0].shape) == 2
+        return isinstance(others[0], FoldedConstant) and len(others[0].shape) == 2
     if node.op_type == "Gemm":
         turned = any(a.name == "transA" and a.i for a in node.attribute)
-        return not turned and all(isinstance(v, Constant) and len(v.shape) <= 1 for v in others[1:])
+        return not turned and all(isinstance(v, FoldedConstant) and len(v.shape) <= 1 for v in others[1:])
     return False
 
 

@@ -32,21 +32,23 @@ from layerwise.importers.torch.calls.whole import torch_call, why_not
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
-from layerwise.importers.torch.program import Node, Program, Ref, Value
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, Value
 from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
 
 
-def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> tuple[LayerGraph, Stored]:
+def build_graph(
+    program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None
+) -> tuple[LayerGraph, Stored]:
     """The layers of a program, and the values that it comes with. `dims`: labels for each input."""
     importer = _Importer(program, title, dims)
     return importer.graph(), importer.stored()
 
 
 class _Importer:
-    def __init__(self, program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
+    def __init__(self, program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
         self.program = program = functional(decomposed(spectral_norms(program)))
         self.constants = Constants(from_file=program.from_file)
         self.values: dict[str, Operand | Rows] = {}

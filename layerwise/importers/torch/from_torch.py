@@ -13,12 +13,12 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.batches import import_once
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import Program, read_program
+from layerwise.importers.torch.program import TracedProgram, read_program
 from layerwise.importers.torch.trace import Dims, placeholders
 
 
 def from_torch(
-    model: nn.Module | fx.GraphModule | ExportedProgram | Program,
+    model: nn.Module | fx.GraphModule | ExportedProgram | TracedProgram,
     example_inputs: Sequence[object] | torch.Tensor | None = None,
     *,
     kwargs: Mapping[str, object] | None = None,
@@ -57,7 +57,7 @@ def from_torch(
 
 
 def import_torch(
-    model: nn.Module | fx.GraphModule | ExportedProgram | Program,
+    model: nn.Module | fx.GraphModule | ExportedProgram | TracedProgram,
     example_inputs: Sequence[object] | torch.Tensor | None = None,
     *,
     kwargs: Mapping[str, object] | None = None,
@@ -67,7 +67,7 @@ def import_torch(
     """`from_torch`, and how to read the values of parameters and constants: the model's own tensors, not copies."""
     examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
     title = name or _title(model)
-    if isinstance(model, Program):
+    if isinstance(model, TracedProgram):
         try:
             graph, stored = build_graph(rewrite(model), title, dims)
         except LayerwiseError:
@@ -94,7 +94,7 @@ def import_torch(
 
 
 def _title(model: object) -> str:
-    if isinstance(model, Program):
+    if isinstance(model, TracedProgram):
         return model.name
     if isinstance(model, ExportedProgram):
         return "model"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from layerwise.importers.torch.program import Node, Program, Ref
+from layerwise.importers.torch.program import Node, Ref, TracedProgram
 
 LOCAL_RESPONSE_NORM = "layerwise::local_response_norm"
 DROP_PATH = "layerwise::drop_path"
@@ -22,12 +22,12 @@ Match = tuple[dict[str, object], list[Node]]  # arguments of the call that repla
 Drawn = tuple[object, object, list[Node]]  # what is dropped, the chance to be kept, and the nodes that draw
 
 
-def rewrite(program: Program) -> Program:
+def rewrite(program: TracedProgram) -> TracedProgram:
     """The same program with the patterns replaced."""
     return _batch_means(_local_response_norms(_drop_paths(program)))
 
 
-def _drop_paths(program: Program) -> Program:
+def _drop_paths(program: TracedProgram) -> TracedProgram:
     """Stochastic depth: some samples become zeros."""
 
     def match(node: Node, made: Made) -> Match | None:
@@ -41,7 +41,7 @@ def _drop_paths(program: Program) -> Program:
     return _replaced(program, DROP_PATH, match)
 
 
-def _replaced(program: Program, target: str, match: Callable[[Node, Made], Match | None]) -> Program:
+def _replaced(program: TracedProgram, target: str, match: Callable[[Node, Made], Match | None]) -> TracedProgram:
     """The program with calls of `target` for what matches, where nothing else uses what the nodes in between make."""
     made = {v.name: node for node in program.nodes for v in node.outputs if v}
     uses = Counter(_used(program))
@@ -97,7 +97,7 @@ def _one_a_sample(drawn: Node, product: Node) -> bool:
     return bool(x) and shape == (x[0], *(1,) * (len(x) - 1))
 
 
-def _local_response_norms(program: Program) -> Program:
+def _local_response_norms(program: TracedProgram) -> TracedProgram:
     """x / (k + alpha * average_pool(pad(x²)))^beta, as torch.nn.functional.local_response_norm exports."""
 
     def match(node: Node, made: Made) -> Match | None:
@@ -147,7 +147,7 @@ def _chain(node: Node, made: Made) -> list[Node] | None:
     return [n for n in chain if n is not pool] + [pool]
 
 
-def _batch_means(program: Program) -> Program:
+def _batch_means(program: TracedProgram) -> TracedProgram:
     """kl_div(reduction="batchmean") is a sum divided by the batch, which would be baked in."""
     made = {v.name: node for node in program.nodes for v in node.outputs if v}
     shapes = {v.name: v.shape for node in program.nodes for v in node.outputs if v}
@@ -174,7 +174,7 @@ def _maker(value: object, made: Made) -> Node | None:
     return made.get(value.name) if isinstance(value, Ref) else None
 
 
-def _used(program: Program) -> Iterator[str]:
+def _used(program: TracedProgram) -> Iterator[str]:
     for node in program.nodes:
         for ref in node.operands:
             yield ref.name

@@ -78,7 +78,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class TracedProgram:
     """Sources, calls in order, and what the model returns."""
 
     name: str
@@ -98,11 +98,11 @@ def refs(value: object) -> Iterator[Ref]:
             yield from refs(item)
 
 
-def read_program(exported: ExportedProgram, name: str) -> Program:
+def read_program(exported: ExportedProgram, name: str) -> TracedProgram:
     """The program of an exported one."""
     signature, graph = exported.graph_signature, exported.graph
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    reader = Reader(exported.graph_module)
+    reader = FxReader(exported.graph_module)
     sources: list[Source] = []
     shared: dict[int, Ref] = {}  # tensors that have several names in the model
     for spec in signature.input_specs:
@@ -128,13 +128,13 @@ def read_program(exported: ExportedProgram, name: str) -> Program:
     outputs = tuple(ref for i in users if isinstance(ref := returned[i], Ref))
     values = (node.meta["val"] for node in placeholders.values())
     device = next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
-    return Program(name, tuple(sources), tuple(reader.nodes), outputs, device)
+    return TracedProgram(name, tuple(sources), tuple(reader.nodes), outputs, device)
 
 
 _RETURNED = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
 
 
-class Reader:
+class FxReader:
     """Walks an fx graph and the graphs of its regions."""
 
     def __init__(self, module: torch.nn.Module, prefix: str = "") -> None:
@@ -188,7 +188,7 @@ class Reader:
         if name not in REGIONS or place is None:
             raise control_flow(name, module_path(stack_of(node)))
         body = arguments[place]
-        inner = Reader(body, f"{self.prefix}{node.name}.")
+        inner = FxReader(body, f"{self.prefix}{node.name}.")
         inner.nodes = self.nodes
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         inner.values.update(zip(inputs, arguments[place + 1 + REGIONS[name] :], strict=True))

@@ -20,7 +20,7 @@ from layerwise.run.guards.hooks import in_backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class ModelCall:
     """One call of the model on this rank, by its samples of the global batch."""
 
     seed: int  # of its random numbers
@@ -42,7 +42,7 @@ class Call:
         return 1 if self.batch is None else self.batch.total
 
 
-class Samples:
+class FedSamples:
     """How many samples a call is given: rows of the input that has one a sample."""
 
     def __init__(self, graph: LayerGraph, arguments: Arguments) -> None:
@@ -64,33 +64,33 @@ class Calls:
     """The call under way. Activation checkpointing computes modules again in the backward pass: for the same call."""
 
     def __init__(self) -> None:
-        self.forward: Call | None = None
+        self.forward: ModelCall | None = None
         self.seeds: Tensor | None = None  # of its dropouts, as compiled ones read them: one int64 for each
         self._draws: list[Draws] = []
-        self._backward: tuple[int, Call | None] = (-1, None)  # of which pass; None: of several calls
+        self._backward: tuple[int, ModelCall | None] = (-1, None)  # of which pass; None: of several calls
 
     def draw(self, draws: Draws) -> int:
         """A dropout draws in every call. Which of `seeds` is its."""
         self._draws.append(draws)
         return len(self._draws) - 1
 
-    def seed(self, call: Call, device: torch.device) -> None:
+    def seed(self, call: ModelCall, device: torch.device) -> None:
         """Makes `seeds` those of a call. A new tensor: the backward pass of an earlier call reads its own."""
         if self._draws:
             self.seeds = torch.tensor([signed(draws.seed(call.seed)) for draws in self._draws], device=device)
 
-    def begin_backward(self, call: Call) -> None:
+    def begin_backward(self, call: ModelCall) -> None:
         """A backward pass comes to the outputs of this call."""
         task, (last, known) = torch._C._current_graph_task_id(), self._backward
         self._backward = (task, call if task != last or known == call else None)
 
-    def now(self) -> Call | None:
+    def now(self) -> ModelCall | None:
         """The call under way, None where a module is called by itself."""
         if self.forward is not None or not in_backward():
             return self.forward
         return self.recomputed()
 
-    def recomputed(self) -> Call:
+    def recomputed(self) -> ModelCall:
         """The call that a backward pass computes once more. LayerwiseError where it cannot be known."""
         call = self._backward[1]
         if call is None:

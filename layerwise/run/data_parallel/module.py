@@ -24,7 +24,7 @@ from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
 from layerwise.run.compiling import compiled, limits
-from layerwise.run.data_parallel.calls import Call, Calls, Samples
+from layerwise.run.data_parallel.calls import Calls, FedSamples, ModelCall
 from layerwise.run.data_parallel.gradients import AveragedParameters
 from layerwise.run.data_parallel.model_state import Buffers, ModelState, map_kept_losses
 from layerwise.run.data_parallel.module_spans import ModuleSpans
@@ -89,7 +89,7 @@ class DataParallelModule(ModuleFacade):
         self._norms = [replaced for replaced in self._replaced if type(replaced) is GlobalBatchNorm]
         to_send = facts.replacements.as_written and facts.comm.size > 1
         self._sent = Buffers(module, facts.replacements.batch_norms, facts.comm) if to_send else None
-        self._samples = Samples(facts.graph, facts.arguments)
+        self._samples = FedSamples(facts.graph, facts.arguments)
         moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.dtype)
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
@@ -168,14 +168,14 @@ class DataParallelModule(ModuleFacade):
         shapes = _returned_shapes(self.module, self.options.device, [box.shape for box in boxes])
         return Sized(boxes, shapes, run, alone=True)
 
-    def _compiled(self, call: Call, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def _compiled(self, call: ModelCall, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """What the compiled model makes of its inputs."""
         self._calls.seed(call, self.device)
         span = nullcontext() if self.trace is None else self.trace.span(COMPILED, "compute")
         with span, limits(len(self._replaced)):
             return self._called(*inputs, **named)
 
-    def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> Call:
+    def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> ModelCall:
         """This call of the model."""
         if self.training and in_backward():
             return self._calls.recomputed()
@@ -186,20 +186,20 @@ class DataParallelModule(ModuleFacade):
         if self._averaged is None:
             if batch is not None:
                 _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).total
-            return Call(seed)
+            return ModelCall(seed)
         if self._released:
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
         self._check_around()
         self._averaged.check()
         self.comm.at(self.steps, "the model")
         if not (drawn or torch.is_grad_enabled()):
-            return Call(seed)
+            return ModelCall(seed)
         sizes = None
         if any(norm.active for norm in self._norms):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
         told = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
-        return Call(seed, told(alike=self._averaged.comparison, step=self.steps * training))
+        return ModelCall(seed, told(alike=self._averaged.comparison, step=self.steps * training))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
@@ -210,7 +210,7 @@ class DataParallelModule(ModuleFacade):
             return nullcontext()
         return torch.autocast(self.options.device.type, self.options.autocast)
 
-    def _scale(self, call: Call) -> float:
+    def _scale(self, call: ModelCall) -> float:
         """Returns the factor of the outputs' gradients: their mean over the ranks is then that of the loss of all."""
         if self.comm.size == 1:
             return 1.0
@@ -219,7 +219,7 @@ class DataParallelModule(ModuleFacade):
             self._scales[key] = factors(self.graph, call.samples / call.total)[0] * self.comm.size
         return self._scales[key]
 
-    def _entering(self, x: Tensor, call: Call) -> Tensor:
+    def _entering(self, x: Tensor, call: ModelCall) -> Tensor:
         """An input. Where its gradient is differentiated again, the pass that does begins there."""
         if not x.requires_grad:
             return x
@@ -237,7 +237,7 @@ class DataParallelModule(ModuleFacade):
         x.register_hook(at_gradient)  # type: ignore[no-untyped-call]
         return x
 
-    def _leaving(self, x: Tensor, call: Call, scale: float) -> Tensor:
+    def _leaving(self, x: Tensor, call: ModelCall, scale: float) -> Tensor:
         """An output, whose gradient comes first in a backward pass."""
         if not x.requires_grad:
             return x

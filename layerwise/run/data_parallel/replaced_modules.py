@@ -18,7 +18,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.nn.statistics import normalised, update
 from layerwise.ops.random import Seed, drop
-from layerwise.run.data_parallel.calls import Call, Calls
+from layerwise.run.data_parallel.calls import Calls, ModelCall
 from layerwise.run.data_parallel.replacements import Draws, Replacements
 from layerwise.run.schedule.work import summing
 
@@ -60,7 +60,7 @@ class Replacement(Generic[M]):
             return result
         return self.compute(x, call)
 
-    def compute(self, x: Tensor, call: Call) -> Tensor:
+    def compute(self, x: Tensor, call: ModelCall) -> Tensor:
         """What the module makes of this rank's part of its input."""
         raise NotImplementedError
 
@@ -86,11 +86,11 @@ class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
             return super().__call__(x)
         return self._dropped(x, call, seeds[self.place_of_seed])
 
-    def compute(self, x: Tensor, call: Call) -> Tensor:
+    def compute(self, x: Tensor, call: ModelCall) -> Tensor:
         """Drops elements, or channels of samples."""
         return self._dropped(x, call, self.draws.seed(call.seed))
 
-    def _dropped(self, x: Tensor, call: Call, seed: Seed) -> Tensor:
+    def _dropped(self, x: Tensor, call: ModelCall, seed: Seed) -> Tensor:
         shape = list(x.shape)
         first = [0] * len(shape)
         if self.draws.samples is not None:
@@ -119,7 +119,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
     def active(self) -> bool:
         return self.module.training or self.module.running_mean is None
 
-    def compute(self, x: Tensor, call: Call) -> Tensor:
+    def compute(self, x: Tensor, call: ModelCall) -> Tensor:
         """Normalises as `layerwise.ops.nn.norm.BatchNorm` does, and counts as torch.nn.BatchNorm2d."""
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         )
         return y
 
-    def _count(self, x: Tensor, call: Call) -> int:
+    def _count(self, x: Tensor, call: ModelCall) -> int:
         """Numbers of each channel, of all ranks."""
         return _rows_a_sample(x, 0, call) * call.total * (x.numel() // (x.shape[0] * x.shape[1]))
 
@@ -157,7 +157,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
 class CountedBatchNorm(GlobalBatchNorm):
     """A GlobalBatchNorm of inputs with an unknown number of rows a sample: the ranks count them together."""
 
-    def _count(self, x: Tensor, call: Call) -> int:
+    def _count(self, x: Tensor, call: ModelCall) -> int:
         own = torch.tensor([x.numel() // x.shape[1]], dtype=torch.float64, device=x.device)
         return int(self.all_reduce(own))
 
@@ -176,7 +176,7 @@ def replaced_modules(module: nn.Module, replaced: Replacements, calls: Calls, co
         yield (CountedBatchNorm if replaced.as_written else GlobalBatchNorm)(norm, calls, all_reduce)
 
 
-def _rows_a_sample(x: Tensor, dim: int, call: Call) -> int:
+def _rows_a_sample(x: Tensor, dim: int, call: ModelCall) -> int:
     """Rows of x for each of this rank's samples."""
     rows, left = divmod(x.shape[dim], call.samples)
     if left:

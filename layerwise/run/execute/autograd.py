@@ -18,16 +18,16 @@ from torch.autograd.graph import get_gradient_edge
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.execute.spans import Move
+from layerwise.run.execute.spans import TimedTransfer
 from layerwise.run.schedule.redistribute import Flight
 
 
-class Link:
+class IssuedTransfer:
     """A tensor that is sent ahead; and its gradient, on its way back."""
 
-    def __init__(self, there: Move, back: Move) -> None:
+    def __init__(self, there: TimedTransfer, back: TimedTransfer) -> None:
         self.there, self.back = there, back
-        self.returning: Link | None = None  # of the backward pass that is under way
+        self.returning: IssuedTransfer | None = None  # of the backward pass that is under way
         self._flight: Flight | None = None
 
     def begin(self, x: Tensor | None) -> None:
@@ -67,13 +67,13 @@ def ordered(
     return result
 
 
-def moved(token: Tensor, x: Tensor | None, there: Move, back: Move) -> tuple[Tensor, Tensor | None]:
+def moved(token: Tensor, x: Tensor | None, there: TimedTransfer, back: TimedTransfer) -> tuple[Tensor, Tensor | None]:
     """The token, and what `there` makes of x. Its adjoint is `back`, whose adjoint is `there`."""
     result: tuple[Tensor, Tensor | None] = _Moved.apply(token, x, there, back)  # type: ignore[no-untyped-call]
     return result
 
 
-def issued(token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
+def issued(token: Tensor, x: Tensor | None, link: IssuedTransfer) -> tuple[Tensor, Tensor]:
     """The token, and a ticket. What is made of x is on its way, until the ticket is handed in.
 
     The way back begins where the ticket was handed in, and ends here. Its order is that of the token, too.
@@ -82,7 +82,7 @@ def issued(token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]
     return result
 
 
-def awaited(token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor | None]:
+def awaited(token: Tensor, ticket: Tensor, link: IssuedTransfer) -> tuple[Tensor, Tensor | None]:
     """The token, and what was sent ahead."""
     result: tuple[Tensor, Tensor | None] = _Awaited.apply(token, ticket, link)  # type: ignore[no-untyped-call]
     return result
@@ -158,7 +158,9 @@ class _Ordered(torch.autograd.Function):
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, x: Tensor | None, there: Move, back: Move) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, token: Tensor, x: Tensor | None, there: TimedTransfer, back: TimedTransfer
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.there, ctx.back, ctx.has_input = there, back, x is not None
         ctx.set_materialize_grads(False)
         return token.view_as(token), there(x)
@@ -176,7 +178,7 @@ class _Moved(torch.autograd.Function):
 
 class _Issued(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, token: Tensor, x: Tensor | None, link: IssuedTransfer) -> tuple[Tensor, Tensor]:
         ctx.link, ctx.has_input = link, x is not None
         ctx.set_materialize_grads(False)
         link.begin(x)
@@ -196,7 +198,7 @@ class _Issued(torch.autograd.Function):
 
 class _Awaited(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, token: Tensor, ticket: Tensor, link: IssuedTransfer) -> tuple[Tensor, Tensor | None]:
         ctx.link = link
         ctx.set_materialize_grads(False)
         return token.view_as(token), link.finish()
@@ -206,7 +208,7 @@ class _Awaited(torch.autograd.Function):
         if token is None:
             token = torch.zeros(())
         link = ctx.link
-        link.returning = returning = Link(link.back, link.there)
+        link.returning = returning = IssuedTransfer(link.back, link.there)
         if torch.is_grad_enabled():
             return *issued(token, gradient, returning), None
         returning.begin(gradient)

@@ -91,7 +91,7 @@ OWNERS = 2  # of the memory of a tensor that shares it with none: itself, and th
 
 
 @dataclass(slots=True)
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients travel together."""
 
     group: Group  # the ranks that sum them
@@ -153,7 +153,7 @@ class Bucket:
         return self.slots.shard(self.local, name, self.group.index(rank))
 
 
-def full(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+def full(buckets: Iterable[GradientBucket]) -> Iterator[GradientBucket]:
     """Yields the buckets to send now: full ones, behind nothing that is not."""
     return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.sent)
 

@@ -31,14 +31,14 @@ from layerwise.program.instructions import (
     Release,
 )
 from layerwise.run.compiling import Settings
-from layerwise.run.execute.autograd import Link, awaited, issued, moved, zeros_for
+from layerwise.run.execute.autograd import IssuedTransfer, awaited, issued, moved, zeros_for
 from layerwise.run.execute.deferred_weights import DeferredWeights, defer_weights
 from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
 from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
-from layerwise.run.execute.spans import Move as Way
 from layerwise.run.execute.spans import Spans
+from layerwise.run.execute.spans import TimedTransfer as Way
 from layerwise.run.schedule.redistribute import Flight, landed
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 
@@ -95,7 +95,7 @@ class _Forward:
         self.values = dict[str, Tensor | None]()  # by layer: this rank's box of its output, until its last reader
         self.types = dict[str, torch.dtype]()  # of what each layer makes
         self.received = dict[int, Tensor | None]()  # the inputs of the layer that comes next, by slot
-        self.issued = dict[tuple[str, int], tuple[Link, Tensor | None]]()  # with their tickets
+        self.issued = dict[tuple[str, int], tuple[IssuedTransfer, Tensor | None]]()  # with their tickets
         self.deferred = dict[str, tuple[DeferredWeights, Tensor]]()  # with their weights
         self.saved = dict[str, SavedOutput]()  # by layers, until their output is kept in what a reader receives
         self.segments = executor.segments(run)
@@ -181,10 +181,10 @@ class _Forward:
         if edge.within and edge.source in self.saved:
             self.saved.pop(edge.source).move(edge, x)
 
-    def _issue(self, edge: ScheduledEdge) -> tuple[Link, Tensor | None]:
+    def _issue(self, edge: ScheduledEdge) -> tuple[IssuedTransfer, Tensor | None]:
         """What is on its way, and the ticket that autograd knows it by."""
         run, x = self.run, self.values[edge.source]
-        link = Link(*self._ways(edge))
+        link = IssuedTransfer(*self._ways(edge))
         if not (run.differentiate and edge.backward):
             with torch.no_grad():
                 link.begin(x)
@@ -192,7 +192,7 @@ class _Forward:
         run.token, ticket = issued(run.token, x, link)
         return link, ticket
 
-    def _await(self, link: Link, ticket: Tensor | None) -> Tensor | None:
+    def _await(self, link: IssuedTransfer, ticket: Tensor | None) -> Tensor | None:
         if ticket is None:
             with torch.no_grad():
                 return link.finish()

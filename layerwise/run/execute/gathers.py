@@ -21,7 +21,7 @@ from layerwise.run.guards.refusals import check_unwritten
 from layerwise.run.local_tensor import Version, local_tensor, version
 
 
-class Gather:
+class ParameterGather:
     """A gather of some parameters of one group. working: the parameters that are filled, by name."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Gather:
 class LayerGathers:
     """The gathers of one layer, whose parameters are full while it computes only, one a group of ranks."""
 
-    def __init__(self, gathers: Sequence[Gather]) -> None:
+    def __init__(self, gathers: Sequence[ParameterGather]) -> None:
         self._gathers = gathers
         self._working = {name: working for gather in gathers for name, working in gather.working.items()}
         self.names = tuple(self._working)
@@ -124,10 +124,10 @@ class LayerGathers:
             storage.resize_(0)
 
 
-class Parameters(Mapping[str, Tensor]):
+class GatheredParameters(Mapping[str, Tensor]):
     """What layers compute with, by name. One that is being gathered is waited for."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], gathers: Sequence[Gather]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], gathers: Sequence[ParameterGather]) -> None:
         self._tensors = tensors
         self._coming = {name: gather for gather in gathers for name in gather.names}
 
@@ -161,7 +161,7 @@ class Gathers:
         comm: Comm,
     ) -> None:
         held, buckets = reducer.parameters, [bucket for bucket in reversed(reducer.buckets) if not bucket.gathered]
-        self._lasting = [Gather(one.slots, held, working, comm) for one in buckets if one.slots is not None]
+        self._lasting = [ParameterGather(one.slots, held, working, comm) for one in buckets if one.slots is not None]
         self.of_layers: dict[str, LayerGathers] = {}
         self._of: dict[str, LayerGathers] = {}  # by parameter
         for layer in graph.layers:
@@ -171,18 +171,18 @@ class Gathers:
                     groups.setdefault(layouts[name].group, []).append(name)
             if groups:
                 made = LayerGathers(
-                    [Gather(BucketSlots(names, layouts), held, working, comm) for names in groups.values()]
+                    [ParameterGather(BucketSlots(names, layouts), held, working, comm) for names in groups.values()]
                 )
                 self.of_layers[layer.name] = made
                 self._of |= dict.fromkeys(made.names, made)
 
-    def begin(self, tensors: Mapping[str, Tensor]) -> Parameters:
+    def begin(self, tensors: Mapping[str, Tensor]) -> GatheredParameters:
         """A forward pass begins. tensors: what layers compute with, by name."""
         for one in self.of_layers.values():
             one.give_up()
         for gather in self._lasting:
             gather.begin()
-        return Parameters(tensors, self._lasting)
+        return GatheredParameters(tensors, self._lasting)
 
     def made(self, name: str) -> None:
         """The gradient of a parameter: nobody needs its values any more."""

@@ -21,7 +21,7 @@ from layerwise.ops.base import Role
 from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import Schedule, ScheduledLayer
-from layerwise.run.schedule.work import Work
+from layerwise.run.schedule.work import LayerWork
 
 PREDICTED: Mapping[Kind, str] = {
     "transfers": "transfer_bytes",
@@ -83,7 +83,7 @@ def _messages(scheduled: ScheduledLayer, planned: LayerGraph, schedule: Schedule
 
 
 def _statistics(
-    work: Work, layer: Layer, planned: Layer, schedule: Schedule, times: tuple[int, int]
+    work: LayerWork, layer: Layer, planned: Layer, schedule: Schedule, times: tuple[int, int]
 ) -> Iterator[Message]:
     rows = zip(layer.stages, planned.stages, work.stages, work.statistics, schedule.graph.gradients(layer), strict=True)
     for stage, same, cell, group, (back, _) in rows:

@@ -19,8 +19,8 @@ from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import ALONE, BUCKET_BYTES, fill
 from layerwise.run.execute.buckets import (
-    Bucket,
     BucketSlots,
+    GradientBucket,
     ShardLayout,
     full,
     is_nothing,
@@ -54,8 +54,8 @@ class GradientReducer:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.parameters, self.scale = parameters, scale
-        self.buckets: list[Bucket] = []
-        self.of: dict[str, Bucket] = {}
+        self.buckets: list[GradientBucket] = []
+        self.of: dict[str, GradientBucket] = {}
         self.views: dict[str, Tensor] = {}
         # Of gradients that are partly summed and partly not: PyTorch's counter of writes, as the last pass left it.
         self.versions: dict[str, int] = {}
@@ -74,7 +74,7 @@ class GradientReducer:
         for places in fill(gradients, bucket_bytes):
             names = [shared[i] for i in places]
             slots = BucketSlots(names, layouts) if names[0] in layouts else None
-            self.buckets.append(Bucket(groups[names[0]], names, slots))
+            self.buckets.append(GradientBucket(groups[names[0]], names, slots))
             self.of |= dict.fromkeys(names, self.buckets[-1])
 
     def zero(self, like: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class GradientReducer:
             self._zeros[key] = like.new_zeros(())
         return self._zeros[key]
 
-    def renew(self, bucket: Bucket) -> None:
+    def renew(self, bucket: GradientBucket) -> None:
         """Gives up a bucket's memory where a loop has kept a gradient of an earlier pass, off its parameter."""
         if bucket.flat is None:
             return
@@ -199,7 +199,7 @@ class Gradients:
                 earlier.end()
             self._send(bucket)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: GradientBucket) -> None:
         what, trace = f"gradients of {bucket.names[0]}", self.trace
         begun = None if trace is None else trace.begin(what, "sync")
         handle = bucket.begin(self.comm, what)
@@ -278,7 +278,7 @@ class Gradients:
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
             reducer.versions = {name: local_tensor(g)._version for name, g in gradients if g is not None}
 
-    def _hand_out_shards(self, bucket: Bucket) -> None:
+    def _hand_out_shards(self, bucket: GradientBucket) -> None:
         """Each parameter gets this rank's part of the sum, added to what it has."""
         for name in bucket.names if bucket.local is not None else ():
             p = self.reducer.parameters[name]
@@ -327,7 +327,7 @@ class Gradients:
                 self._fill(bucket, name)
         self._send_full()
 
-    def _fill(self, bucket: Bucket, name: str) -> None:
+    def _fill(self, bucket: GradientBucket, name: str) -> None:
         """Fills in what stands for no gradient: where no rank has one the parameter is left as it is, as on one device.
 
         So it stands for zeros with a sign: a sum of -0.0 alone is -0.0, and any other gradient makes it 0.0.
@@ -349,7 +349,7 @@ class Gradients:
         bucket.missing.discard(name)
         self.unused.add(name)
 
-    def _allocate(self, bucket: Bucket) -> None:
+    def _allocate(self, bucket: GradientBucket) -> None:
         parameters = [local_tensor(self.reducer.parameters[name]) for name in bucket.names]
         bucket.flat = torch.empty(
             sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device

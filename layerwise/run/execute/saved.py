@@ -24,11 +24,11 @@ from layerwise.partition.blocks import AGAIN
 from layerwise.program.instructions import Arrive, Compute, Free, Instruction, Move, Release
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass
-from layerwise.run.execute.spans import Move as Way
+from layerwise.run.execute.spans import TimedTransfer as Way
 from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
 
 
-class Place:
+class SavedPlace:
     """Stands in for a tensor that a kernel's backward pass reads."""
 
     __slots__ = ("__weakref__", "layer", "tensor")
@@ -155,7 +155,7 @@ class _Kernel:
     ) -> None:
         self.name, self._compute, self._inputs = scheduled.layer.name, compute, len(scheduled.layer.specs)
         self._wanted = [x is not None and x.requires_grad for x in (*inputs, *parameters)]
-        self._places: list[ref[Place]] = []
+        self._places: list[ref[SavedPlace]] = []
         self._moving = {name for name, *_ in scheduled.layer.remembered} if run.training else set()
         gathered = run.gathers[self.name].names if self.name in run.gathers else ()
         self._names = scheduled.parameters
@@ -168,15 +168,15 @@ class _Kernel:
         """Computes it in the forward pass."""
         lasting = self._lasting(parameters)
 
-        def pack(x: Tensor) -> Tensor | Place:
+        def pack(x: Tensor) -> Tensor | SavedPlace:
             if _storage(x) in lasting:
                 return x.detach()
-            place = Place(self.name)
+            place = SavedPlace(self.name)
             self._places.append(ref(place))
             return place
 
-        def unpack(packed: Tensor | Place) -> Tensor:
-            return packed.take() if isinstance(packed, Place) else packed
+        def unpack(packed: Tensor | SavedPlace) -> Tensor:
+            return packed.take() if isinstance(packed, SavedPlace) else packed
 
         with saved_tensors_hooks(pack, unpack):
             return self._compute(inputs, parameters)
@@ -211,7 +211,7 @@ class _Kernel:
             raise self._otherwise()
         return out
 
-    def _fill(self, places: Iterator[ref[Place]], x: Tensor) -> None:
+    def _fill(self, places: Iterator[ref[SavedPlace]], x: Tensor) -> None:
         found = next(places, None)
         if found is None:
             raise self._otherwise()
@@ -243,16 +243,16 @@ class SavedOutput:
     """What the kernels of one layer keep of its output, in one forward pass."""
 
     def __init__(self) -> None:
-        self._places: list[ref[Place]] = []
+        self._places: list[ref[SavedPlace]] = []
 
     def compute(
         self, compute: LayerKernel, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
     ) -> Tensor:
         """The layer's output."""
-        places = list[ref[Place]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
+        places = list[ref[SavedPlace]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
 
-        def pack(x: Tensor) -> Place:
-            place = Place("", x.detach())
+        def pack(x: Tensor) -> SavedPlace:
+            place = SavedPlace("", x.detach())
             places.append(ref(place))
             return place
 

@@ -31,7 +31,7 @@ Values = Sequence[Tensor]
 Function = Callable[[Values, Values, Tensor | None], list[Tensor]]
 
 
-class Input(NamedTuple):
+class SegmentInput(NamedTuple):
     """What a segment is given: a layer's output as this rank has it, or what has arrived of it."""
 
     source: str
@@ -43,7 +43,7 @@ class Segment:
     """What a rank computes of some layers of its schedule, one after the other, in training or evaluation."""
 
     layers: tuple[ScheduledLayer, ...]
-    inputs: tuple[Input, ...]
+    inputs: tuple[SegmentInput, ...]
     outputs: tuple[str, ...]  # of its layers, those whose outputs are used after it
     training: bool
 
@@ -82,9 +82,9 @@ class Segment:
 
     def function(self) -> Function:
         """What is to be compiled."""
-        made = (Input(scheduled.layer.name) for scheduled in self.layers)
+        made = (SegmentInput(scheduled.layer.name) for scheduled in self.layers)
         places = {x: i for i, x in enumerate((*self.inputs, *made))}
-        outputs = tuple(places[Input(name)] for name in self.outputs)
+        outputs = tuple(places[SegmentInput(name)] for name in self.outputs)
         steps, training = tuple(self._steps(places)), self.training
 
         def run(inputs: Values, parameters: Values, seeds: Tensor | None) -> list[Tensor]:
@@ -97,7 +97,7 @@ class Segment:
         code = run.__code__.replace(co_name=f"segment of {self.name}")
         return FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
 
-    def _steps(self, places: Mapping[Input, int]) -> Iterator[_Step]:
+    def _steps(self, places: Mapping[SegmentInput, int]) -> Iterator[_Step]:
         parameters = {name: i for i, name in enumerate(self.parameters)}
         draws = {draw: i for i, draw in enumerate(self._draws())}
         for scheduled in self.layers:
@@ -146,8 +146,8 @@ class _Step:
         return out if dtype is None or out.dtype == dtype else out.to(dtype)
 
 
-def _input(edge: ScheduledEdge, slot: int) -> Input:
-    return Input(edge.source, slot if edge.travels else None)
+def _input(edge: ScheduledEdge, slot: int) -> SegmentInput:
+    return SegmentInput(edge.source, slot if edge.travels else None)
 
 
 def _slices(edge: ScheduledEdge) -> tuple[slice, ...] | None:

@@ -32,7 +32,7 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TimedTransfer:
     """A redistribution one way, with its span. `start`: of this rank's part of a tensor."""
 
     name: str

@@ -37,7 +37,7 @@ def landed(x: Tensor | None) -> Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Positions:
+class ReadPositions:
     """Which of a rank's box are read at all, where others are not (`geometry.lattice`). The transfer is of these."""
 
     shape: tuple[int, ...]  # of the box
@@ -58,7 +58,7 @@ class Redistribution:
     what: str  # for error messages
     kind: Kind = "transfers"  # what its bytes are counted as
     margins: tuple[tuple[int, int], ...] = ()  # zeros (low, high) around the box `need`, by dimension; (): none
-    positions: Positions | None = None  # of this rank's tensor, those that the box `own` counts; None: all of it
+    positions: ReadPositions | None = None  # of this rank's tensor, those that the box `own` counts; None: all of it
 
     @property
     def room(self) -> Box | None:

@@ -22,8 +22,8 @@ from layerwise.program import Kind as ProgramKind
 from layerwise.program import Program, StrategyFacts, program
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.place import places
-from layerwise.run.schedule.redistribute import Positions, Redistribution
-from layerwise.run.schedule.work import Work, work
+from layerwise.run.schedule.redistribute import ReadPositions, Redistribution
+from layerwise.run.schedule.work import LayerWork, work
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ScheduledLayer:
 
     layer: Layer
     edges: tuple[ScheduledEdge, ...]
-    work: Work | None  # None: this rank has no part of it
+    work: LayerWork | None  # None: this rank has no part of it
     parameters: tuple[str | None, ...]  # the model's names; None for a tied one, which is an edge
     elsewhere: tuple[str, ...]  # parameters of which this rank has none, as it has no part of the layer
     dtype: torch.dtype | None  # of the floating-point output; None: as it comes
@@ -217,9 +217,9 @@ class Schedule:
         return self.options.element_type(layer.out.dtype, self.graph)
 
 
-def _positions(lattices: Lattices, box: Box | None, own: Box | None) -> Positions | None:
+def _positions(lattices: Lattices, box: Box | None, own: Box | None) -> ReadPositions | None:
     """Returns the positions in a rank's box whose numbers are `own`."""
-    return None if box is None or own is None else Positions(box.shape, slices(lattices, box, own))
+    return None if box is None or own is None else ReadPositions(box.shape, slices(lattices, box, own))
 
 
 def _holds_all(part: Transfer) -> bool:

@@ -18,7 +18,7 @@ from layerwise.partition.place import Place
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LayerWork:
     """A rank's part of a layer."""
 
     name: str  # the layer's
@@ -38,7 +38,7 @@ class Work:
         main = self.stages[0]
         return main.stage.op.margins(main.training) if main.views and not main.views[0] else {}
 
-    def padded(self) -> Work:
+    def padded(self) -> LayerWork:
         """Returns the same work, for a first input that comes with these."""
         return replace(self, stages=(self.stages[0].padded(), *self.stages[1:]))
 
@@ -65,7 +65,7 @@ class Work:
         )
 
 
-def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_norm: bool) -> Work | None:
+def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_norm: bool) -> LayerWork | None:
     """A rank's part of a layer, None where it has none. `number` is the layer's in the graph."""
     rank = comm.rank
     cell, owned = place.computed.each[rank], place.owned.each[rank]
@@ -75,7 +75,7 @@ def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_nor
     stages = local_stages(
         layer.stages, layer.specs, cell, owned, lambda stage: summing(comm, summed[stage], layer.name), comm.device
     )
-    return Work(layer.name, number, stages, summed, reduction(layer, place, rank))
+    return LayerWork(layer.name, number, stages, summed, reduction(layer, place, rank))
 
 
 def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] | None:

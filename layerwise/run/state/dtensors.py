@@ -24,7 +24,7 @@ from layerwise.run.state.plan_dtensor import register, wrap
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class MeshSharding:
     """How one parameter lies on a mesh of processes."""
 
     mesh: DeviceMesh
@@ -49,7 +49,7 @@ class Sharding:
         return Box(tuple(offsets), tuple(a + b for a, b in zip(offsets, sizes, strict=True)))
 
 
-def shardings(placed: Mapping[str, Placements], everyone: Placements, comm: Comm) -> dict[str, Sharding]:
+def shardings(placed: Mapping[str, Placements], everyone: Placements, comm: Comm) -> dict[str, MeshSharding]:
     """On meshes that are made now, one of each kind; nothing where `comm` has none. All ranks call this.
 
     everyone: of something that all ranks have.
@@ -68,7 +68,7 @@ def shardings(placed: Mapping[str, Placements], everyone: Placements, comm: Comm
         if one.ranks.size < everyone.ranks.size:
             register(mesh, all_ranks)
         cuts = tuple(Replicate() if k is None else Shard(k) for k in one.cuts)
-        made[name] = Sharding(mesh, cuts, one.shape)
+        made[name] = MeshSharding(mesh, cuts, one.shape)
     return made
 
 

@@ -27,7 +27,7 @@ from layerwise.run.state.tree import Tree
 from layerwise.tensorfile import dtype_name
 
 if TYPE_CHECKING:
-    from layerwise.run.state.dtensors import Sharding
+    from layerwise.run.state.dtensors import MeshSharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class State:
         self._batches = _batches(network)
         self._fill(network)
 
-    def _shardings(self, order: Sequence[int]) -> Mapping[str, Sharding]:
+    def _shardings(self, order: Sequence[int]) -> Mapping[str, MeshSharding]:
         shapes = self._shapes()
         full = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
         if self.comm.size == 1 or all(box == full[name] for name, each in self.boxes.items() for box in each):

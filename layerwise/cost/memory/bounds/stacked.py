@@ -21,7 +21,7 @@ from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Dim, Maps
-from layerwise.partition.layout import Cells
+from layerwise.partition.layout import LayoutCells
 from layerwise.partition.place import Boxes, Place
 
 T = TypeVar("T", np.bool_, np.float64, np.int64)
@@ -96,7 +96,7 @@ def stacked(model: CostModel, layer: Layer, configs: tuple[Config, ...]) -> Stac
     return Stacked(Place(*boxes), np.array(uncut, np.bool_), shape, rows, dims, *degrees)
 
 
-def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:
+def _boxes(cells: LayoutCells, dims: Sequence[Dim], skip: int) -> Boxes:
     """skip: 1 for a scalar, which layouts count as one dimension."""
     lo, hi = (np.zeros((*cells.index.shape[:2], len(dims)), np.int64) for _ in range(2))
     for i, dim in enumerate(dims):

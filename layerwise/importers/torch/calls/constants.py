@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import DRAWING, FOLDED, SHAPED_ONLY, base_name
-from layerwise.importers.torch.program import Node, Program, Ref
+from layerwise.importers.torch.program import Node, Ref, TracedProgram
 
 # Of a constant whose value is kept, elements, and of all of them, bytes: of a module, which makes them in every step
 # itself (the masks of windows in volumes have 40 million), and of a file, as a small one can ask for any number.
@@ -40,7 +40,7 @@ def is_constant(node: Node, known: Callable[[str], bool]) -> bool:
     return name not in DRAWING and (name in SHAPED_ONLY or all(known(ref.name) for ref in node.operands))
 
 
-def constant_names(program: Program) -> set[str]:
+def constant_names(program: TracedProgram) -> set[str]:
     """All constants of a program, by name."""
     names = {source.value.name for source in program.sources if source.kind == "buffer"}
     for node in program.nodes:

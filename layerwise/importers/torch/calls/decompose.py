@@ -24,12 +24,12 @@ from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.calls.whole import why_not
 from layerwise.importers.torch.ops.free import FREE
 from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_name, row
-from layerwise.importers.torch.program import TRACING, Node, Program, Reader, Ref, Value
+from layerwise.importers.torch.program import TRACING, FxReader, Node, Ref, TracedProgram, Value
 
 MOST_NODES = 64  # that one call becomes
 
 
-def decomposed(program: Program) -> Program:
+def decomposed(program: TracedProgram) -> TracedProgram:
     """The same program; calls that no table knows are written out where all that they become is known."""
     unknown = {node.name for node in program.nodes if not _known(node.target, node.overload)}
     if not unknown:
@@ -70,7 +70,7 @@ def _written_out(node: Node, values: Mapping[str, Value]) -> list[Node] | None:
     traced = _trace(node, values)
     if traced is None or len(traced.graph.nodes) > MOST_NODES:
         return None
-    reader = Reader(traced, f"{node.name}.")
+    reader = FxReader(traced, f"{node.name}.")
     inputs = (one for one in traced.graph.nodes if one.op == "placeholder")
     reader.values.update(zip(inputs, dict.fromkeys(node.operands), strict=True))
     try:

@@ -14,7 +14,7 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import base_name
-from layerwise.importers.torch.program import Node, Program, Ref, Source, Value, bind, module_path, refs
+from layerwise.importers.torch.program import Node, Ref, Source, TracedProgram, Value, bind, module_path, refs
 
 STATISTICS = {"_native_batch_norm_legit"}  # these write running statistics, which their layers remember
 COUNTER = "num_batches_tracked"
@@ -36,7 +36,7 @@ VIEWS = (
 )
 
 
-def functional(program: Program) -> Program:
+def functional(program: TracedProgram) -> TracedProgram:
     """The same program. LayerwiseError where it is not known what a write changes, or where the model would keep it."""
     if not any(overwritten(node) for node in program.nodes):
         return program
@@ -62,7 +62,7 @@ def overwritten(node: Node) -> tuple[str, ...]:
 class _Writer:
     """Goes through a program call by call. Tensors are named as the program names them, values as the result does."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TracedProgram) -> None:
         self.sources = {source.value.name: source for source in program.sources}
         self.values = {v.name: v for node in program.nodes for v in node.outputs if v}
         self.values |= {source.value.name: source.value for source in program.sources}

@@ -7,14 +7,14 @@ from itertools import groupby
 
 from layerwise.importers.labels import asked_labels, usual_labels
 from layerwise.importers.torch.ops.table import base_name
-from layerwise.importers.torch.program import Node, Program, Source, module_path
+from layerwise.importers.torch.program import Node, Source, TracedProgram, module_path
 from layerwise.tensor import TensorSpec
 
 SIGNALS = ("conv1d", "conv_transpose1d", "max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d",
            "batch_norm", "instance_norm", "group_norm")  # fmt: skip
 
 
-def layer_names(program: Program, layers: Sequence[Node]) -> dict[str, str]:
+def layer_names(program: TracedProgram, layers: Sequence[Node]) -> dict[str, str]:
     """A name for every node: the path of its module where it is what the module does, else `path.operator`.
 
     `layers` are the nodes that may become layers. A module does one thing if it has no modules inside and only one
@@ -38,7 +38,7 @@ def layer_names(program: Program, layers: Sequence[Node]) -> dict[str, str]:
     return names
 
 
-def input_spec(program: Program, source: Source, batch: int, dims: Sequence[str | None] | None) -> TensorSpec:
+def input_spec(program: TracedProgram, source: Source, batch: int, dims: Sequence[str | None] | None) -> TensorSpec:
     """The labels of an input: those asked for, or by rank and first use."""
     value = source.value
     rank = len(value.shape)
@@ -50,7 +50,7 @@ def input_spec(program: Program, source: Source, batch: int, dims: Sequence[str 
     return TensorSpec(value.shape, labels, value.dtype)
 
 
-def _is_signal(program: Program, name: str) -> bool:
+def _is_signal(program: TracedProgram, name: str) -> bool:
     """Whether the first that is done with a tensor of rank 3 (paddings and the like aside) is 1-D."""
     for node in program.nodes:
         if any(ref.name == name for ref in node.operands):

@@ -7,10 +7,10 @@ from collections import defaultdict
 from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import SHAPED, UNCHANGED
-from layerwise.importers.torch.program import Node, Program
+from layerwise.importers.torch.program import Node, TracedProgram
 
 
-def shared_parameters(program: Program) -> set[str]:
+def shared_parameters(program: TracedProgram) -> set[str]:
     """Parameters that are used more than once, also by way of transposes and other views."""
     users: dict[str, list[Node]] = defaultdict(list)
     read = {ref.name for node in program.nodes for ref in node.operands} | {ref.name for ref in program.outputs}

@@ -12,7 +12,7 @@ from itertools import pairwise
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import SPECTRAL_NORM, base_name
-from layerwise.importers.torch.program import Node, Program, Ref, module_path
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, module_path
 
 Made = Mapping[str, Node]  # by the name of a value, the node that makes it
 WRITE = "aten::div.out"  # normalises u or v where they lie
@@ -28,7 +28,7 @@ class _Found:
     behind: frozenset[str]
 
 
-def spectral_norms(program: Program) -> Program:
+def spectral_norms(program: TracedProgram) -> TracedProgram:
     """The same program with one call of `SPECTRAL_NORM` for each weight / (u · weight v).
 
     What moves its vectors in another way stays as it is: writes into buffers, which the importer refuses.
@@ -94,7 +94,7 @@ def _parts(node: Node, made: Made) -> _Parts | None:
     return None if u is None or v is None or u == v or dim is None else _Parts(weight, u, v, dim, sigma)
 
 
-def _found(node: Node, parts: _Parts, program: Program, writes: list[Node], made: Made) -> _Found | None:
+def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node], made: Made) -> _Found | None:
     """None where the vectors do not move as PyTorch's do, or what is behind the weight is used elsewhere, too."""
     u, v = parts.u, parts.v
     moves = [w for w in writes if _buffer(w.arguments["out"], made) in (u, v)]

@@ -23,14 +23,14 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json
 from layerwise.importers.torch.calls.constants import OF_A_FILE
-from layerwise.importers.torch.program import Program, Value
+from layerwise.importers.torch.program import TracedProgram, Value
 from layerwise.importers.torch.read.pt2_json import DTYPES, Json, integer, mapping, read_json, sequence, text
 
 T = TypeVar("T")
 OBJECTS = ("custom_obj_", "opaque_obj_")  # pickles of C++ and Python objects, which nothing can vet
 
 
-def load_pt2(path: str | os.PathLike[str]) -> Program:
+def load_pt2(path: str | os.PathLike[str]) -> TracedProgram:
     """The program of a file that `torch.export.save` wrote, for `from_torch`. Runs nothing of it.
 
     Raises LayerwiseError for a file that is missing, damaged, or that would run code on being loaded by PyTorch.
@@ -125,7 +125,7 @@ class _Archive:
             return tensor if (tuple(tensor.shape), str(tensor.dtype)[6:]) == _stored_as(item) else None
         return self.tensor("data/weights/", item, most_bytes=None)
 
-    def program(self) -> Program:
+    def program(self) -> TracedProgram:
         model = self.model()
         name = model.removeprefix("models/").removesuffix(".json")
         self.vet()

@@ -21,10 +21,10 @@ from layerwise.importers.torch.program import (
     NO_GRADIENT,
     REGIONS,
     Node,
-    Program,
     Ref,
     Source,
     Stack,
+    TracedProgram,
     Value,
     bind,
     control_flow,
@@ -53,7 +53,7 @@ class MalformedError(ValueError):
     """The JSON is not what torch.export.save writes."""
 
 
-def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) -> Program:
+def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) -> TracedProgram:
     """The program of a models/*.json.
 
     `same` gives for each name of a shared parameter the one that it goes by. `find` looks for a stored tensor, raises
@@ -100,7 +100,7 @@ def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) ->
         elif kind == "loss_output":
             outputs.append(text(arg["name"]))
     returned = tuple(reader.ref(o) for o in outputs)
-    return Program(name, tuple(sources), tuple(reader.nodes), returned, reader.device(), from_file=True)
+    return TracedProgram(name, tuple(sources), tuple(reader.nodes), returned, reader.device(), from_file=True)
 
 
 class _JsonReader:
