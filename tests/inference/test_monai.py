@@ -17,9 +17,10 @@ from tests.inference.test_predict import module_of, one_pass, trained, volumes
 ZOO = Path(sys.prefix) / "zoo"  # where `make zoo` puts MONAI
 
 
-def test_an_image_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    if (ZOO / "monai").is_dir():
-        monkeypatch.syspath_prepend(str(ZOO))
+def test_an_image_over_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (ZOO / "monai").is_dir():  # of the zoo this package alone: others would be taken for the environment's
+        (tmp_path / "monai").symlink_to(ZOO / "monai")
+        monkeypatch.syspath_prepend(str(tmp_path))
     monai = pytest.importorskip("monai.inferers", reason="MONAI is not installed")
     from layerwise.integrations.monai import LayerwiseInferer
 
