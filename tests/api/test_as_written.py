@@ -79,8 +79,9 @@ def test_one_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
         lambda comm: parallelize(Branching(), IMAGES[:4].float(), options=ParallelOptions(comm=comm, measure_s=0)),
         timeout_s=30,
     )
-    said = capsys.readouterr().out.splitlines()
-    assert sum("as it is written, and samples alone are split, because model 'Branching'" in x for x in said) == 1
+    said = capsys.readouterr().out
+    assert " ".join(said.split()).count("as it is written, and samples alone are split, because model 'Branching'") == 1
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_another_strategy_is_refused_and_this_one_is_named() -> None:

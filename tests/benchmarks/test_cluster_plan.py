@@ -83,7 +83,7 @@ class FakeLayers:
 
     @property
     def known(self) -> LayerTimes:
-        return self.measuring.known
+        return self.measuring.times
 
     def take(self, cells: Sequence[CellTask], budget_s: float) -> None:
         FakeLayers.now += 3600.0

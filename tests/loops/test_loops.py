@@ -53,7 +53,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "kept_loss": {"split": "'balance' of the parallel module is not supported where a plan splits layers"},
     "checkpointed": {"split": "torch.utils.checkpoint around the parallel module is not supported"},
     "noise": {"split": "random numbers were asked for of a parameter that the plan splits"},
-    "checkpointed_norm": {"split": "gives other numbers than the model as it is written"},
+    "checkpointed_norm": {"split": "moves running statistics of batch norms twice a step"},
     "function": {"split": "has an autograd function, Reversed, with a backward pass of its own"},
     "hook_inside": {"split": "registers a hook of a gradient in its forward"},
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),

@@ -125,7 +125,7 @@ def test_it_bounds_the_search_under_a_limit(tmp_path: Path) -> None:
     free = search(model, SearchSpace(4), objective="additive")
     limited = LimitedSearch(model, configurations(model, SearchSpace(4), named, {}), offer=("shard",))
     limit = 1.05 * limited.least(list(named.values())).bytes
-    within = limited.under(limit, [1.0], list(named.values()))
+    within = limited.under(limit, list(named.values()))
     assert within.prices
     t, rows = constrained(limited, within)
     outside_s = solved(t, tmp_path / "limited.cfn", rows, limit)
@@ -175,7 +175,7 @@ def test_it_finds_the_optimum_under_a_limit(
     limited = LimitedSearch(costs, configurations(costs, SearchSpace(gpus), named, {}), offer=offer)
     least = limited.least(list(named.values())).bytes
     most = limited.peak(search(costs, SearchSpace(gpus), objective="additive", offer=()).additive.strategy)
-    within = limited.under(least + share * (most - least), [1.0], list(named.values()))
+    within = limited.under(least + share * (most - least), list(named.values()))
     assert within.proven
     assert within.prices
     t, rows = constrained(limited, within)

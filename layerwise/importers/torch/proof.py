@@ -125,16 +125,16 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
     named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     layers = _Layers(graph, state | {n: b.clone() for n, b in buffers.items() if n in state}, training=model.training)
     with torch.enable_grad():
-        made = layers.run(imported.arguments.tensors(*call))
-        outputs = [_total(graph, name, made[name]) for name in graph.layers[-1].inputs]
         before, seen = numbers(model), dict[str, Tensor]()
         try:
-            with undrawing(), configured(model), _noted(model, seen):
+            with undrawing(), configured(model), _noted(model, seen), torch.compiler.set_stance("force_eager"):
                 leaves = pytree.tree_leaves(model(*call[0], **call[1]))
         except Exception as error:  # the model's own code, which may raise anything
             said = next((line for line in str(error).splitlines() if line.strip()), "")
             raise UnprovenError(f"it cannot be run here: {type(error).__name__}: {said[:120]}") from error
-        after = numbers(model)
+        after, moved = numbers(model), {n: b.detach().clone() for n, b in model.named_buffers(remove_duplicate=False)}
+        made = layers.run(imported.arguments.tensors(*call))
+        outputs = [_total(graph, name, made[name]) for name in graph.layers[-1].inputs]
         pairs = _paired(leaves, structure.numbers, structure.values, outputs)
         rows = [(graph.layers[-1].inputs[i], ours, theirs) for i, ours, theirs in pairs]
         with undrawing():
@@ -146,14 +146,16 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         zero = torch.zeros_like(named[name])
         away = _away(zero if ours is None else ours, zero if theirs is None else theirs, 1e-4 * largest)
         differences.append((away, _user(graph, name), f"the gradient of {name!r}"))
-    for name, buffer in model.named_buffers(remove_duplicate=False):
+    again = [n for n, b in model.named_buffers(remove_duplicate=False) if not torch.equal(b, moved[n])]
+    for name, buffer in moved.items():
         if not name.endswith("num_batches_tracked"):
             ours = layers.state.get(name)
             away = _away(buffers[name] if ours is None else ours, buffer)
             differences.append((away, _user(graph, name), f"its buffer {name!r}"))
     away, layer, what = max(differences, key=lambda row: row[0] if row[0] == row[0] else float("inf"))
     first = next((n for n, x in _ends(made, seen) if not _away(made[n], x) <= max(1e-3, away / 100)), layer)
-    return away, (first, what), _effects(model, call, before, after, leaves, buffers)
+    twice = ("moves running statistics of batch norms twice a step, as a checkpoint around them does",) if again else ()
+    return away, (first, what), (*twice, *_effects(model, call, before, after, leaves, buffers))
 
 
 def _ends(made: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -176,7 +178,7 @@ def _effects(
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
             buffer.copy_(buffers[name])
-        with undrawing(), configured(model):
+        with undrawing(), configured(model), torch.compiler.set_stance("force_eager"):
             second = pytree.tree_leaves(model(*call[0], **call[1]))
     same = len(leaves) == len(second) and all(
         _away(a, b) <= 1e-3 if isinstance(a, Tensor) else a == b for a, b in zip(leaves, second, strict=True)
