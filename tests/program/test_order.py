@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from layerwise.comm.base import Comm
-from layerwise.cost.model import CostModel
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.cost.step_facts import step_facts
 from layerwise.cost.timeline.simulate import SUFFIX
@@ -17,7 +18,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load as load_profile
 from layerwise.plan import Plan
 from layerwise.program import Program, program
-from layerwise.program.instructions import Begin, Compute, Move
+from layerwise.program.instructions import Begin, Compute, Fill, Move
 from layerwise.run.load import load
 from layerwise.run.trace import Trace
 from tests.comm.thread import run_threads
@@ -71,3 +72,37 @@ def names_of_spans(plan: Plan, given: Case, comm: Comm) -> list[str]:
     loss(model(given.inputs[0][model.share()])).backward()
     spans = sorted((span.start_s, span.name) for span in model.trace.spans() if span.category in WHAT)
     return [name for _, name in spans]
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 25 * 2**20])
+@pytest.mark.parametrize("name", CASES)
+def test_buckets_are_the_programs(name: str, bucket_bytes: int) -> None:
+    """Which layers' gradients travel together, and in which order they are begun.
+
+    A norm's weight and bias are one gradient to the program and two to the runtime: buckets are larger than these.
+    """
+    given = CASES[name]()
+    for seed, ranks in ((0, 2), (1, 4)):
+        plan = replace(
+            random_plan(given.graph, ranks, seed, "sample" if ranks <= given.graph.batch else "free"),
+            bucket_bytes=bucket_bytes,
+        )
+        machine = load_profile("cpu").device_graph(gpus=ranks, gpus_per_node=ranks)
+        model = CostModel(given.graph, machine, CostOptions(io=plan.io, dtype="float64"))
+        facts, _ = step_facts(model, complete(model, plan.strategy), bucket_bytes)
+        step = program(model.graph, plan.io, facts)
+        filled = [bucket for one in step.instructions if isinstance(one, Fill) for bucket in one.buckets]
+        for rank, found in enumerate(run_threads(ranks, partial(buckets_of, plan, given))):
+            device = plan.device_order.index(rank)
+            members = [[facts.gradients[i] for i in step.buckets[b].gradients] for b in filled]
+            members.sort(key=lambda these: these[0].states == "gathered")  # which have a queue of their own
+            stated = [list(dict.fromkeys(g.layer for g in these)) for these in members if these[0].members[device]]
+            assert found == stated, (name, seed, rank)
+
+
+def buckets_of(plan: Plan, given: Case, comm: Comm) -> list[list[str]]:
+    """The layers whose gradients are in each bucket of a rank, in the order in which these are begun."""
+    model = load(plan, given.network, comm=comm, dtype=torch.float64)
+    owner = {p: layer.name for layer in model.graph.layers for p, _ in layer.own_parameters()}
+    buckets = sorted(model._reducer.buckets, key=lambda bucket: bucket.gathered)
+    return [list(dict.fromkeys(owner[p] for p in bucket.names)) for bucket in buckets]

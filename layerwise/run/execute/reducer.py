@@ -39,8 +39,9 @@ WAITING = "waiting for gradients"  # in a trace: the part of the sums that no wo
 class GradientReducer:
     """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
 
-    scale: what every gradient is multiplied by. parts: of those that their group shares out. bucket_bytes: at which a
-    bucket is full.
+    shared_by: the groups of all ranks, where those elsewhere may differ: gradients travel together where these are
+    equal, as the program of the step has it. scale: what every gradient is multiplied by. parts: of those that their
+    group shares out. bucket_bytes: at which a bucket is full.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class GradientReducer:
         order: Sequence[str],
         groups: Mapping[str, Group],
         *,
+        shared_by: Mapping[str, Hashable] | None = None,
         scale: float = 1.0,
         layouts: Mapping[str, ShardLayout] = NONE,
         bucket_bytes: int = BUCKET_BYTES,
@@ -70,7 +72,8 @@ class GradientReducer:
             p, part = local_tensor(parameters[name]), layouts.get(name)
             size = p.nbytes if part is None else part.row * len(part.group) * p.element_size()
             layer = "" if part is None else part.gathered
-            gradients.append(((groups[name], p.dtype, layer, part is None), ALONE if layer else size))
+            by = groups[name] if shared_by is None else shared_by[name]
+            gradients.append(((by, p.dtype, layer, part is None), ALONE if layer else size))
         for places in fill(gradients, bucket_bytes):
             names = [shared[i] for i in places]
             slots = BucketSlots(names, layouts) if names[0] in layouts else None

@@ -59,12 +59,18 @@ class WorkingParameters:
         every = state.tree.parameters()
         trained = [name for name, p in every.items() if p.requires_grad]
         self.groups = {name: [sharing(boxes[name], rank) for rank in range(self._comm.size)] for name in trained}
-        order = [name for one in reversed(schedule.layers) for name in reversed(one.parameters) if name is not None]
+        named = [[p for p in reversed(one.parameters) if p is not None] for one in reversed(schedule.layers)]
+        order = [
+            p for names in named for p in sorted(names, key=lambda p: p not in shared_out)
+        ]  # as the program has it
         order += [layer.name for layer in reversed(self._graph.layers) if layer.name in self._tied]
         mine: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
         ordered = [name for name in order if name in mine]
         size = schedule.bucket_bytes
-        self.reducer = GradientReducer(every, ordered, mine, scale=scale, layouts=self.layouts, bucket_bytes=size)
+        rows = {name: tuple(groups) for name, groups in self.groups.items()}
+        self.reducer = GradientReducer(
+            every, ordered, mine, shared_by=rows, scale=scale, layouts=self.layouts, bucket_bytes=size
+        )
         self.unused = Unused(self._graph, self._comm)
         self._tensors: Mapping[str, Tensor] = {}
 
