@@ -292,7 +292,7 @@ def steps(setting: Setting, name: str, batch: int) -> Found:
                 strategy = {layer.name: best[layer.name] for layer in graph.inner}
                 cells = wanted_cells(model, {key: (config,) for key, config in strategy.items()})
                 measuring.measure(measuring.left(cells.values()))
-                layers = CostModel(graph, replace(model.devices, layers=(measuring.known,)), model.options)
+                layers = CostModel(graph, replace(model.devices, layers=(measuring.times,)), model.options)
                 plan = Plan(name, graph.digest, batch, size, size, io, True, strategy)
                 predicted = [
                     sum(layer.seconds["compute"] for layer in price(by, strategy).layers.values())
