@@ -19,6 +19,8 @@ from layerwise.volumes.loader import BoxLoader
 from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput
 from layerwise.volumes.sources import SampleSource, source_of
 
+ENDINGS = (".nii.gz", ".nii", ".npy", ".zarr", ".h5", ".hdf5")  # that names of results have not
+
 
 @dataclass(frozen=True, slots=True)
 class Cases:
@@ -125,7 +127,10 @@ class Cases:
 
 
 def _names(files: Sequence[str | None]) -> tuple[str, ...]:
-    names = ["" if file is None else Path(file.partition("::")[0]).name.split(".")[0] for file in files]
-    if all(names) and len(set(names)) == len(names):
-        return tuple(names)
-    return tuple(f"sample_{number:05d}" for number in range(len(files)))
+    """What samples are called: as their files, with as much of the path as tells them apart; else by number."""
+    if any(file is None for file in files) or len(set(files)) < len(files):
+        return tuple(f"sample_{number:05d}" for number in range(len(files)))
+    paths = [Path(str(file).partition("::")[0]).absolute().parts for file in files]
+    depth = next(n for n in range(1, 1 + max(map(len, paths))) if len({path[-n:] for path in paths}) == len(paths))
+    names = ["_".join(part.strip("/") for part in path[-depth:]) for path in paths]
+    return tuple(next((name[: -len(end)] for end in ENDINGS if name.lower().endswith(end)), name) for name in names)

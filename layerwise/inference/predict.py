@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +16,11 @@ from layerwise.comm.base import Comm, CommError
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
+from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.inference.blend import move
 from layerwise.inference.cases import Cases
-from layerwise.inference.predictor import Predictor, Reduce
+from layerwise.inference.predictor import Boxed, Predictor, Reduce
 from layerwise.inference.results import Results, results_of
 from layerwise.partition.place import Each
 from layerwise.quantities import parse_bytes
@@ -96,19 +99,25 @@ def predict(
         >>> len(done.written), bool((out == out[0]).all())
         (6, True)
     """
-    cases = Cases.of(model, samples, output)
+    world = model.comm
+    cases = agree(world, lambda: (Cases.of(model, samples, output), None))[0]
     results = results_of(out, len(cases.names), cases.files)
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            alone = model.sized(cases.planned).alone
-            comm = SoloComm(model.device) if alone else model.comm
-            limit = _limit(memory_limit, model.device)
-            predictor = Predictor(model, cases, comm, output, reduce, window, overlap, mirror, limit)
-            return _all(predictor, model.comm, results, alone=alone, overwrite=overwrite, progress=progress)
-    finally:
-        model.train(training)
+    with _evaluating(model):
+        predictor = _predictor(model, cases, output, reduce, window, overlap, mirror, memory_limit)
+        there = agree(world, lambda: (None, [] if overwrite else list(filter(results.complete, cases.names))))[1][0]
+        numbers = [number for number, name in enumerate(cases.names) if name not in there]
+        failed = dict[str, str]()
+        bar = Progress(console=Console(stderr=True), transient=True)
+        bar.disable = world.rank > 0 or not (bar.console.is_terminal if progress is None else progress)
+        rounds = _rounds(predictor, world, numbers)
+        with results.open(world), bar:
+            for numbers in bar.track(rounds, description="predict"):
+                failed |= _round(predictor, world, results, numbers)
+    written = tuple(name for name in cases.names if name not in there and name not in failed)
+    if failed:
+        told = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
+        raise LayerwiseError(f"{len(failed)} of {len(cases.names)} samples failed, {len(written)} are written: {told}")
+    return Predicted(written, tuple(there))
 
 
 def answer(
@@ -141,17 +150,102 @@ def answer(
         LayerwiseError: As `predict`.
     """
     cases = Cases.of(model, x.detach().cpu(), output)
-    training = model.training
+    made = list[Tensor]()
+    with _evaluating(model):
+        predictor = _predictor(model, cases, output, reduce, window, overlap, mirror, memory_limit)
+        for numbers in cases.batches(range(len(cases.names)), model.plan.batch):
+            made += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]
+    return torch.stack(made)
+
+
+@contextmanager
+def _evaluating(model: ParallelModule) -> Iterator[None]:
+    """Within it all of the model is in evaluation mode, and nothing is differentiated."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.inference_mode():
-            comm = SoloComm(model.device) if model.sized(cases.planned).alone else model.comm
-            limit = _limit(memory_limit, model.device)
-            predictor = Predictor(model, cases, comm, output, reduce, window, overlap, mirror, limit)
-            made = [_full(comm, *boxed) for boxed in predictor.batch(range(len(cases.names)))]
+            yield
     finally:
-        model.train(training)
-    return torch.stack(made)
+        for module, training in modes:
+            module.training = training
+
+
+def _predictor(
+    model: ParallelModule,
+    cases: Cases,
+    output: int,
+    reduce: Reduce | None,
+    window: Sequence[int] | None,
+    overlap: float,
+    mirror: str,
+    memory_limit: float | str | None,
+) -> Predictor:
+    """How samples are computed here: by all ranks together, or by each rank alone where samples alone are split."""
+    alone = model.sized(cases.planned).alone
+    limits = agree(model.comm, lambda: (None, min(_limit(memory_limit, model.device), sys.float_info.max)))[1]
+    comm = SoloComm(model.device) if alone else model.comm
+    return Predictor(model, cases, comm, output, reduce, window, overlap, mirror, min(limits))
+
+
+def _rounds(predictor: Predictor, world: Comm, numbers: Sequence[int]) -> list[list[int]]:
+    """The samples of each round: of all ranks together, or one a rank. All ranks have those of rank 0."""
+    alone = predictor.comm is not world
+
+    def planned() -> tuple[None, list[list[int]]]:
+        if alone:
+            return None, [list(numbers[i : i + world.size]) for i in range(0, len(numbers), world.size)]
+        return None, list(predictor.cases.batches(numbers, predictor.model.plan.batch))
+
+    return list(agree(world, planned)[1][0])
+
+
+def _round(predictor: Predictor, world: Comm, results: Results, numbers: Sequence[int]) -> dict[str, str]:
+    """Computes and writes samples; returns by name why some failed. Every rank of `world` calls it alike."""
+    names, failed = predictor.cases.names, dict[str, str]()
+    together = predictor.comm is world
+    try:
+        if together:
+            made = [*zip(numbers, predictor.batch(numbers), strict=True)]
+        else:
+            made = _one_each(predictor, world, numbers, failed)
+        for number, boxed in made:
+            results.write(number, names[number], *boxed)
+    except CommError:
+        raise
+    except LayerwiseError as error:
+        failed |= {names[number]: str(error) for number in numbers if names[number] not in failed}
+    if failed and not results.separate:
+        raise LayerwiseError("; ".join(failed.values()))
+    return failed
+
+
+def _one_each(
+    predictor: Predictor, world: Comm, numbers: Sequence[int], failed: dict[str, str]
+) -> list[tuple[int, Boxed]]:
+    """Each rank computes a sample of its own; the boxes that the ranks have of each, and what this one has."""
+
+    def act() -> tuple[Tensor | None, JSON]:
+        if world.rank >= len(numbers):
+            return None, None
+        try:
+            ((_, x),) = predictor.batch([numbers[world.rank]])
+        except LayerwiseError as error:
+            return None, str(error)
+        assert x is not None
+        return x, list(x.shape)
+
+    x, told = agree(world, act)
+    made = list[tuple[int, Boxed]]()
+    for rank, number in enumerate(numbers):
+        shape = told[rank]
+        if isinstance(shape, str):
+            failed[predictor.cases.names[number]] = shape
+        else:
+            box = Box((0,) * len(shape), tuple(shape))
+            owned = tuple(box if other == rank else None for other in range(world.size))
+            made.append((number, (owned, x if rank == world.rank else None)))
+    return made
 
 
 def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
@@ -163,37 +257,6 @@ def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
     gathered = move(comm, x, boxes, (full,) * comm.size, like, "an answer")
     assert gathered is not None
     return gathered
-
-
-def _all(
-    predictor: Predictor, world: Comm, results: Results, *, alone: bool, overwrite: bool, progress: bool | None
-) -> Predicted:
-    """Computes and writes every sample; where one fails, the others go on. alone: each rank computes its own."""
-    names, failed = predictor.cases.names, dict[str, str]()
-    there = agree(world, lambda: (None, [] if overwrite else list(filter(results.complete, names))))[1][0]
-    numbers = [number for number, name in enumerate(names) if name not in there]
-    if alone:
-        numbers = numbers[world.rank :: world.size] if results.separate else numbers * (world.rank == 0)
-    most = 1 if alone else predictor.model.plan.batch
-    bar = Progress(console=Console(stderr=True), transient=True)
-    bar.disable = world.rank > 0 or not (bar.console.is_terminal if progress is None else progress)
-    with results.open(world if not alone else predictor.comm), bar:
-        for batch in bar.track(list(predictor.cases.batches(numbers, most)), description="predict"):
-            try:
-                for number, made in zip(batch, predictor.batch(batch), strict=True):
-                    results.write(number, names[number], *made)
-            except CommError:
-                raise
-            except LayerwiseError as error:
-                if not results.separate:
-                    raise
-                failed |= {names[number]: str(error) for number in batch}
-    failed = {name: why for here in agree(world, lambda: (None, failed))[1] for name, why in here.items()}
-    written = tuple(name for name in names if name not in there and name not in failed)
-    if failed:
-        told = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
-        raise LayerwiseError(f"{len(failed)} of {len(names)} samples failed, {len(written)} are written: {told}")
-    return Predicted(written, tuple(there))
 
 
 def _limit(given: float | str | None, device: torch.device) -> float:

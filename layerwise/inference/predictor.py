@@ -14,6 +14,7 @@ from torch import Tensor
 from layerwise.comm.base import Comm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
+from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.inference.blend import Blend
 from layerwise.inference.cases import Cases
@@ -21,7 +22,7 @@ from layerwise.inference.windows import profile, starts
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.sized import Sized, Sizes
-from layerwise.volumes.sources import SampleRegion
+from layerwise.volumes.sources import SampleRegion, foreign
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides ask for
 Reduce = Literal["argmax", "softmax", "sigmoid"] | Callable[[Tensor], Tensor]
@@ -70,7 +71,14 @@ class Predictor:
 
     def batch(self, numbers: Sequence[int]) -> Iterator[Boxed]:
         """Predictions of samples of equal shapes, reduced, one by one. Every rank of `comm` calls it alike."""
-        shapes = agree(self.comm, lambda: (self.cases.shapes(numbers[0]), None))[0]
+
+        def seen() -> tuple[Sizes, JSON]:
+            made = self.cases.shapes(numbers[0])
+            return made, [list(numbers), *map(list, made)]
+
+        shapes, told = agree(self.comm, seen)
+        if any(other != told[0] for other in told):
+            raise LayerwiseError(f"the ranks see other samples, or of other shapes: {told[0]} and others")
         made = self._mean(numbers, shapes[0]) if self.cases.follows else self._full(numbers, shapes)
         boxes, x = self._reduced(*made)
         for place in range(len(numbers)):
@@ -120,8 +128,10 @@ class Predictor:
     def _passes(self, shape: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
         """The shape of what each pass reads of samples of this shape, and where it begins, along its positions."""
         along, planned = self.cases.along, self.cases.planned[0]
-        needed = self.model.plan.predicted.get("memory_bytes", 0.0) * prod(shape) * count
-        windowed = self.window is not None or needed > self.limit_bytes * prod(planned) * self.model.plan.batch
+        plan = self.model.plan
+        samples = plan.batch if self.comm is self.model.comm else max(1, plan.batch // plan.gpus)  # on a device
+        needed = plan.predicted.get("memory_bytes", 0.0) * prod(shape) * count
+        windowed = self.window is not None or needed > self.limit_bytes * prod(planned) * samples
         extents = self.window or [planned[i] for i in along]
         wanted = list(shape)
         for i, extent in zip(along, extents, strict=True):
@@ -177,7 +187,10 @@ class Predictor:
         def act() -> tuple[Tensor | None, list[int] | None]:
             if x is None:
                 return None, None
-            made = reduce(x)
+            with foreign("reduce= cannot be taken"):
+                made = reduce(x)
+            if isinstance(made, Tensor) and made.is_floating_point():
+                made = made.float()
             if (
                 not isinstance(made, Tensor)
                 or made.shape[:1] + made.shape[made.dim() - x.dim() + 2 :] != x.shape[:1] + x.shape[2:]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm
-from layerwise.comm.together import agree
+from layerwise.comm.together import agree, alone
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.inference.blend import move
@@ -59,8 +59,13 @@ class Results(ABC):
         return tuple(map(max, *(box.hi for box in held), held[0].hi)), np.dtype(next(filter(None, told)))
 
     def _first(self, act: Callable[[], object], what: str) -> None:
-        """Rank 0 does this while the others wait."""
-        self._each(act if self.comm.rank == 0 else lambda: None, what)
+        """Rank 0 does this, however long it takes, while the others wait."""
+
+        def guarded() -> None:
+            with foreign(what):
+                act()
+
+        alone(self.comm, guarded)
 
     def _each(self, act: Callable[[], T], what: str) -> T:
         """Every rank does this; where it fails on one, all raise."""
@@ -188,6 +193,10 @@ class StackedResults(Results):
     def _opened(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         if not isinstance(self.out, str | os.PathLike):
             _check(self.out, shape, dtype)
+            if type(self.out) is np.ndarray and self.comm.size > 1 and torch.distributed.is_initialized():
+                raise LayerwiseError(
+                    "each rank would fill its own array with its own boxes: give a path, or a Zarr array that all see"
+                )
             return self.out
         file = self._files.enter_context(_beside(self, Path(self.out), folders=False))
         self._first(lambda: np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape), "it cannot be made")
@@ -259,7 +268,10 @@ def _remove(path: Path) -> None:
 def _put(array: Any, box: Box | None, x: Tensor | None, *before: int) -> None:
     """Writes a box into an array. before: what comes before the box's own dimensions."""
     if x is not None and box is not None and box.volume:
-        array[(*before, *box.slices())] = x.cpu().numpy()
+        values, kind = x.cpu().numpy(), np.dtype(array.dtype)
+        if kind.kind in "iu" and values.dtype.kind in "iu" and int(values.max()) > np.iinfo(kind).max:
+            raise LayerwiseError(f"it has a number {int(values.max())}, and what it is to be written into is of {kind}")
+        array[(*before, *box.slices())] = values
 
 
 def _chunks(shape: tuple[int, ...], boxes: Each) -> tuple[tuple[int, ...], bool]:
@@ -270,9 +282,13 @@ def _chunks(shape: tuple[int, ...], boxes: Each) -> tuple[tuple[int, ...], bool]
     if not apart:
         return tuple(min(extent, MOST_CHUNK) for extent in shape), False
     most = [n if there else extent for n, there, extent in zip(common, cut, shape, strict=True)]
-    return tuple(
-        next(n for n in range(min(m, MOST_CHUNK), 0, -1) if m % n == 0 or not c) for m, c in zip(most, cut, strict=True)
-    ), True
+    chunks = tuple(
+        next(n for n in range(min(m, MOST_CHUNK), 0, -1) if m % n == 0 or not there)
+        for m, there in zip(most, cut, strict=True)
+    )
+    if any(there and n < LEAST_CHUNK for n, there in zip(chunks, cut, strict=True)):
+        return tuple(min(extent, MOST_CHUNK) for extent in shape), False
+    return chunks, True
 
 
 def _check(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -176,7 +176,8 @@ class SampleRegion:
         lo, hi = zip(*map(self._place, range(len(slices)), slices), strict=True)
         inside = Box(lo, hi) & Box((0,) * len(lo), self.source.shape(index))
         if not inside.volume:
-            return np.zeros(Box(lo, hi).shape, np.float32)
+            nothing = self.source.read(index, (slice(0, 0),) * len(lo))
+            return np.zeros(Box(lo, hi).shape, nothing.dtype)
         read = self.source.read(index, inside.slices())
         margins = [(a - x, y - b) for x, y, a, b in zip(lo, hi, inside.lo, inside.hi, strict=True)]
         padded = np.pad(read, margins) if any(map(any, margins)) else read

@@ -7,6 +7,7 @@ running them beside it at the example's batch (`importers.torch.proof`); where i
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -64,7 +65,8 @@ def import_for_batches(model: nn.Module, call: Call, name: str) -> Imported:
     if not traces:
         return import_module(model, call, name)
     if different and isinstance(different[0], UnlikeError):  # of another batch, or of any?
-        proven(import_module(model, call, name), model, call, batch)
+        with suppress(UnprovenError):
+            proven(import_module(model, call, name), model, call, batch)
         raise _depends(different[0].layer)
     raise different[0] if different else _depends(str(_difference(traces[0], traces[-1])))
 

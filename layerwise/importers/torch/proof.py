@@ -333,6 +333,8 @@ def _away(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
         return 0.0
     wide = torch.complex128 if theirs.is_complex() else torch.float64
     a, b = ours.detach().to(wide), theirs.detach().to(wide)
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return float("inf")
     a, b = (torch.where(torch.isfinite(x), x, torch.sign(x.real).nan_to_num(2.0)) for x in (a, b))
     return float((a - b).abs().max()) / max(float(b.abs().max()), least, 1e-30)
 

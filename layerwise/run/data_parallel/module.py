@@ -20,6 +20,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.read.arguments import Arguments
+from layerwise.importers.torch.read.effects import as_it_was
+from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
@@ -165,7 +167,9 @@ class DataParallelModule(ModuleFacade):
                 made = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
             return [((Box((0,) * x.dim(), tuple(x.shape)),), x) for x in made]
 
-        shapes = _returned_shapes(self.module, self.options.device, [box.shape for box in boxes])
+        layers = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
+        types = [self.options.element_type(layer.out.dtype, self.graph) for layer in layers]
+        shapes = _returned_shapes(self.module, self.options.device, [box.shape for box in boxes], types)
         return Sized(boxes, shapes, run, alone=True)
 
     def _compiled(self, call: ModelCall, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -333,13 +337,12 @@ class DataParallelModule(ModuleFacade):
 
 
 def _returned_shapes(
-    module: nn.Module, device: torch.device, shapes: Sequence[tuple[int, ...]]
+    module: nn.Module, device: torch.device, shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype]
 ) -> tuple[tuple[int, ...], ...]:
     """The shapes of what a module returns, without computing it. LayerwiseError where it takes no such inputs."""
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            made = module(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+    try:  # what the model keeps of a call goes: it has no values
+        with as_it_was(module), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            made = module(*(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, types, strict=True)))
     except Exception as error:  # the model's own code, which may raise anything
         told = (str(error).splitlines() or [type(error).__name__])[0]
         raise LayerwiseError(f"the model takes no input of shape {shapes[0]}: {told}") from None

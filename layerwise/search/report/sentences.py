@@ -55,7 +55,7 @@ def overlap_lines(result: SearchResult) -> Iterator[str]:
         step_s = timeline_s(result.best)
         gap = step_s / bound_s - 1
         found, least = units(step_s, "s"), units(bound_s, "s")
-        if (ddp := result.by_ddp) is not result.best:
+        if (ddp := result.by_ddp).bucket_bytes != result.best.bucket_bytes:
             size = f"{result.best.bucket_bytes / 2**20:.0f} MiB"
             slower = units(timeline_s(ddp), "s")
             yield f"Gradients travel in buckets of {size}; in those of DistributedDataParallel a step takes {slower}."
