@@ -73,10 +73,10 @@ def _alone(compute: Do, start: Start) -> tuple[float, float]:
     began = time.perf_counter()
     start().wait()
     computing = time.perf_counter()
-    count = 0
-    while (now := time.perf_counter()) < computing + ALONE:
+    count, now = 0, computing
+    while not count or now < computing + ALONE:  # once at least, also where a busy processor left no time
         compute()
-        count += 1
+        count, now = count + 1, time.perf_counter()
     return computing - began, (now - computing) / count
 
 
