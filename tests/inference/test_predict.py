@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import layerwise
 from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
@@ -254,3 +255,53 @@ def test_an_answer_in_full_on_every_rank() -> None:
     for logits, labels in run_threads(3, both):
         np.testing.assert_allclose(logits.numpy(), wanted, rtol=1e-5, atol=1e-6)
         assert np.array_equal(labels.numpy(), wanted.argmax(1))
+
+
+def test_ranks_that_see_other_samples_never_mix_them(tmp_path: Path) -> None:
+    """A rank that cannot read a sample groups the others as those that can."""
+    _, network = trained()
+    volume = volumes()[1]
+    samples = [volume + number for number in range(4)]
+
+    def both(comm: Comm) -> None:
+        graph = fuse(network.graph.rebatch(2))
+        plan = random_plan(graph, comm.size, 0, "boxes", lambda configs: max(configs, key=lambda c: c["d"]))
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        mine = [object(), *samples[1:]] if comm.rank else samples
+        with pytest.raises(LayerwiseError, match="samples failed"):
+            predict(module, mine, tmp_path / "a", progress=False)
+
+    run_threads(2, both, timeout_s=60)
+    written = list((tmp_path / "a").iterdir())
+    assert {path.stem for path in written} >= {"sample_00002", "sample_00003"}
+    for path in written:
+        wanted = one_pass(samples[int(path.stem[-1])])
+        np.testing.assert_allclose(np.load(path), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_in_training_is_so_again(tmp_path: Path) -> None:
+    module = module_of(SoloComm()).train()
+    norm = next(m for m in module.modules() if isinstance(m, nn.BatchNorm3d))
+    norm.eval()
+    predict(module, [volumes()[1]], tmp_path / "a", progress=False)
+    assert module.training
+    assert not norm.training
+
+
+def test_labels_that_do_not_fit_are_refused() -> None:
+    out = np.zeros((1, 16, 16, 16), np.uint8)
+    with pytest.raises(LayerwiseError, match="has a number 300"):
+        predict(
+            module_of(SoloComm()), [volumes()[1]], out, progress=False,
+            reduce=lambda y: torch.full_like(y[:, 0], 300, dtype=torch.int32),
+        )  # fmt: skip
+    assert not out.any()
+
+
+def test_results_are_called_so_that_files_are_told_apart(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a/x-0.5mm.npy", "a/x-0.7mm.npy", "b/x-0.5mm.npy")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        np.save(file, volumes()[1])
+    done = predict(module_of(SoloComm()), [str(file) for file in files], tmp_path / "out", progress=False)
+    assert done.written == ("a_x-0.5mm", "a_x-0.7mm", "b_x-0.5mm")
