@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.importers.torch.drawn import UnprovenError
+from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.proof import UnlikeError, proven
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.trace import Dims, Imported, import_module
@@ -105,7 +106,7 @@ def _at(
     def empty(x: Tensor) -> Tensor:
         if not x.dim() or x.shape[0] != batch:
             return x
-        with mode:
+        with TRACING, mode:
             return torch.empty((samples, *x.shape[1:]), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
     traced: Call = pytree.tree_map_only(Tensor, empty, call)

@@ -92,6 +92,8 @@ class _Importer:
         for value in (*self.placer.standing.values(), *self.values.values()):
             if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
                 array, dtype = value.value, getattr(torch, value.spec.dtype)
+                if value.spec.dims[:1] == ("n",) and (array == array[:1]).all():  # whatever batch was traced
+                    array = array[:1]
                 stored[value.name] = lambda array=array, dtype=dtype: torch.tensor(array, dtype=dtype)  # type: ignore[misc]
                 stored[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
             elif isinstance(value, Operand) and value.role == "constant":

@@ -12,7 +12,9 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
+from layerwise.importers.torch import batches
 from layerwise.run.load import load
+from tests.api.as_written_models import MODELS
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
@@ -122,3 +124,15 @@ def test_shifted_windows_at_any_example_batch(samples: int) -> None:
         torch.testing.assert_close(made(x[made.share()]), model(x)[made.share()], rtol=1e-9, atol=1e-12)
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("name", ["Fourier", "Modulated"])
+def test_values_do_not_tell_at_which_number_of_samples_it_was_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = []
+    for samples in ((11, 13), (13, 17)):
+        monkeypatch.setattr(batches, "SAMPLES", samples)
+        torch.manual_seed(0)
+        networks.append(network_of(MODELS[name](), (torch.zeros(4, 3, 8, 8),), 4, name))
+    one, other = (network.built for network in networks)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
