@@ -127,7 +127,7 @@ def test_shifted_windows_at_any_example_batch(samples: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["Fourier", "Modulated"])
-def test_values_do_not_tell_at_which_number_of_samples_it_was_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_do_not_tell_how_many_samples_were_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     networks = []
     for samples in ((11, 13), (13, 17)):
         monkeypatch.setattr(batches, "SAMPLES", samples)
