@@ -8,7 +8,7 @@ only where the largest row after it is below the best step, and those of the lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -17,8 +17,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from layerwise.cost.model import CostModel, EdgeName
+from layerwise.cost.transfer import telling_devices
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.limit.additive import Choice, Problem, by_elimination, by_messages
+from layerwise.search.limit.additive import Choice, Costs, Problem, by_elimination, by_messages
 from layerwise.search.limit.multipliers import least_rows
 from layerwise.search.limit.rest import possible
 from layerwise.search.limit.variants import Strategy, Variants
@@ -27,8 +28,8 @@ from layerwise.search.overlap.cuts import Cuts
 Effort = Literal["quick", "normal", "thorough"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 SIMULATIONS: Mapping[Effort, int] = {"quick": 0, "normal": 80, "thorough": 1000}
-PATIENCE: Mapping[Effort, int] = {"quick": 0, "normal": 12, "thorough": 200}  # simulations that gain nothing
-STARTS = 3  # strategies from which moves are made
+PATIENCE: Mapping[Effort, int] = {"quick": 0, "normal": 8, "thorough": 200}  # simulations that gain nothing
+STARTS = 2  # strategies from which moves are made
 GAIN = 0.005  # of the step: a move that gains less is left alone
 ROUGH = 8  # rounds of messages over the full space
 MET = 8  # of the strategies that eliminations met, those that are simulated
@@ -48,9 +49,15 @@ class Polish:
     """Moves between the strategies of one space."""
 
     def __init__(
-        self, cuts: Cuts, step_s: Callable[[Strategy], float], fits: Callable[[Strategy], bool], effort: Effort
+        self,
+        cuts: Cuts,
+        mean: Costs,
+        step_s: Callable[[Strategy], float],
+        fits: Callable[[Strategy], bool],
+        effort: Effort,
     ) -> None:
-        self.cuts, self.space, self.graph = cuts, cuts.space, cuts.model.graph
+        """mean: a mixture of rows, which is at most the largest of them, and quickly looked up."""
+        self.cuts, self.mean, self.space, self.graph = cuts, mean, cuts.space, cuts.model.graph
         self.step_s, self.fits, self.left, self.patience = step_s, fits, SIMULATIONS[effort], PATIENCE[effort]
         self.names = [layer.name for layer in self.graph.layers]
         self.edges: dict[str, list[EdgeName]] = {name: [] for name in self.names}
@@ -123,12 +130,26 @@ class Polish:
         """The largest row after each of n moves: of each layer that is moved the variants (n,)."""
         edges = list(dict.fromkeys(edge for name in move for edge in self.edges[name]))
         before = {name: np.array([variant]) for name, variant in choice.items()}
+        change = self._mean(before | dict(move), move, edges) - self._mean(before, move, edges)
+        worth = np.flatnonzero(self.mean.of(choice, self.space.base) + change < self.best * (1 - GAIN))
+        if not len(worth):
+            return
+        move = {name: variants[worth] for name, variants in move.items()}
         after = self.cuts.sent(before | dict(move), edges) - self.cuts.sent(before, edges) + rows
         for name, variants in move.items():
             after = after + self.own[name][variants] - self.own[name][choice[name]]
         bounds = after.max(1)
         for i in np.flatnonzero(bounds < self.best * (1 - GAIN)).tolist():
             yield float(bounds[i]), {name: int(variants[i]) for name, variants in move.items()}
+
+    def _mean(self, variants: Mapping[str, Ints], layers: Iterable[str], edges: Iterable[EdgeName]) -> Floats:
+        """(n,) or (1,) seconds of these layers and edges in the mixture of rows."""
+        total, base = np.zeros(1), self.space.base
+        for name in layers:
+            total = total + self.mean.node[name][variants[name]]
+        for u, v, slot in edges:
+            total = total + self.mean.edge[u, v, slot][base[u][variants[u]], base[v][variants[v]]]
+        return total
 
 
 def overlapped(
@@ -164,13 +185,13 @@ def overlapped(
         for name, variant in choice.items():
             keep[name][variant] = True
     small = space.restrict(keep)
-    cuts = Cuts(model, small, None)
+    cuts = Cuts(model, small, telling_devices(model.devices))
     minimise = by_elimination(memory_bytes) if _sums(small) <= WORK else by_messages
     game = least_rows(_problem(cuts, step_s), minimise)
-    polish = Polish(cuts, step_s, fits, effort)
+    polish = Polish(cuts, game.mixed(upper)[0].costs, step_s, fits, effort)
     met = sorted(game.met, key=lambda met: float(met.rows.max()))[: MET if SIMULATIONS[effort] else 0]
     starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
-    starts = sorted(starts, key=polish.seconds)[:STARTS]
+    starts = sorted((one for one in starts if polish.seconds(one) < np.inf), key=polish.seconds)[:STARTS]
     ends = {polish.seconds(end): end for end in map(polish.from_, starts)}
     found = tuple(small.strategy(ends[seconds]) for seconds in sorted(ends) if seconds < np.inf)
     return Overlapped(found, min(max(game.bound, 0.0), upper))
