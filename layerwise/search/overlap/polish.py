@@ -30,10 +30,12 @@ EFFORTS: tuple[Effort, ...] = get_args(Effort)
 SIMULATIONS: Mapping[Effort, int] = {"quick": 0, "normal": 80, "thorough": 1000}
 PATIENCE: Mapping[Effort, int] = {"quick": 0, "normal": 8, "thorough": 200}  # simulations that gain nothing
 STARTS = 2  # strategies from which moves are made
+NEAR = 0.01  # of the best step: a start that is further away is left alone
 GAIN = 0.005  # of the step: a move that gains less is left alone
 ROUGH = 8  # rounds of messages over the full space
 MET = 8  # of the strategies that eliminations met, those that are simulated
-ENTRIES = 1e7  # of all tables of edges (VGG-16 on 256 GPUs): beyond that, nothing is done
+ENTRIES = 5e7  # of all tables of edges (VGG-16 on 1,024 GPUs: 3e7): beyond that, nothing is done
+CLOSELY = 1e7  # of those that the first bound leaves: beyond that, no second bound and no moves
 WORK = 2e7  # sums of an elimination: beyond that, messages bound as well as they can
 
 
@@ -164,7 +166,7 @@ def overlapped(
 ) -> Overlapped:
     """Bounds the step with overlap, and looks for strategies that are faster than what is known.
 
-    Where its tables would be too large, neither: the bound is 0.
+    Where its tables would be too large, there are no moves; where they would be far too large, the bound is 0.
 
     Args:
         model: The network on its machine.
@@ -175,7 +177,7 @@ def overlapped(
         fits: Whether a strategy fits into memory: no other is returned.
         memory_bytes: Of a search table.
     """
-    if sum(len(space.bases[u]) * len(space.bases[v]) for u, v, _ in model.graph.edges()) > ENTRIES:
+    if _entries(model, space) > ENTRIES:
         return Overlapped((), 0.0)
     upper = step_s(known[0])
     rough = _problem(Cuts(model, space), step_s)
@@ -185,16 +187,26 @@ def overlapped(
         for name, variant in choice.items():
             keep[name][variant] = True
     small = space.restrict(keep)
+    if _entries(model, small) > CLOSELY:
+        return Overlapped((), min(max(game.bound, 0.0), upper))
     cuts = Cuts(model, small, telling_devices(model.devices))
     minimise = by_elimination(memory_bytes) if _sums(small) <= WORK else by_messages
     game = least_rows(_problem(cuts, step_s), minimise)
     polish = Polish(cuts, game.mixed(upper)[0].costs, step_s, fits, effort)
     met = sorted(game.met, key=lambda met: float(met.rows.max()))[: MET if SIMULATIONS[effort] else 0]
     starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
-    starts = sorted((one for one in starts if polish.seconds(one) < np.inf), key=polish.seconds)[:STARTS]
-    ends = {polish.seconds(end): end for end in map(polish.from_, starts)}
-    found = tuple(small.strategy(ends[seconds]) for seconds in sorted(ends) if seconds < np.inf)
+    ends = dict[float, Choice]()
+    for start in sorted(starts, key=polish.seconds)[:STARTS]:
+        if polish.seconds(start) < min(ends, default=np.inf) * (1 + NEAR):
+            end = polish.from_(start)
+            ends[polish.seconds(end)] = end
+    found = tuple(small.strategy(ends[seconds]) for seconds in sorted(ends))
     return Overlapped(found, min(max(game.bound, 0.0), upper))
+
+
+def _entries(model: CostModel, space: Variants) -> int:
+    """Numbers in all tables of edges."""
+    return sum(len(space.bases[u]) * len(space.bases[v]) for u, v, _ in model.graph.edges())
 
 
 def _sums(space: Variants) -> float:
