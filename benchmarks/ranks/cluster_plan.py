@@ -26,14 +26,16 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
 from layerwise.measure.cells import CellTask, wanted_cells
+from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
-from layerwise.search.find import candidate, search
+from layerwise.search.find import best_cap, candidate, search
 from layerwise.search.make_plan import plan_for
 
 GOODPUT = 0.92  # of the nominal rate: what gloo's all_reduce of 16 MB reaches here, headers and all
 OPTIMIZER = "momentum"
+OTHER = 5 << 20  # bytes of a bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,8 @@ def plans(
 ) -> Mapping[str, Plan]:
     """Those of these that are `wanted` and possible.
 
-    `data`: samples over all ranks, local batch norm. `searched`: the best plan that layerwise finds; where less than
+    `data`: samples over all ranks, local batch norm. `capped`: the same with the buckets that search finds best, or of
+    5 MiB where it keeps DistributedDataParallel's. `searched`: the best plan that layerwise finds; where less than
     `ENOUGH` of its compute time is measured, the first of the `measured` strategies, if there are any: a fit does not
     know PyTorch's kernels either, and what it takes for fast is what the search takes.
     `sharded`, `gathered`: as `data`, and each rank keeps its part of the optimizer's state, or of the parameters, too.
@@ -154,6 +157,9 @@ def plans(
             }
             strategies[key] = local, {**data, **shared}
     found = [(key, of, candidate(of, key, strategy)) for key, (of, strategy) in strategies.items() if key in wanted]
+    if "capped" in wanted and "data" in strategies:
+        cap = best_cap(*strategies["data"])
+        found.append(("capped", local, candidate(local, "data", data, None, OTHER if cap == BUCKET_BYTES else cap)))
     if "searched" in wanted:
         best = search(model, space).best
         if measured and measured_share(model, best.strategy) < ENOUGH:
