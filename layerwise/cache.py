@@ -6,13 +6,15 @@ A file is read only if it is whole: it carries a digest of what it says. Nothing
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -26,6 +28,8 @@ from layerwise.files import parse_json, write_text
 from layerwise.version import __version__
 
 ANSWERS = "answers"  # the folder of these files, inside the cache's
+LOCKS = "locks"  # of searches that are under way, a byte each
+PATIENCE_S, POLL_S = 60.0, 0.05  # for one of them
 MOST_BYTES = 64 << 20  # of all of them: the oldest go
 PACKAGE = Path(__file__).parent
 T = TypeVar("T")
@@ -92,16 +96,34 @@ class Answers:
             self.say(f"the answer is not kept for later runs: {error}")
 
     def recalled(self, key: str, find: Callable[[], T], write: Callable[[T], object], read: Callable[[Any], T]) -> T:
-        """The answer that is kept; where none is, or `read` cannot read it, what `find` finds, which is kept."""
-        cached = self.find(key)
-        if cached is not None:
-            try:
-                return read(cached)
-            except (AttributeError, IndexError, KeyError, LayerwiseError, TypeError, ValueError) as error:
-                self._of_no_use(key, f"{type(error).__name__}: {error}")
-        answer = find()
-        self.keep(key, write(answer))
-        return answer
+        """The answer that is kept; where none is, or `read` cannot read it, what `find` finds, which is kept.
+
+        Processes that ask for the same at once, as equal groups of ranks do, wait for the first of them.
+        """
+        with self._locked(key):
+            cached = self.find(key)
+            if cached is not None:
+                try:
+                    return read(cached)
+                except (AttributeError, IndexError, KeyError, LayerwiseError, TypeError, ValueError) as error:
+                    self._of_no_use(key, f"{type(error).__name__}: {error}")
+            answer = find()
+            self.keep(key, write(answer))
+            return answer
+
+    @contextlib.contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """Of the processes that hold the lock of a key there is one; after PATIENCE_S, or without locks, more."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                self.place.mkdir(parents=True, exist_ok=True)
+                file, until = stack.enter_context((self.place / LOCKS).open("ab")), time.monotonic() + PATIENCE_S
+                while time.monotonic() < until:
+                    with contextlib.suppress(BlockingIOError):
+                        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(key[:7], 16))
+                        break
+                    time.sleep(POLL_S)
+            yield
 
     def _of_no_use(self, key: str, why: str) -> None:
         """Says that an answer is found anew, and why."""

@@ -102,6 +102,8 @@ class SearchSpace:
         dims: Labels of the dimensions that may be split; "k" splits reductions, too.
         powers_of_two: Degrees are powers of two, else all divisors of `devices`.
         spread: Configurations on fewer devices are tried strided, too, as several nodes make worthwhile.
+        replicas: Groups of devices, one after another, each of which computes samples of its own in every layer that
+            has a sample dimension: it is split into a multiple of so many parts, and no tensor leaves its group.
 
     Examples:
         >>> from layerwise.ops.facts import Dim
@@ -113,12 +115,36 @@ class SearchSpace:
     dims: tuple[str, ...] = ("n", "c", "d", "h", "w", "l", "s")  # that may be split
     powers_of_two: bool = False  # the only degrees; else all divisors of `devices`
     spread: bool = False  # also try a configuration on fewer devices strided: worthwhile where there are several nodes
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.devices % self.replicas:
+            raise LayerwiseError(f"{self.devices} devices cannot be {self.replicas} replicas of equally many")
 
     def configurations(self, dims: tuple[Dim, ...]) -> tuple[Config, ...]:
         """All legal configurations of a layer with these dimensions; the serial one first."""
         scatters = "k" in self.dims  # over which dimension depends on their extents
         most = (d.max_degree if scatters else min(d.max_degree, self.devices) for d in dims)
         return _configurations(self, tuple(Dim(d.label, extent) for d, extent in zip(dims, most, strict=True)))
+
+    def crosses(self, config: Config, dims: Sequence[Dim]) -> bool:
+        """Whether devices of several replicas share a sample of a layer with these dimensions.
+
+        Cells of samples are outermost, so that those of a replica are one after another; where they are fewer than
+        devices, they are its own devices' if they are strided.
+        """
+        if self.replicas == 1 or all(d.max_degree < self.replicas for d in dims if d.label == "n"):
+            return False
+        apart = config.total == self.devices or config.placement == "strided"
+        return not apart or config["n"] % self.replicas > 0
+
+    def check(self, config: Config, dims: Sequence[Dim], layer: str) -> None:
+        """LayerwiseError where it crosses."""
+        if self.crosses(config, dims):
+            raise LayerwiseError(
+                f"layer {layer!r}: {config} has samples in common for the {self.replicas} replicas: split n into "
+                f"{self.replicas} or a multiple of it, over all {self.devices} devices or strided"
+            )
 
 
 @lru_cache(maxsize=4096)
@@ -133,9 +159,9 @@ def _configurations(space: SearchSpace, dims: tuple[Dim, ...]) -> tuple[Config, 
             config = Config.of({str(label): degree for label, degree in zip(labels, split, strict=True)})
             if config.total == total and is_legal(config, dims):
                 result.append(config)
-                if space.spread and 1 < total < space.devices:
+                if (space.spread or space.replicas > 1) and 1 < total < space.devices:
                     result.append(Config(config.degrees, "strided"))
-    return tuple(result)
+    return tuple(config for config in result if not space.crosses(config, dims))
 
 
 def _factorisations(total: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -21,7 +21,7 @@ from layerwise.machine import DTYPES
 from layerwise.machine.profiles import planned
 from layerwise.plan import Plan, as_json, load_plan, nearest
 from layerwise.report.content import Column, Lines, Part, Report, Table, Value, filled
-from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
 from layerwise.search.report.forms import Alternative, alternatives, forms_of, forms_table, forms_values, limit_of, why
 from layerwise.search.report.tables import short, written
@@ -66,7 +66,8 @@ def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) ->
         devices = planned(cast(str, p["profile"]), profile).device_graph(plan.gpus, plan.gpus_per_node)
         options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
         dims = tuple(cast(list[str], p["dims"]))
-        space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1)
+        replicas = cast(int, p.get("replicas", 1))
+        space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas)
     except (KeyError, TypeError) as error:
         raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
     for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES, **CHOICES}.items():
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.layer not in plan.strategy:
         raise LayerwiseError(f"the plan has no layer {args.layer!r}{nearest(args.layer, plan.strategy)}")
     model, space = rebuild(plan, args.model, args.profile)
-    named = {name: baseline(model, name) for name in NAMES}
+    named = baselines(model, space)
     tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}, {}))
     options = alternatives(tables, args.layer, args.search_memory * 2**30)
     best, chosen = options[0].step_time_s, plan.strategy[args.layer]

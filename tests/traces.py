@@ -48,7 +48,7 @@ def once() -> Iterator[None]:
         return replace(imported, stored=stored), *others
 
     def chosen(planner: Planner, strategy: Strategy | None) -> Choice:
-        ranks = planner.world.size, planner.world.nodes, planner.world.device_order
+        ranks = planner.world.size, planner.world.nodes, planner.world.device_order, planner.world.replicas
         key = planner.graph.digest, planner.graph.batch, ranks, planner.profile.name, planner.request, repr(strategy)
         if key not in _chosen:
             _chosen[key] = choose(planner, strategy)

@@ -132,7 +132,7 @@ def _data_plan(graph: LayerGraph, world: World, request: Request) -> Plan:
 
 def _as_written_lines(plan: Plan, world: World, why: LayerwiseError) -> Iterator[str]:
     """What is run, why, and whose samples its code sees."""
-    yield f"layerwise: {plan.model} on {world.size} × {world.device}, {plan.batch:,} samples a step: data parallelism"
+    yield f"layerwise: {plan.model} on {world}, {plan.batch:,} samples a step: data parallelism"
     yield f"the model is run as it is written, and samples alone are split, because {why}"
     if world.size > 1:
         local = plan.provenance["cost_options"] == {"local_batch_norm": True}

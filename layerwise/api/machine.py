@@ -79,6 +79,8 @@ def built_in(world: World) -> Machine:
 def cache_file(world: World) -> Path:
     """The file that has the profile of ranks like these."""
     shape = [world.nodes, world.gpus_per_node, world.size, "nccl" if world.comm.collectives else "gloo"]
+    if world.group:  # others are measured at the same time
+        shape.append(world.group)
     facts = json.dumps([world.device, cpu_name(), torch.get_num_threads(), torch.__version__, __version__, *shape])
     name = re.sub(r"\W+", "-", world.device.lower()).strip("-")
     digest = hashlib.sha256(facts.encode()).hexdigest()[:12]

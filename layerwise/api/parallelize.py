@@ -113,7 +113,9 @@ def parallelize(
             the whole batch, also on the meta device, and the loss is inside the model.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
-        device_mesh: 1-D, over all ranks, or a process group of them.
+        device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
+            group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
+            layer. None: all ranks.
         verbose: Rank 0 prints what was chosen, what it gains, and what that rests on.
         options: What needs to be said seldom.
 
@@ -150,6 +152,7 @@ def parallelize(
     arguments = {
         "batch": samples, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
+        "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
         "names of inputs": ", ".join(call[1]),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, examples, options, arguments))  # before the work that they are for

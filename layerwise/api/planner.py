@@ -94,7 +94,7 @@ class Planner:
     @property
     def space(self) -> SearchSpace:
         """The configurations that are searched."""
-        return SearchSpace(self.world.size, spread=self.world.nodes > 1)
+        return SearchSpace(self.world.size, spread=self.world.nodes > 1, replicas=self.world.replicas)
 
     @property
     def devices(self) -> DeviceGraph:
@@ -119,7 +119,7 @@ class Planner:
             strategy = "data"
             notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
-        fixed = fixed_layers(model, strategy)
+        fixed = fixed_layers(model, strategy, space.replicas)
         find = partial(search, space=space, fixed=fixed, effort=self.request.effort, answers=answers())
         model, result = search_halos(model, find)
         notes += halo_lines(result)
@@ -134,6 +134,11 @@ class Planner:
     def priced(self, plan: Plan) -> Choice:
         """A plan of the user's, priced on this machine."""
         size = self.world.size
+        if plan.gpus != size and self.world.group:
+            raise LayerwiseError(
+                f"the plan is for {plan.gpus} ranks, and {self.world.group} has {size}: give it a plan for as many, or "
+                "leave plan= out to search for one"
+            )
         if plan.gpus != size:
             raise LayerwiseError(
                 f"the plan is for {plan.gpus} ranks, there {'is' if size == 1 else 'are'} {size}: start the "
@@ -141,11 +146,14 @@ class Planner:
             )
         plan.check(self.graph, size)
         model = CostModel(self.graph, self.devices, replace(self.options, io=plan.io))
+        for layer in model.graph.inner:
+            self.space.check(plan.strategy[layer.name], layer.space.dims, layer.name)
         strategy = complete(model, plan.strategy)
         best = candidate(model, "the given plan", strategy, bucket_bytes=plan.bucket_bytes)
         if not best.fits:
             raise _over_memory(model, best)
-        return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), None, ())
+        data = candidate(model, "data", baseline(model, "data", self.space.replicas))
+        return Choice(plan, model, best, data, None, ())
 
     def _nothing_fits(self, model: CostModel, result: SearchResult) -> LayerwiseError:
         """The error for a search that found no plan that fits."""
@@ -158,7 +166,7 @@ class Planner:
         return LayerwiseError(f"{nothing_fits(result, tried)}: use more ranks or a smaller batch, {KNOWN}")
 
 
-def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Config]:
+def fixed_layers(model: CostModel, strategy: Strategy | None, replicas: int = 1) -> dict[str, Config]:
     """The layers that `strategy` gives a configuration: none, all of a named one, or some by hand."""
     if strategy is None:
         return {}
@@ -168,7 +176,7 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
                 f"unknown strategy {strategy!r}{nearest(strategy, NAMES)}: there are {', '.join(NAMES)}, and "
                 "{layer: {dimension: degree}} for layers by hand"
             )
-        return baseline(model, strategy)
+        return baseline(model, strategy, replicas)
     if not isinstance(strategy, Mapping):
         raise LayerwiseError(f"strategy is a name or {{layer: {{'c': 4}}}}, not {strategy!r}")
     layers = {layer.name: layer for layer in model.graph.inner}
@@ -210,7 +218,7 @@ def _unproven(result: SearchResult) -> list[str]:
 def report(choice: Choice, world: World, machine: str) -> Report:
     """One table, and the lines below it."""
     nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
-    about = f" on {world.size} × {world.device}{nodes}, {choice.plan.batch:,} samples a step"
+    about = f" on {world}{nodes}, {choice.plan.batch:,} samples a step"
     parts: list[Part] = [strategy_table(choice.model, choice.best), Lines(list(lines(choice, world, machine)))]
     return Report(f"layerwise: {choice.plan.model}", about, parts)
 

@@ -8,23 +8,27 @@ import socket
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerwise.comm.base import Comm
+from layerwise.comm.base import Comm, Group, Members
+from layerwise.comm.base import ranks as ranks_text
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group, start
 from layerwise.errors import LayerwiseError
 from layerwise.measure.topology import topology_of
 
-ALL = "a model is split over all ranks that torchrun has started: leave device_mesh out, or start as many as it has"
+THERE = "call parallelize on the ranks of the mesh alone, each with a mesh that it is in"
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks."""
+    """The ranks that a model is split over: all of the job, or a group of them."""
 
     comm: Comm  # how they talk
     nodes: int  # how many machines
@@ -32,24 +36,30 @@ class World:
     device_order: tuple[int, ...]  # the rank that is each device of a plan: ranks of a node are neighbours
     device: str  # what a rank computes with: "NVIDIA H100 80GB HBM3", "cpu"
     memory_bytes: int  # that the poorest rank has of it
+    replicas: int = 1  # groups of devices, one after another, each of which has samples of its own
+    group: str = ""  # `the group of ranks 2 and 3`; "" where they are all of the job
 
     @property
     def size(self) -> int:
         """How many ranks."""
         return self.comm.size
 
+    def __str__(self) -> str:
+        """As `4 × cpu, in 2 replicas`."""
+        return f"{self.size} × {self.device}" + (f", in {self.replicas} replicas" if self.replicas > 1 else "")
+
 
 class _Joined:
-    """The communicator of this process: it can arrive only once, however many models it makes parallel."""
+    """The communicators of this process: it can arrive only once, however many models it makes parallel."""
 
-    comm: Comm | None = None
-    group: object = None  # torch.distributed's default group that it stands on
+    comms: ClassVar[dict[Group | None, Comm]] = {}  # by the ranks of a group; None: of all ranks
+    group: object = None  # torch.distributed's default group that they stand on
 
 
 def joined() -> Comm | None:
-    """How this process talks to the other ranks, where it does already."""
+    """How this process talks to all other ranks, where it does already."""
     alive = dist.is_available() and dist.is_initialized() and _Joined.group is dist.group.WORLD
-    return _Joined.comm if alive else None
+    return _Joined.comms.get(None) if alive else None
 
 
 def join(
@@ -60,11 +70,23 @@ def join(
 ) -> World:
     """Joins the other ranks as torchrun's environment says, or takes torch.distributed's default group if there is one.
 
-    Every rank calls it alike. LayerwiseError where the mesh is not one of all ranks, where the ranks do not fill equal
-    nodes one after another (neither the cost model nor the measured links know other ones), or have unlike devices.
+    mesh: the ranks of that group which call it, alike; default all. LayerwiseError where it is no mesh to plan for,
+    where the ranks do not fill equal nodes one after another (neither the cost model nor the measured links know other
+    ones), or have unlike devices.
     """
+    size = comm.size if comm is not None else dist.get_world_size() if mesh is not None else 0
+    grid = np.arange(size)[None] if mesh is None else _grid(mesh, size)
+    members: Group = tuple(sorted(grid.flatten().tolist()))
     if comm is None:
-        comm = _join(device, timeout_s)
+        if mesh is not None and dist.get_rank() not in members:
+            raise LayerwiseError(
+                f"device_mesh has {ranks_text(members, size)}, and this is rank {dist.get_rank()}: {THERE}"
+            )
+        comm = _join(device, timeout_s, None if len(members) == size else members)
+    elif len(members) < size:
+        raise LayerwiseError(
+            f"device_mesh has {ranks_text(members, size)}, and ParallelOptions(comm=...) has all of them"
+        )
     facts = comm.all_gather_object(_here(device, comm.size))
     topology = topology_of([rank["node"] for rank in facts])
     kinds = Counter(rank["device"] for rank in facts)
@@ -73,7 +95,7 @@ def join(
             f"the ranks compute with different devices ({', '.join(kinds)}): layerwise plans for equal ones; start as "
             "many ranks as there are equal devices"
         )
-    order = _order(mesh, comm.size) if mesh is not None else tuple(range(comm.size))
+    order = tuple(range(comm.size)) if mesh is None else tuple(map(members.index, grid.flatten().tolist()))
     return World(
         comm,
         topology.nodes,
@@ -81,20 +103,24 @@ def join(
         order,
         facts[0]["device"],
         min(rank["memory_bytes"] for rank in facts),
+        len(grid),
+        "" if mesh is None or len(members) == size else str(Members(members, size)),
     )
 
 
-def _join(device: torch.device, timeout_s: float) -> Comm:
+def _join(device: torch.device, timeout_s: float, members: Group | None) -> Comm:
     if dist.is_available() and dist.is_initialized():
-        if _Joined.comm is None or _Joined.group is not dist.group.WORLD:
-            alone = dist.get_world_size() == 1
-            _Joined.comm = SoloComm(device) if alone else join_default_group(device, timeout_s)
-            _Joined.group = dist.group.WORLD
-            atexit.register(_leave, _Joined.comm, os.getpid(), wait=False)
-        return _Joined.comm
+        if _Joined.group is not dist.group.WORLD:
+            _Joined.comms, _Joined.group = {}, dist.group.WORLD
+        if members not in _Joined.comms:
+            alone = len(members or range(dist.get_world_size())) == 1
+            made = SoloComm(device) if alone else join_default_group(device, timeout_s, members)
+            _Joined.comms[members] = made
+            atexit.register(_leave, made, os.getpid(), wait=False)
+        return _Joined.comms[members]
     comm = start(timeout_s, device=device.type)
     if comm.size > 1:
-        _Joined.comm, _Joined.group = comm, dist.group.WORLD
+        _Joined.comms, _Joined.group = {None: comm}, dist.group.WORLD
         atexit.register(_leave, comm, os.getpid(), wait=True)
     return comm
 
@@ -123,21 +149,24 @@ def _here(device: torch.device, ranks: int) -> dict[str, str | int]:
     return {"node": node, "device": device.type, "memory_bytes": memory}
 
 
-def _order(mesh: DeviceMesh | dist.ProcessGroup, size: int) -> tuple[int, ...]:
-    """The ranks of a 1-D mesh, or of a process group, which must be all ranks."""
+def _grid(mesh: DeviceMesh | dist.ProcessGroup, size: int) -> NDArray[np.int64]:
+    """The ranks of a mesh or a process group, of `size` that there are: a row for each replica."""
     if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
+        if mesh.ndim > 2:
             raise LayerwiseError(
-                f"device_mesh has {mesh.ndim} dimensions; a plan needs a 1-D mesh over all {size} ranks: layerwise "
-                "finds the dimensions itself"
+                f"device_mesh has {mesh.ndim} dimensions; a plan is for the ranks of a 1-D mesh, or for replicas × "
+                "ranks: layerwise finds the dimensions of each layer itself"
             )
-        ranks = [int(rank) for rank in mesh.mesh.tolist()]
+        grid: NDArray[np.int64] = mesh.mesh.cpu().numpy().astype(np.int64)
     elif isinstance(mesh, dist.ProcessGroup):
-        ranks = dist.get_process_group_ranks(mesh)
+        try:
+            grid = np.array(dist.get_process_group_ranks(mesh), np.int64)
+        except (KeyError, RuntimeError, ValueError):
+            raise LayerwiseError("device_mesh is a process group that torch.distributed no longer has") from None
     elif mesh is dist.GroupMember.NON_GROUP_MEMBER:
-        raise LayerwiseError(f"device_mesh is a process group that this rank is not in; {ALL}")
+        raise LayerwiseError(f"device_mesh is a process group that this rank is not in: {THERE}")
     else:
-        raise LayerwiseError(f"device_mesh must be a 1-D DeviceMesh or a process group, not {type(mesh).__name__}")
-    if sorted(ranks) != list(range(size)):
-        raise LayerwiseError(f"device_mesh has ranks {ranks} of {size}; {ALL}")
-    return tuple(ranks)
+        raise LayerwiseError(f"device_mesh must be a DeviceMesh or a process group, not {type(mesh).__name__}")
+    if grid.max() >= size:
+        raise LayerwiseError(f"device_mesh has rank {grid.max()}, and there are {size}: start as many as it has")
+    return np.atleast_2d(grid)

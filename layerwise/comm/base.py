@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
@@ -66,6 +67,11 @@ class Comm(ABC):
     device: torch.device  # where this rank computes
     collectives: bool  # whether regular exchanges are faster as collectives (NCCL) or as messages (gloo)
     sent: Counter[Kind]
+
+    @property
+    def members(self) -> Group:
+        """By rank in here, the rank of torch.distributed's default group: by these a user knows them."""
+        return tuple(range(self.size))
 
     def at(self, step: int, layer: str) -> None:  # noqa: B027 - most have nothing to tell
         """Notes what this rank computes now, for the messages of all ranks should one of them fail. Cheap."""
@@ -162,7 +168,7 @@ class Comm(ABC):
         everyone = self.all_gather_object(dict(facts))
         for name in dict.fromkeys(name for one in everyone for name in one):
             holders: dict[str, list[int]] = {}
-            for rank, one in enumerate(everyone):
+            for rank, one in zip(self.members, everyone, strict=True):
                 holders.setdefault(one.get(name, ""), []).append(rank)
             if len(holders) > 1:
                 parts = ", ".join(f"{value or 'none'} on {ranks(who, None)}" for value, who in holders.items())
@@ -224,9 +230,24 @@ def all_reduce_share(size_bytes: int, members: int, index: int) -> int:
     return total * (index + 1) // members - total * index // members
 
 
-def ranks(which: Sequence[int], size: int | None) -> str:
-    """`rank 2 of 4`, `ranks 1, 2 and 3 of 4`; without `of 4` where the size is None."""
-    of = "" if size is None else f" of {size}"
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks of a Comm, as the default group numbers them; as text `4`, or `the group of ranks 2 and 3`."""
+
+    ranks: Group
+    world: int  # ranks of the default group
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        everyone = len(self) == self.world
+        return str(self.world) if everyone else f"the group of {ranks(self.ranks, None)}"
+
+
+def ranks(which: Sequence[int], of_all: Members | int | None) -> str:
+    """`rank 2 of 4`, `ranks 1, 2 and 3 of 4`; without `of 4` where that is None."""
+    of = "" if of_all is None else f" of {of_all}"
     names = [str(rank) for rank in which[:8]]
     if len(which) > 8:
         names[7:] = [f"{len(which) - 7} others"]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from layerwise.comm.base import ranks, reason
+from layerwise.comm.base import Members, ranks, reason
 from layerwise.comm.signs import Sign, unpack
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ HEAR_S: Final = 3.0  # at most so long does the server of the store wait for the
 class Board:
     """One rank's view of the board. Its calls block where the network is cut; nothing is raised.
 
-    store: a connection that nobody else uses. address: of the store, for messages. serves: this process serves it, and
-    goes with it; agent: torchrun's agent does.
+    store: a connection that nobody else uses. rank: as the default group has it. address: of the store, for messages.
+    serves: this process serves it, and goes with it; agent: torchrun's agent does.
     verdict: what failed, once that is known. lost: why the store is no longer there, or "". contact_s: when it last
     answered, by time.monotonic. heard_s: when the verdict was heard.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, address: str, serves: bool, agent: bool) -> None:
-        self.rank, self.size, self.address, self.serves, self.agent = rank, size, address, serves, agent
+    def __init__(self, store: Store, rank: int, members: Members, *, address: str, serves: bool, agent: bool) -> None:
+        self.rank, self.members, self.address, self.serves, self.agent = rank, members, address, serves, agent
         self.verdict: str | None = None
         self.lost = ""
         self.contact_s = self.heard_s = time.monotonic()
@@ -55,7 +55,7 @@ class Board:
 
     def signs(self) -> dict[int, Sign]:
         """The last sign of every other rank that ever gave one."""
-        others = [(rank, f"alive/{rank}") for rank in range(self.size) if rank != self.rank]
+        others = [(rank, f"alive/{rank}") for rank in self.members.ranks if rank != self.rank]
         return self._call(
             lambda: {rank: unpack(self._store.get(key)) for rank, key in others if self._store.check([key])}, {}
         )
@@ -75,7 +75,7 @@ class Board:
         """Before the process ends that serves the store, all others shall have heard the verdict."""
         if not self.serves:
             return
-        keys = [f"heard/{rank}" for rank in range(self.size) if rank not in self._gone]
+        keys = [f"heard/{rank}" for rank in self.members.ranks if rank not in self._gone]
         until = time.monotonic() + HEAR_S
         while time.monotonic() < until and not self._call(lambda: self._store.check(keys), True):
             time.sleep(0.05)
@@ -86,14 +86,14 @@ class Board:
             return (
                 f"torchrun's store at {self.address} is gone ({self.lost}): torchrun has ended, or the network is cut"
             )
-        return f"{ranks([0], self.size)} is gone: its store at {self.address} no longer answers ({self.lost})"
+        return f"{ranks([0], self.members.world)} is gone: its store at {self.address} no longer answers ({self.lost})"
 
     def silent_text(self, why: str) -> str:
         """Says that the store does not even refuse."""
         silent = time.monotonic() - self.contact_s
         who = "torchrun" if self.agent else "rank 0"
         return (
-            f"{ranks([self.rank], self.size)} has had no answer for {silent:.0f} s from the store at {self.address}"
+            f"{ranks([self.rank], self.members)} has had no answer for {silent:.0f} s from the store at {self.address}"
             f" ({who}): it is stopped, or the network of one of the two is cut ({why})"
         )
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -46,20 +46,24 @@ _reduce_scatter: Collective = getattr(dist, "reduce_scatter_single", None) or di
 
 
 class ProcessComm(MessageComm):
-    """A rank that is a process; `start` makes it. Needs torch.distributed's default group, which spans all ranks.
+    """A rank that is a process; `start` makes it. Needs torch.distributed's default group, of which it has some ranks.
 
-    device: where its tensors are. timeout_s: how long an operation may take. CUDA tensors go over gloo by way of the
-    CPU: for tests, where several ranks share a GPU.
+    device: where its tensors are. timeout_s: how long an operation may take. members: of the default group, ascending;
+    default all. CUDA tensors go over gloo by way of the CPU: for tests, where several ranks share a GPU.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float, watch: Watch, *, nccl: bool) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(
+        self, device: torch.device, timeout_s: float, watch: Watch, *, nccl: bool, members: Group | None = None
+    ) -> None:
+        self._members = members or tuple(range(dist.get_world_size()))
+        self.rank, self.size = self._members.index(dist.get_rank()), len(self._members)
         self.device = device
         self.collectives = nccl
         self.sent: Counter[Kind] = Counter()
         self._watch = watch
         self._timeout_s = timeout_s
         self._everyone = tuple(range(self.size))
+        self._made = 0  # process groups so far
         self._numbers: Counter[tuple[int, bool, int]] = Counter()  # of messages so far: stream, whether sent, peer
         self.given_up: list[UnderWay] = []  # nobody will wait for these
         self._last: tuple[dist.Work, str, float] | None = None  # NCCL: the last that was started, what for, and when
@@ -68,6 +72,11 @@ class ProcessComm(MessageComm):
         self._waited_for = {self._everyone: self._new_group(self._everyone)}
         self._beside = {self._everyone: self._new_group(self._everyone)}
         self._gathering: dict[Group, dist.ProcessGroup] = {}  # where a plan has such (`prepare`)
+
+    @property
+    def members(self) -> Group:
+        """The ranks of the default group."""
+        return self._members
 
     def at(self, step: int, layer: str) -> None:
         """Notes it for the signs of life."""
@@ -89,7 +98,10 @@ class ProcessComm(MessageComm):
         for group in groups:
             if group not in stream:
                 stream[group] = self._new_group(group)
-        names, mesh = tuple(f"axis_{axis}" for axis in range(ranks.ndim)), torch.from_numpy(ranks)
+        # Meshes of equal names and ranks are one to torch, and these may be of several Comms.
+        of = "" if self.size == dist.get_world_size() else f"of_{'_'.join(map(str, self._members))}_"
+        names = tuple(f"{of}axis_{axis}" for axis in range(ranks.ndim))
+        mesh = torch.from_numpy(np.array(self._members)[ranks])
         mine = [stream[group] for group in groups if self.rank in group]
         if not mine:
             return DeviceMesh(self.device.type, mesh, mesh_dim_names=names, _init_backend=False)
@@ -115,8 +127,8 @@ class ProcessComm(MessageComm):
         group = numbered[self._everyone]
         if self.collectives:
             with self.during(what):
-                operations = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in receives]
-                operations += [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in sends]
+                operations = [dist.P2POp(dist.irecv, tensor, self._members[peer], group) for peer, tensor in receives]
+                operations += [dist.P2POp(dist.isend, tensor, self._members[peer], group) for peer, tensor in sends]
                 batch = [(f"in {what}", work) for work in dist.batch_isend_irecv(operations)]
             self._note(batch[-1][1], what)
             return UnderWay(self, what, batch, [tensor for _, tensor in (*sends, *receives)], silent=True)
@@ -125,15 +137,13 @@ class ProcessComm(MessageComm):
         works: list[tuple[str, Waitable]] = []
         with self.during(what) as now:
             for (peer, _), tensor in zip(receives, landing, strict=True):
-                now[0] = f"receiving from rank {peer} for {what}"
-                works.append(
-                    (now[0], _sure(dist.irecv(tensor.detach(), peer, group, self._number(numbered, peer, sent=False))))
-                )
+                source, number = self._members[peer], self._number(numbered, peer, sent=False)
+                now[0] = f"receiving from rank {source} for {what}"
+                works.append((now[0], _sure(dist.irecv(tensor.detach(), source, group, number))))
             for (peer, _), tensor in zip(sends, leaving, strict=True):
-                now[0] = f"sending to rank {peer} for {what}"
-                works.append(
-                    (now[0], _sure(dist.isend(tensor.detach(), peer, group, self._number(numbered, peer, sent=True))))
-                )
+                target, number = self._members[peer], self._number(numbered, peer, sent=True)
+                now[0] = f"sending to rank {target} for {what}"
+                works.append((now[0], _sure(dist.isend(tensor.detach(), target, group, number))))
         staged = [(into, tensor) for (_, into), tensor in zip(receives, landing, strict=True) if into is not tensor]
         return UnderWay(self, what, works, [*landing, *leaving], staged, silent=True)
 
@@ -250,13 +260,17 @@ class ProcessComm(MessageComm):
         # NCCL's own watchdog would abort without a message: it shall find that this one has acted.
         seconds = self._timeout_s + (4 * SLACK_S if self.collectives and backend is None else 0)
         backend = backend or ("nccl" if self.collectives else "gloo")
-        with self.during(f"the making of a process group of ranks {group}", self._timeout_s + SLACK_S):
+        global_ranks = tuple(self._members[rank] for rank in group)
+        with self.during(f"the making of a process group of ranks {global_ranks}", self._timeout_s + SLACK_S):
 
             def make() -> dist.ProcessGroup:
                 if self.device.type == "cuda":  # a thread has its own
                     torch.cuda.set_device(self.device)
-                made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
-                return made
+                if self.size == dist.get_world_size():
+                    made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
+                    return made
+                self._made += 1
+                return _group_of_members(global_ranks, timedelta(seconds=seconds), backend, self._members, self._made)
 
             try:  # no guard ends a process that made the default group itself
                 made = bounded(make, self._timeout_s + SLACK_S)
@@ -295,6 +309,26 @@ class ProcessComm(MessageComm):
             raise self._watch.error(f"{self._watch.find(reason(error))}; this rank was {now[0]}") from error
         finally:
             self._watch.leave()
+
+
+def _group_of_members(ranks: Group, timeout: timedelta, backend: str, members: Group, number: int) -> dist.ProcessGroup:
+    """A process group that some ranks of the default group make by themselves: `members`, each of which calls this.
+
+    `dist.new_group` waits for all ranks or, told not to, names the group by how many groups the process has: of which
+    one rank may have more than another.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    if dist.get_rank() not in ranks:
+        return cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
+    name: Any = f"layerwise/{'_'.join(map(str, members))}/{number}"
+    local, store = ranks.index(dist.get_rank()), c10d._get_default_store()
+    made: dist.ProcessGroup
+    made, _ = c10d._new_process_group_helper(
+        len(ranks), local, list(ranks), dist.Backend(backend), store, name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
 
 
 def _sure(work: dist.Work | None) -> dist.Work:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Final
 
-from layerwise.comm.base import ranks
+from layerwise.comm.base import Members, ranks
 
 STOPPED: Final = "stopped from outside (SIGTERM"  # in the words of `stopped_text` alone
 
@@ -43,7 +43,7 @@ def unpack(text: bytes | str) -> Sign:
     return Sign(*json.loads(text))
 
 
-def gone_text(gone: Collection[int], signs: Mapping[int, Sign], size: int, now_s: float, me: int) -> str:
+def gone_text(gone: Collection[int], signs: Mapping[int, Sign], members: Members, now_s: float, me: int) -> str:
     """Says that ranks are gone, when they were last heard of, and where. Rank `me` says so: it may be at fault."""
     which = sorted(gone)
     last = [
@@ -54,35 +54,35 @@ def gone_text(gone: Collection[int], signs: Mapping[int, Sign], size: int, now_s
     ]
     how = "killed" if any(rank in signs for rank in which) else "not started, or ended early as its own output says"
     if len(which) == 1:
-        what = f"{ranks(which, size)} is gone (last sign {last[0]}): {how}, or its network is cut"
+        what = f"{ranks(which, members)} is gone (last sign {last[0]}): {how}, or its network is cut"
     else:
-        what = f"{ranks(which, size)} are gone (last signs {'; '.join(last)}): {how}, or their network is cut"
-    return what + (f", or rank {me} itself is cut off: it hears nobody" if len(which) == size - 1 else "")
+        what = f"{ranks(which, members)} are gone (last signs {'; '.join(last)}): {how}, or their network is cut"
+    return what + (f", or rank {me} itself is cut off: it hears nobody" if len(which) == len(members) - 1 else "")
 
 
-def stopped_text(signs: Mapping[int, Sign], size: int) -> str:
+def stopped_text(signs: Mapping[int, Sign], members: Members) -> str:
     """Says which ranks were sent SIGTERM; "" for none."""
     which = [rank for rank, sign in sorted(signs.items()) if sign.stopped]
     if not which:
         return ""
-    if len(which) == size:
-        return f"the run was {STOPPED} to all {size} ranks) {signs[0].where}"
-    return f"{ranks(which, size)} {'was' if len(which) == 1 else 'were'} {STOPPED}) {signs[which[0]].where}"
+    if len(which) == len(members):
+        return f"the run was {STOPPED} to all {len(members)} ranks) {signs[which[0]].where}"
+    return f"{ranks(which, members)} {'was' if len(which) == 1 else 'were'} {STOPPED}) {signs[which[0]].where}"
 
 
-def stuck_text(signs: Mapping[int, Sign], size: int, timeout_s: float, reason: str) -> str:
+def stuck_text(signs: Mapping[int, Sign], members: Members, timeout_s: float, reason: str) -> str:
     """Says what keeps ranks that are all alive: one that does not come, or ranks that wait for different things."""
     ended = [rank for rank, sign in sorted(signs.items()) if sign.ended]
     early = [rank for rank in ended if signs[rank].joint < max(sign.joint for sign in signs.values())]
     if early:
-        return _ended_text(early, signs, size)
+        return _ended_text(early, signs, members)
     busy = {rank: sign for rank, sign in signs.items() if not (sign.waits_for or sign.ended)}
     if busy:
         rank = max(busy, key=lambda r: busy[r].since_s)
         if busy[rank].since_s >= timeout_s / 2:
             sign = busy[rank]
             return (
-                f"{ranks([rank], size)} is alive but stuck: for {sign.since_s:.0f} s {sign.where}, "
+                f"{ranks([rank], members)} is alive but stuck: for {sign.since_s:.0f} s {sign.where}, "
                 "outside of communication"
             )
     long = {rank: sign for rank, sign in sorted(signs.items()) if sign.waits_for and sign.since_s >= timeout_s / 2}
@@ -90,10 +90,10 @@ def stuck_text(signs: Mapping[int, Sign], size: int, timeout_s: float, reason: s
         waits = [f"rank {rank} {sign.where} for {sign.waits_for!r}" for rank, sign in list(long.items())[:4]]
         return f"all ranks are alive but wait for each other for more than {timeout_s / 2:g} s: {'; '.join(waits)}"
     if ended:
-        return _ended_text(ended, signs, size)
+        return _ended_text(ended, signs, members)
     return f"a connection between ranks failed although all of them are alive: {reason}"
 
 
-def _ended_text(which: Sequence[int], signs: Mapping[int, Sign], size: int) -> str:
+def _ended_text(which: Sequence[int], signs: Mapping[int, Sign], members: Members) -> str:
     have = "has" if len(which) == 1 else "have"
-    return f"{ranks(which, size)} {have} ended the run ({signs[which[0]].where}) while others go on"
+    return f"{ranks(which, members)} {have} ended the run ({signs[which[0]].where}) while others go on"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from layerwise.comm.base import Comm, CommError, ranks, reason
+from layerwise.comm.base import Comm, CommError, Group, Members, ranks, reason
 from layerwise.comm.board import Board
 from layerwise.comm.connect import bounded, connect
 from layerwise.comm.guard import Guard
@@ -71,8 +71,11 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
     return ProcessComm(where, timeout_s, watch, nccl=backend == "nccl")
 
 
-def join_default_group(device: torch.device, timeout_s: float = 30.0) -> ProcessComm:
-    """A Comm over the default group that the user has made with torch.distributed. Nothing ends this process for it."""
+def join_default_group(device: torch.device, timeout_s: float = 30.0, members: Group | None = None) -> ProcessComm:
+    """A Comm over the default group that the user has made with torch.distributed. Nothing ends this process for it.
+
+    members: some of its ranks, ascending, which alone call this; default all.
+    """
     from torch.distributed.distributed_c10d import _get_default_store
 
     backends = str(dist.get_backend_config(dist.group.WORLD))
@@ -87,8 +90,14 @@ def join_default_group(device: torch.device, timeout_s: float = 30.0) -> Process
             f"the store of the default group does not answer within {timeout_s:g} s, says rank {seat.rank}: whoever "
             f"serves it at {seat.address} has ended, is stopped or cut off ({reason(error)})"
         ) from error
-    watch = _watch(seat, PrefixStore("layerwise", own), timeout_s)
-    return ProcessComm(device, timeout_s, watch, nccl=nccl)
+    if nccl and members is not None and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+        raise LayerwiseError(
+            "NCCL would split a group of some ranks from the default group, which takes all ranks: leave device_id out "
+            "of init_process_group"
+        )
+    prefix = "layerwise" if members is None else f"layerwise/{'_'.join(map(str, members))}"
+    watch = _watch(seat, PrefixStore(prefix, own), timeout_s, members)
+    return ProcessComm(device, timeout_s, watch, nccl=nccl, members=members)
 
 
 def leave(code: int) -> NoReturn:
@@ -118,9 +127,9 @@ def _backend(seat: Seat, device: torch.device) -> Backend:
     return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
 
 
-def _watch(seat: Seat, own: Store, timeout_s: float) -> Watch:
-    serves = seat.rank == 0 and not seat.agent
-    return Watch(Board(own, seat.rank, seat.size, address=seat.address, serves=serves, agent=seat.agent), timeout_s)
+def _watch(seat: Seat, own: Store, timeout_s: float, members: Group | None = None) -> Watch:
+    serves, who = seat.rank == 0 and not seat.agent, Members(members or tuple(range(seat.size)), seat.size)
+    return Watch(Board(own, seat.rank, who, address=seat.address, serves=serves, agent=seat.agent), timeout_s)
 
 
 def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s: float) -> None:

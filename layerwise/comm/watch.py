@@ -104,7 +104,7 @@ class Watch:
     @property
     def me(self) -> str:
         """`rank 2 of 4`."""
-        return f"rank {self._board.rank} of {self._board.size}"
+        return f"rank {self._board.rank} of {self._board.members}"
 
     @property
     def where(self) -> str:
@@ -167,14 +167,14 @@ class Watch:
         if self._board.verdict is None:
             text, gone = question.claim or self._search()
             if text is None:
-                signs, size = self._stopped_signs(), self._board.size
-                text = stopped_text(signs, size) or stuck_text(signs, size, self.timeout_s, question.reason)
+                signs, members = self._stopped_signs(), self._board.members
+                text = stopped_text(signs, members) or stuck_text(signs, members, self.timeout_s, question.reason)
             self._board.publish(text, gone)
         self._board.linger()
 
     def _search(self) -> tuple[str | None, list[int]]:
         """Says which ranks are gone, and names them. None: all are alive, or there is a verdict."""
-        others = [rank for rank in range(self._board.size) if rank != self._board.rank]
+        others = [rank for rank in self._board.members.ranks if rank != self._board.rank]
         first: dict[int, int] = {}
         began = time.monotonic()
         while True:
@@ -189,7 +189,7 @@ class Watch:
             if not silent:
                 return None, []
             if time.monotonic() - began > SILENT_S:
-                return gone_text(silent, signs, self._board.size, time.time(), self._board.rank), silent
+                return gone_text(silent, signs, self._board.members, time.time(), self._board.rank), silent
             time.sleep(BEAT_S / 5)
 
     def _stopped_signs(self) -> dict[int, Sign]:

@@ -172,7 +172,7 @@ class ParallelModule(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
         raise LayerwiseError(
             "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
-            "ranks' parts of parameters with rank 0's"
+            "ranks' parts of parameters with rank 0's; for replicas of a group give parallelize the 2-D mesh"
         )
 
     def _check_around(self) -> None:

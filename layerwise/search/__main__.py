@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from layerwise.cli import (
     Parser,
     check_files,
     console,
+    count,
     global_batch,
     machine_arguments,
     output_arguments,
@@ -38,7 +40,7 @@ from layerwise.plan import parse_strategy
 from layerwise.program import Kind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Report
-from layerwise.search.baselines import NAMES, baseline, named_strategy
+from layerwise.search.baselines import baselines, named_strategy
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
@@ -94,6 +96,13 @@ def parser() -> argparse.ArgumentParser:
     training_arguments(p)
     g = p.add_argument_group("search space")
     space_arguments(g)
+    g.add_argument(
+        "--replicas",
+        type=count,
+        default=1,
+        metavar="R",
+        help="outer data parallelism: R groups of N/R neighbouring GPUs, each of which has samples of its own",
+    )
     g.add_argument(
         "--memory-limit",
         metavar="14GB",
@@ -187,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = load(args.profile).device_graph(args.gpus, args.gpus_per_node)
     devices.processor.peak(args.dtype)
     batch = global_batch(args.batch, args.global_batch, args.gpus)
-    space = search_space(args, spread=devices.nodes > 1)
+    space = replace(search_space(args, spread=devices.nodes > 1), replicas=args.replicas)
     limit = devices.usable_bytes if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
     offer = [choice for choice in args.offer if choice not in args.no_offer]
     if args.price is not None and args.export_costs:
@@ -235,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
     seconds |= result.seconds
     if args.export_costs is not None:
-        _export(model, configurations(model, space, {name: baseline(model, name) for name in NAMES}, {}), result, args)
+        _export(model, configurations(model, space, baselines(model, space), {}), result, args)
     if args.out is not None:
         plan = make_plan(
             args.model, args.profile, model, space, result, fused=not args.no_fuse, input_shape=args.input_shape
@@ -287,17 +296,20 @@ def _export(model: CostModel, configs: Configs, result: SearchResult, args: argp
 
 def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> int:
     """--price: one strategy beside the baselines."""
-    strategy, name = None if Path(args.price).is_file() else named_strategy(model, args.price), args.price
+    strategy = None if Path(args.price).is_file() else named_strategy(model, args.price, space.replicas)
+    name = args.price
     if strategy is None:
         strategy, name = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count), "yours"
+    for layer in model.graph.inner:
+        space.check(strategy[layer.name], layer.space.dims, layer.name)
     yours = candidate(model, name, strategy, limit)
-    baselines = {name: candidate(model, name, baseline(model, name), limit) for name in NAMES}
+    named = {name: candidate(model, name, other, limit) for name, other in baselines(model, space).items()}
     if args.out is not None:
         fused, shape = not args.no_fuse, args.input_shape
         plan_for(args.model, args.profile, model, space, yours, fused=fused, input_shape=shape).save(args.out)
     if args.timeline is not None:
         write_timeline(model, yours, args.timeline)
-    shown = priced(model, yours, baselines, args.model, every_layer=args.layers, memory=args.memory)
+    shown = priced(model, yours, named, args.model, every_layer=args.layers, memory=args.memory)
     _present(shown, yours, args)
     return 0
 

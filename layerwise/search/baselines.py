@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from layerwise.config import Config, reduce_axis
+from layerwise.config import Config, SearchSpace, is_legal, reduce_axis
 from layerwise.cost.model import CostModel
+from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.nn.linear import Linear
@@ -21,11 +22,20 @@ from layerwise.partition.sharding import why_not_held
 NAMES = ("data", "model", "owt")
 
 
-def baseline(model: CostModel, name: str) -> dict[str, Config]:
+def baselines(model: CostModel, space: SearchSpace) -> dict[str, dict[str, Config]]:
+    """All of them, of all layers, by name."""
+    return {name: complete(model, baseline(model, name, space.replicas)) for name in NAMES}
+
+
+def baseline(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config]:
     """`data`: samples over all devices. `model`: channels of every layer over the largest divisor of N that fits, as
     Krizhevsky (2014). `owt`: his one weird trick, model parallelism for fully-connected layers only.
+
+    replicas: as `SearchSpace` has them: of each the same, among its devices.
     """
     assert name in NAMES
+    if replicas > 1:
+        return _in_replicas(model, name, replicas)
     strategy, whole = {}, of_all_classes(model)
     for layer in model.graph.inner:
         by_channel = name == "model" or (name == "owt" and isinstance(layer.main, Linear))
@@ -34,11 +44,35 @@ def baseline(model: CostModel, name: str) -> dict[str, Config]:
     return strategy
 
 
-def named_strategy(model: CostModel, name: str) -> dict[str, Config] | None:
+def named_strategy(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config] | None:
     """The strategy of a name: a baseline's, or `grid:RxC` of an MLP. None where the name is none of these."""
     if name.startswith("grid:"):
         return grid_strategy(model, parse_grid(name.removeprefix("grid:")))
-    return baseline(model, name) if name in NAMES else None
+    return baseline(model, name, replicas) if name in NAMES else None
+
+
+def _in_replicas(model: CostModel, name: str, replicas: int) -> dict[str, Config]:
+    """Each layer's configuration on a replica's devices, for as many samples more as there are replicas."""
+    devices, strategy = model.devices.count, dict[str, Config]()
+    each, whole = devices // replicas, of_all_classes(model)
+    for layer in model.graph.inner:
+        by_channel = name == "model" or (name == "owt" and isinstance(layer.main, Linear))
+        label = "c" if by_channel and layer.name not in whole and not isinstance(layer.main, Softmax) else "n"
+        if layer.space.max_degree("n") < replicas:  # no samples
+            strategy[layer.name] = data_parallel(layer, devices)
+            continue
+        configs = (
+            Config.of(
+                {"n": replicas, label: inner} if label == "c" else {"n": replicas * inner},
+                "contiguous" if inner == each else "strided",
+            )
+            for inner in range(each, 0, -1)
+            if each % inner == 0
+        )
+        strategy[layer.name] = next(
+            config for config in configs if is_legal(config, layer.space.dims) and why_not_held(layer, config) is None
+        )
+    return strategy
 
 
 def _channels(layer: Layer, devices: int) -> Config:

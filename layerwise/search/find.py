@@ -21,7 +21,8 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.partition.sharding import held_configurations
-from layerwise.search.baselines import NAMES, baseline, cuts_classes, of_all_classes
+from layerwise.search.baselines import baselines as named_baselines
+from layerwise.search.baselines import cuts_classes, of_all_classes
 from layerwise.search.halos import reading_s
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
@@ -62,7 +63,7 @@ def search(
     if unknown := sorted(set(fixed or {}) - {layer.name for layer in model.graph.inner}):
         raise LayerwiseError(f"fixed layer {unknown[0]!r} is not in the model")
     started = time.perf_counter()
-    named = {name: complete(model, baseline(model, name)) for name in NAMES}
+    named = named_baselines(model, space)
     model.learn(list(named.values()))
     configs = configurations(model, space, named, fixed or {})
     recall, hand = Recall(answers, model, space, memory_bytes, fixed), [] if fixed else list(named.values())
@@ -235,10 +236,13 @@ def configurations(
     result: dict[str, tuple[Config, ...]] = {}
     of_kind: dict[int, tuple[Config, ...]] = {}
     whole = of_all_classes(model)
+    if model.graph.batch < space.replicas:
+        raise LayerwiseError(f"{model.graph.batch} samples do not give each of {space.replicas} replicas one")
     for layer in model.graph.layers:
         if layer.end:
             result[layer.name] = (model.end_config(layer),)
         elif layer.name in fixed:
+            space.check(fixed[layer.name], layer.space.dims, layer.name)
             result[layer.name] = (fixed[layer.name],)
         else:
             kind = model.kind(layer)

@@ -106,6 +106,7 @@ def plan_for(
             **({} if model.mixed_precision is None else {"mixed_precision": model.mixed_precision}),
             "dims": list(space.dims),
             "powers_of_two": space.powers_of_two,
+            **({"replicas": space.replicas} if space.replicas > 1 else {}),
             "input_shape": None if input_shape is None else list(input_shape),
             "layerwise": __version__,
             "torch": version("torch"),

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
-from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph
-from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.limit.within import LimitedSearch
@@ -69,6 +68,6 @@ def _others(
 
 
 def _least_bytes(model: CostModel, space: SearchSpace, offer: tuple[str, ...]) -> float:
-    named = {name: complete(model, baseline(model, name)) for name in NAMES}
+    named = baselines(model, space)
     search = LimitedSearch(model, configurations(model, space, named, {}), offer=offer)
     return search.least(list(named.values())).bytes

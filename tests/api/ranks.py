@@ -306,16 +306,10 @@ def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tu
     )
     assert again.comm is model.comm
     try:
-        parallelize(network(), dataset.tensors[0][:4], device_mesh=DeviceMesh("cpu", torch.tensor([[0, 1]])))
+        parallelize(network(), dataset.tensors[0][:4], device_mesh=DeviceMesh("cpu", torch.tensor([[[0, 1]]])))
     except LayerwiseError as error:
         return [loss.item()], model.full_state_dict(), model.plan.device_order, str(error)
-    raise AssertionError("a mesh of two dimensions was taken")
-
-
-@once()
-def on_some_ranks(comm: Comm) -> str:
-    """A process group of rank 0 alone."""
-    return refused(comm, {"device_mesh": torch.distributed.new_group([0])})
+    raise AssertionError("a mesh of three dimensions was taken")
 
 
 @once()

@@ -51,6 +51,13 @@ def data(count: int = BATCH * STEPS) -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 10, (count,), generator=draw))
 
 
+def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest element of all."""
+    assert a.keys() == b.keys()
+    scale = max(float(t.double().abs().max()) for t in b.values())
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in b) / scale
+
+
 def train(model: nn.Module, loader: DataLoader) -> list[float]:
     """Two epochs; the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

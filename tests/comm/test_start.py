@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from layerwise.comm.base import Members
 from layerwise.comm.seat import read_environment
 from layerwise.comm.signs import Sign, gone_text, unpack
 from layerwise.comm.solo import SoloComm
@@ -79,7 +80,10 @@ def test_signs_are_what_was_packed() -> None:
 
 def test_what_is_said_of_ranks_that_are_gone() -> None:
     """Also of several, of which one never arrived. (test_faults.py has what real ranks say.)"""
-    text = gone_text([3, 1], {1: sign(step=None)}, 4, 99.0, 0)
+    text = gone_text([3, 1], {1: sign(step=None)}, Members((0, 1, 2, 3), 4), 99.0, 0)
     assert text.startswith("ranks 1 and 3 of 4 are gone (last signs 0.0 s ago, before its first step; none: it never")
     assert text.endswith("killed, or their network is cut")
-    assert "it never arrived): not started, or ended early as its own output says" in gone_text([1], {}, 2, 0.0, 0)
+    text = gone_text([1], {}, Members((0, 1), 2), 0.0, 0)
+    assert "it never arrived): not started, or ended early as its own output says" in text
+    text = gone_text([3], {}, Members((2, 3), 4), 0.0, 2)
+    assert text.startswith("rank 3 of the group of ranks 2 and 3 is gone")
