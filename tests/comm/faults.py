@@ -146,6 +146,15 @@ def rank_1_is_killed(comm: Comm) -> None:
     ring(comm, at=lambda step: os.kill(os.getpid(), signal.SIGKILL) if comm.rank == 1 and step == 150 else None)
 
 
+def rank_3_of_a_group_is_killed(comm: Comm) -> None:
+    """Ranks 2 and 3 are a group; the others are another one, which goes on to its end."""
+    group = join_default_group(comm.device, members=(0, 1) if comm.rank < 2 else (2, 3))
+    if comm.rank > 1:
+        ring(group, at=lambda step: os.kill(os.getpid(), signal.SIGKILL) if comm.rank == 3 and step == 150 else None)
+    ring(group, 1000)
+    leave(0)
+
+
 def rank_0_is_killed(comm: Comm) -> None:
     """The one that serves the store."""
     ring(comm, at=lambda step: os.kill(os.getpid(), signal.SIGKILL) if comm.rank == 0 and step == 150 else None)

@@ -166,6 +166,15 @@ def over_the_users_group(comm: Comm, name: str) -> Counter[Kind]:
         return reductions(own, name)
 
 
+def of_some_ranks(comm: Comm, name: str) -> Counter[Kind] | None:
+    """Ranks 1 to 3 of the default group have a Comm of their own, of which rank 0 knows nothing."""
+    if comm.rank == 0:
+        return None
+    group = join_default_group(comm.device, members=(1, 2, 3))
+    assert (group.rank, group.size, group.members[group.rank]) == (comm.rank - 1, 3, comm.rank)
+    return as_with_nccl(group, name)
+
+
 def texts(comm: Comm) -> list[str]:
     """Of uneven lengths, one of them empty."""
     comm.barrier()

@@ -48,6 +48,12 @@ def test_a_comm_over_the_users_default_group() -> None:
     assert dict(total) == operations.expected_bytes("reductions", 3, 8)
 
 
+def test_a_comm_over_some_ranks_of_the_default_group() -> None:
+    outside, *counts = run_ranks(4, "tests.comm.operations:of_some_ranks", "float32")
+    total = sum(count["transfers"] for count in counts if isinstance(count, Counter))
+    assert (outside, total) == (None, operations.expected_bytes("collectives", 3, 4)["transfers"])
+
+
 def test_an_error_in_a_pool_is_raised_here_and_the_next_call_works() -> None:
     with pytest.raises(RankError, match=r"rank [01] of 2: (.|\n)*ZeroDivisionError"):
         run_ranks(2, "tests.comm.operations:divide", 0)

@@ -61,6 +61,7 @@ RUNS: dict[str, Callable[[], Ends]] = {
     "killed in flight": lambda: Run(faults.in_flight, 3).ends(),
     "killed in an all-reduce": lambda: Run(faults.in_all_reduce, 3).ends(),
     "cascade": lambda: Run(faults.cascade, 3).ends(),
+    "killed in a group": lambda: Run(faults.rank_3_of_a_group_is_killed, 4).ends(),
     "server killed": lambda: Run(faults.rank_0_is_killed, 3).ends(),
     "0 is cut off": lambda: Run(faults.only_rank_0_goes_on, 3, timeout_s=5).ends(stopped=[1, 2]),
     "stuck": lambda: Run(faults.rank_1_sticks, 3, timeout_s=4).ends(),
@@ -109,6 +110,12 @@ def test_a_killed_rank_is_named_by_all_others(ends: Callable[[str], Ends], run: 
     mine = "this rank was (in gradients|(sending to|receiving from) rank [012] for (ring|skip [12]))"
     check(ends(run), [0, 2], rf"rank 1 of 3 is gone \({sign}\): killed, or its network is cut; {mine}$")
     assert ends(run)[1].code == -signal.SIGKILL
+
+
+def test_a_killed_rank_of_a_group_is_named_in_the_group_alone(ends: Callable[[str], Ends]) -> None:
+    found = ends("killed in a group")
+    check(found, [2], r"rank 3 of the group of ranks 2 and 3 is gone \(last sign .* at step \d+ in layer ring\)")
+    assert [(found[rank].code, found[rank].stderr) for rank in (0, 1)] == [(0, "")] * 2
 
 
 def test_a_cascade_names_the_first(ends: Callable[[str], Ends]) -> None:
