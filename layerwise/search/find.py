@@ -237,7 +237,8 @@ def configurations(
     of_kind: dict[int, tuple[Config, ...]] = {}
     whole = of_all_classes(model)
     if model.graph.batch < space.replicas:
-        raise LayerwiseError(f"{model.graph.batch} samples do not give each of {space.replicas} replicas one")
+        batch = model.graph.batch
+        raise LayerwiseError(f"a batch of {batch} does not give each of {space.replicas} replicas a sample")
     for layer in model.graph.layers:
         if layer.end:
             result[layer.name] = (model.end_config(layer),)

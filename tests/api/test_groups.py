@@ -65,7 +65,7 @@ def test_what_is_refused() -> None:
     assert "the plan is for 2 ranks, there are 4" in first["a plan of another size"]
     assert "samples in common for the 2 replicas: split n into 2" in first["a plan across replicas"]
     assert "layer '0': {h=4} has samples in common for the 2 replicas" in first["by hand across replicas"]
-    assert "1 samples do not give each of 2 replicas one" in first["too few samples"]
+    assert "a batch of 1 does not give each of 2 replicas a sample" in first["too few samples"]
     assert "device_mesh has ranks 0 and 1 of 4, and ParallelOptions(comm=...) has all" in first["a group and a comm"]
     assert "give parallelize the 2-D mesh" in first["DDP"]
     assert "other arguments" not in first
