@@ -104,7 +104,7 @@ def join(
         facts[0]["device"],
         min(rank["memory_bytes"] for rank in facts),
         len(grid),
-        "" if mesh is None or len(members) == size else str(Members(members, size)),
+        "" if len(members) == size else str(Members(members, size)),
     )
 
 

@@ -69,16 +69,18 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[E
     return facts, entries
 
 
-def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None]) -> list[Entry]:
-    """What one rank writes of the groups. LayerwiseError where the ranks' optimizers differ."""
+def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> list[Entry]:
+    """What one rank writes of the groups. LayerwiseError where the ranks' optimizers differ; members: the ranks."""
     if None in ranks:
-        raise LayerwiseError(f"rank {ranks.index(None)} gave no optimizer, others did: give all ranks the same")
+        raise LayerwiseError(
+            f"rank {members[ranks.index(None)]} gave no optimizer, others did: give all ranks the same"
+        )
     reported = [facts for facts in ranks if facts is not None]
     numbers: dict[str, dict[str, str]] = {}
-    for rank, facts in enumerate(reported):
+    for rank, facts in zip(members, reported, strict=True):
         if any(facts[what] != reported[0][what] for what in ("kind", "settings")):
             raise LayerwiseError(
-                f"rank {rank} and rank 0 differ in optimizer or settings of it: give all ranks the same"
+                f"rank {rank} and rank {members[0]} differ in optimizer or settings of it: give all ranks the same"
             )
         for name, values in facts["numbers"].items():
             if numbers.setdefault(name, values) != values:

@@ -73,7 +73,8 @@ def save(
         if any(answer["steps"] != module.steps for answer in answers):
             raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
         ranks = [answer["optimizer"] for answer in answers]
-        groups = of_groups(optimizer, ranks) if optimizer is not None and any(ranks) else []
+        names = comm.members.ranks
+        groups = of_groups(optimizer, ranks, names) if optimizer is not None and any(ranks) else []
         return None, write(temporary, comm.rank, [*entries, *groups] if comm.rank == 0 else entries)
 
     def complete() -> tuple[None, JSON]:

@@ -29,6 +29,21 @@ class CommError(LayerwiseError):
     """A rank is gone, does not answer, never came, or differs from the others. The message names it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks of a Comm as the default group numbers them; as text `4`, or `the group of ranks 2 and 3`."""
+
+    ranks: Group  # by rank of the Comm
+    world: int  # how many the default group has
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        everyone = len(self) == self.world
+        return str(self.world) if everyone else f"the group of {ranks(self.ranks, None)}"
+
+
 class Handle(Protocol):
     """What is under way. It keeps its tensors; until it has ended, what is sent is not to be written to, what is
     received not to be read.
@@ -69,9 +84,9 @@ class Comm(ABC):
     sent: Counter[Kind]
 
     @property
-    def members(self) -> Group:
-        """By rank in here, the rank of torch.distributed's default group: by these a user knows them."""
-        return tuple(range(self.size))
+    def members(self) -> Members:
+        """The ranks as messages name them."""
+        return Members(tuple(range(self.size)), self.size)
 
     def at(self, step: int, layer: str) -> None:  # noqa: B027 - most have nothing to tell
         """Notes what this rank computes now, for the messages of all ranks should one of them fail. Cheap."""
@@ -168,7 +183,7 @@ class Comm(ABC):
         everyone = self.all_gather_object(dict(facts))
         for name in dict.fromkeys(name for one in everyone for name in one):
             holders: dict[str, list[int]] = {}
-            for rank, one in zip(self.members, everyone, strict=True):
+            for rank, one in zip(self.members.ranks, everyone, strict=True):
                 holders.setdefault(one.get(name, ""), []).append(rank)
             if len(holders) > 1:
                 parts = ", ".join(f"{value or 'none'} on {ranks(who, None)}" for value, who in holders.items())
@@ -228,21 +243,6 @@ def all_reduce_share(size_bytes: int, members: int, index: int) -> int:
     """`all_reduce_bytes` of a buffer of that many bytes."""
     total = 2 * (members - 1) * size_bytes
     return total * (index + 1) // members - total * index // members
-
-
-@dataclass(frozen=True, slots=True)
-class Members:
-    """The ranks of a Comm, as the default group numbers them; as text `4`, or `the group of ranks 2 and 3`."""
-
-    ranks: Group
-    world: int  # ranks of the default group
-
-    def __len__(self) -> int:
-        return len(self.ranks)
-
-    def __str__(self) -> str:
-        everyone = len(self) == self.world
-        return str(self.world) if everyone else f"the group of {ranks(self.ranks, None)}"
 
 
 def ranks(which: Sequence[int], of_all: Members | int | None) -> str:

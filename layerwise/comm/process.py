@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, reason
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, Members, all_reduce_bytes, reason
 from layerwise.comm.connect import bounded
 from layerwise.comm.messages import MessageComm
 from layerwise.comm.under_way import UnderWay, Waitable
@@ -55,8 +55,10 @@ class ProcessComm(MessageComm):
     def __init__(
         self, device: torch.device, timeout_s: float, watch: Watch, *, nccl: bool, members: Group | None = None
     ) -> None:
-        self._members = members or tuple(range(dist.get_world_size()))
-        self.rank, self.size = self._members.index(dist.get_rank()), len(self._members)
+        world = dist.get_world_size()
+        self._members = Members(members or tuple(range(world)), world)
+        self._ranks = self._members.ranks  # by rank in here
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.device = device
         self.collectives = nccl
         self.sent: Counter[Kind] = Counter()
@@ -74,8 +76,8 @@ class ProcessComm(MessageComm):
         self._gathering: dict[Group, dist.ProcessGroup] = {}  # where a plan has such (`prepare`)
 
     @property
-    def members(self) -> Group:
-        """The ranks of the default group."""
+    def members(self) -> Members:
+        """Of the default group."""
         return self._members
 
     def at(self, step: int, layer: str) -> None:
@@ -99,9 +101,9 @@ class ProcessComm(MessageComm):
             if group not in stream:
                 stream[group] = self._new_group(group)
         # Meshes of equal names and ranks are one to torch, and these may be of several Comms.
-        of = "" if self.size == dist.get_world_size() else f"of_{'_'.join(map(str, self._members))}_"
+        of = "" if self.size == self._members.world else f"of_{'_'.join(map(str, self._ranks))}_"
         names = tuple(f"{of}axis_{axis}" for axis in range(ranks.ndim))
-        mesh = torch.from_numpy(np.array(self._members)[ranks])
+        mesh = torch.from_numpy(np.array(self._ranks)[ranks])
         mine = [stream[group] for group in groups if self.rank in group]
         if not mine:
             return DeviceMesh(self.device.type, mesh, mesh_dim_names=names, _init_backend=False)
@@ -127,8 +129,8 @@ class ProcessComm(MessageComm):
         group = numbered[self._everyone]
         if self.collectives:
             with self.during(what):
-                operations = [dist.P2POp(dist.irecv, tensor, self._members[peer], group) for peer, tensor in receives]
-                operations += [dist.P2POp(dist.isend, tensor, self._members[peer], group) for peer, tensor in sends]
+                operations = [dist.P2POp(dist.irecv, tensor, self._ranks[peer], group) for peer, tensor in receives]
+                operations += [dist.P2POp(dist.isend, tensor, self._ranks[peer], group) for peer, tensor in sends]
                 batch = [(f"in {what}", work) for work in dist.batch_isend_irecv(operations)]
             self._note(batch[-1][1], what)
             return UnderWay(self, what, batch, [tensor for _, tensor in (*sends, *receives)], silent=True)
@@ -137,11 +139,11 @@ class ProcessComm(MessageComm):
         works: list[tuple[str, Waitable]] = []
         with self.during(what) as now:
             for (peer, _), tensor in zip(receives, landing, strict=True):
-                source, number = self._members[peer], self._number(numbered, peer, sent=False)
+                source, number = self._ranks[peer], self._number(numbered, peer, sent=False)
                 now[0] = f"receiving from rank {source} for {what}"
                 works.append((now[0], _sure(dist.irecv(tensor.detach(), source, group, number))))
             for (peer, _), tensor in zip(sends, leaving, strict=True):
-                target, number = self._members[peer], self._number(numbered, peer, sent=True)
+                target, number = self._ranks[peer], self._number(numbered, peer, sent=True)
                 now[0] = f"sending to rank {target} for {what}"
                 works.append((now[0], _sure(dist.isend(tensor.detach(), target, group, number))))
         staged = [(into, tensor) for (_, into), tensor in zip(receives, landing, strict=True) if into is not tensor]
@@ -260,17 +262,17 @@ class ProcessComm(MessageComm):
         # NCCL's own watchdog would abort without a message: it shall find that this one has acted.
         seconds = self._timeout_s + (4 * SLACK_S if self.collectives and backend is None else 0)
         backend = backend or ("nccl" if self.collectives else "gloo")
-        global_ranks = tuple(self._members[rank] for rank in group)
+        global_ranks = tuple(self._ranks[rank] for rank in group)
         with self.during(f"the making of a process group of ranks {global_ranks}", self._timeout_s + SLACK_S):
 
             def make() -> dist.ProcessGroup:
                 if self.device.type == "cuda":  # a thread has its own
                     torch.cuda.set_device(self.device)
-                if self.size == dist.get_world_size():
+                if self.size == self._members.world:
                     made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
                     return made
                 self._made += 1
-                return _group_of_members(global_ranks, timedelta(seconds=seconds), backend, self._members, self._made)
+                return _group_of_members(global_ranks, timedelta(seconds=seconds), backend, self._ranks, self._made)
 
             try:  # no guard ends a process that made the default group itself
                 made = bounded(make, self._timeout_s + SLACK_S)

@@ -30,10 +30,10 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
         failure = error
         mine = json.dumps({"error": _reason(error)})
     texts = comm.all_gather_text(mine)
-    answers = [_understood(rank, text, what) for rank, text in zip(comm.members, texts, strict=True)]
+    answers = [_understood(rank, text, what) for rank, text in zip(comm.members.ranks, texts, strict=True)]
     if failure is not None and not isinstance(failure, LayerwiseError | OSError):
         raise failure
-    errors = {r: answer["error"] for r, answer in zip(comm.members, answers, strict=True) if "error" in answer}
+    errors = {r: answer["error"] for r, answer in zip(comm.members.ranks, answers, strict=True) if "error" in answer}
     if errors:
         rank, reason = next(iter(errors.items()))
         alike = len(errors) == comm.size and len(set(errors.values())) == 1
@@ -79,7 +79,7 @@ def alone(comm: Comm, work: Callable[[], T]) -> T | None:
         if comm.rank == 0:
             return future.result()
         if state != "done":
-            raise LayerwiseError(f"rank {comm.members[0]} {state}")
+            raise LayerwiseError(f"rank {comm.members.ranks[0]} {state}")
         return None
 
 

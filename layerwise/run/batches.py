@@ -60,7 +60,7 @@ class Batch:
         told = self._told()
         counts, given, sizes, modes = (list(column) for column in zip(*(row[:4] for row in told), strict=True))
         if len(set(modes)) > 1:
-            which = [rank for rank, training in enumerate(modes) if training]
+            which = [rank for rank, training in zip(self._comm.members.ranks, modes, strict=True) if training]
             raise LayerwiseError(
                 f"the model is in training mode on ranks {_listed(which)} and in evaluation mode on the others: call "
                 "train() or eval() on all of them"

@@ -92,7 +92,7 @@ class LayeredModule(SplitFacade):
         self._reducer = self._working.reducer
         held_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
         compare = options.compare_ranks and comm.size > 1
-        self._comparison = RankComparison(every, held_by, comm.size) if compare else None
+        self._comparison = RankComparison(every, held_by, comm.members) if compare else None
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})

@@ -61,7 +61,7 @@ def own_models(comm: Comm, folder: str) -> Trained:
     """A model, a plan and a loop in each group; then one checkpoint of all, by torch's DCP, and a file of each."""
     group = comm.rank // 2
     model = part(net(group), mesh()["domain"], strategy=SPLIT[group])
-    assert (model.comm.size, model.plan.gpus, model.comm.members) == (2, 2, (2 * group, 2 * group + 1))
+    assert (model.comm.size, model.plan.gpus, model.comm.members.ranks) == (2, 2, (2 * group, 2 * group + 1))
     losses = steps(model, STEPS[group], model.share())
     trained = model.full_state_dict()
     dcp.save({f"group {group}": model.state_dict()}, checkpoint_id=f"{folder}/dcp")

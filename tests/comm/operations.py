@@ -171,7 +171,7 @@ def of_some_ranks(comm: Comm, name: str) -> Counter[Kind] | None:
     if comm.rank == 0:
         return None
     group = join_default_group(comm.device, members=(1, 2, 3))
-    assert (group.rank, group.size, group.members[group.rank]) == (comm.rank - 1, 3, comm.rank)
+    assert (group.rank, group.size, group.members.ranks[group.rank]) == (comm.rank - 1, 3, comm.rank)
     return as_with_nccl(group, name)
 
 

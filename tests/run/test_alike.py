@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import layerwise
+from layerwise.comm.base import Members
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.compare_ranks import RankComparison
 from tests.api.keywords import keywords
@@ -55,7 +56,7 @@ def test_rounding_of_other_hardware_is_no_difference() -> None:
     rng = torch.Generator().manual_seed(1)
     values = torch.rand(2000, generator=rng)
     held = [{"weight": values.clone()}, {"weight": values.clone()}]
-    alike = [RankComparison(one, {"weight": [(0, 1)] * 2}, 2) for one in held]
+    alike = [RankComparison(one, {"weight": [(0, 1)] * 2}, Members((0, 1), 2)) for one in held]
     for step in range(1, 301):
         alike[0].check([one.numbers(step) for one in alike])
         update = 1e-4 * torch.rand(2000, generator=rng)

@@ -181,7 +181,7 @@ class AveragedParameters:
         unknown = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in followed}
         self.gradients = ParameterGradients(parameters, unknown, comm, summed)
         holders = dict.fromkeys(names, [everyone] * comm.size)
-        self.comparison = RankComparison(parameters, holders, comm.size) if compare else None
+        self.comparison = RankComparison(parameters, holders, comm.members) if compare else None
         self._structure = Structure(module, buffers=False)
         self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
 

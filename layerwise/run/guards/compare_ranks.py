@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import ranks
+from layerwise.comm.base import Members, ranks
 from layerwise.errors import LayerwiseError
 from layerwise.partition.groups import Group
 from layerwise.run.local_tensor import local_tensor
@@ -32,9 +32,9 @@ class RankComparison:
     do, since ranks of unlike hardware need not have equal bits. It travels with the numbers of samples.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], sharing: Mapping[str, Sequence[Group]], size: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], sharing: Mapping[str, Sequence[Group]], who: Members) -> None:
         """sharing: by trained parameter, for every rank the ranks that hold the same box as it."""
-        self._parameters, self._size = parameters, size
+        self._parameters, self._who = parameters, who
         self._sets: dict[tuple[Group, ...], list[str]] = {}
         for name, groups in sorted(sharing.items()):  # on every rank in one order
             if any(len(group) > 1 for group in groups):
@@ -72,7 +72,7 @@ class RankComparison:
         """LayerwiseError, on every rank, where one differs. told: `numbers` of every rank."""
         steps = np.array([row[0] for row in told])
         if (steps != steps[0]).any():
-            self._refuse(steps[:, None] == steps, tuple(range(self._size)), "is in another step", steps)
+            self._refuse(steps[:, None] == steps, tuple(range(len(self._who))), "is in another step", steps)
         if not any(map(any, (row[1:] for row in told))):
             return
         for column, groups in enumerate(self._sets):
@@ -87,11 +87,11 @@ class RankComparison:
         most = int(agree.sum(1).argmax())
         others = [rank for rank, same in zip(group, agree[most], strict=True) if not same]
         if others:
-            rank = others[0]
+            rank, names = others[0], self._who.ranks
             raise LayerwiseError(
-                f"{ranks([rank], self._size)} {what} than rank {group[most]}, when it begins step {steps[rank]}: their "
-                "loops differ, in learning rate, optimizer, clipping, values that were loaded, or a step that one has "
-                "left out, so they train unlike models. Every rank's loop must do the same; where they are meant to "
+                f"{ranks([names[rank]], self._who)} {what} than rank {names[group[most]]}, when it begins step "
+                f"{steps[rank]}: their loops differ, in learning rate, optimizer, clipping, values that were loaded, or a "
+                "step that one has left out, so they train unlike models. Every rank's loop must do the same; where they are meant to "
                 "differ, say compare_ranks=False in ParallelOptions"
             )
 
