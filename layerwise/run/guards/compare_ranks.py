@@ -90,9 +90,9 @@ class RankComparison:
             rank, names = others[0], self._who.ranks
             raise LayerwiseError(
                 f"{ranks([names[rank]], self._who)} {what} than rank {names[group[most]]}, when it begins step "
-                f"{steps[rank]}: their loops differ, in learning rate, optimizer, clipping, values that were loaded, or a "
-                "step that one has left out, so they train unlike models. Every rank's loop must do the same; where they are meant to "
-                "differ, say compare_ranks=False in ParallelOptions"
+                f"{steps[rank]}: their loops differ, in learning rate, optimizer, clipping, values that were loaded, "
+                "or a step that one has left out, so they train unlike models. Every rank's loop must do the same; "
+                "where they are meant to differ, say compare_ranks=False in ParallelOptions"
             )
 
 
