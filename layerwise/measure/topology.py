@@ -45,8 +45,8 @@ def find_topology(comm: Comm) -> Topology:
     local = [platform.node(), os.environ.get("LOCAL_WORLD_SIZE", "")]
     facts = comm.all_gather_object(local)
     hosts = [host for host, _ in facts]
-    if len(set(hosts)) == 1 and facts[0][1].isdecimal() and 0 < int(facts[0][1]) < comm.size:
-        hosts = [f"node {rank // int(facts[0][1])}" for rank in range(comm.size)]
+    if len(set(hosts)) == 1 and facts[0][1].isdecimal() and 0 < int(facts[0][1]) < comm.members.world:
+        hosts = [f"node {rank // int(facts[0][1])}" for rank in comm.members.ranks]
     return topology_of(hosts)
 
 

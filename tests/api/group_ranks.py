@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from layerwise.api.fit import fit
+from layerwise.api.machine import cache_file
 from layerwise.api.parallelize import parallelize
 from layerwise.api.save import save
+from layerwise.api.world import join
+from layerwise.cache import Answers, key_of
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.machine import load as load_profile
 from tests.api.keywords import keywords
+from tests.api.ranks import short_rounds
 from tests.api.script import BATCH, SEED, data, network
 
 STEPS = (2, 3)  # of each group
@@ -96,6 +103,36 @@ def replicas(comm: Comm, how: dict[str, Any]) -> tuple[Trained, dict[str, str]]:
     assert model.comm.size == 4
     losses = steps(model, 2, model.share())
     return (losses, model.full_state_dict()), {name: str(config) for name, config in model.plan.strategy.items()}
+
+
+def fitted(comm: Comm) -> dict[str, Tensor]:
+    """`fit` in each group."""
+    model = network()
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), nn.CrossEntropyLoss()
+    how = keywords({"verbose": False, "progress": False, "profile": "cpu", "strategy": SPLIT[0]})
+    made = fit(model, data(2 * BATCH), loss, optimizer, batch=BATCH, shuffle=False, device_mesh=mesh()["domain"], **how)
+    return made.module.full_state_dict()
+
+
+def measured(comm: Comm) -> str:
+    """Each group measures its links and layers, at the same time; the file that has these."""
+    ranks = mesh()["domain"]
+    file = cache_file(join(comm.device, ranks))
+    with short_rounds():
+        part(network(), ranks, profile=None, measure_s=0.1)
+    profile = load_profile(file)
+    assert profile.links is not None
+    return str(file)
+
+
+def recalled(comm: Comm, folder: str) -> list[str]:
+    """All ranks ask for one answer at once; which of them found it."""
+
+    def find() -> str:
+        time.sleep(0.5)
+        return str(comm.rank)
+
+    return [Answers(Path(folder), print).recalled(key_of(name), find, str, str) for name in "ab"]
 
 
 def refusals(comm: Comm) -> dict[str, str]:

@@ -54,6 +54,23 @@ def test_replicas_have_one_devices_numbers(how: dict[str, Any]) -> None:
         assert all("n=2" in config or "n=4" in config for config in strategy.values()), strategy
 
 
+def test_fit_in_each_group() -> None:
+    alone = network()
+    steps(alone, 2)
+    for state in run_ranks(4, "tests.api.group_ranks:fitted"):
+        assert apart(state, alone.state_dict()) <= 1e-9
+
+
+def test_groups_measure_at_the_same_time() -> None:
+    ranks = run_ranks(4, "tests.api.group_ranks:measured")
+    assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
+
+
+def test_what_several_groups_search_for_is_found_once(tmp_path: Path) -> None:
+    ranks: list[Any] = run_ranks(4, "tests.api.group_ranks:recalled", str(tmp_path))
+    assert all(answers == ranks[0] for answers in ranks)
+
+
 def test_what_is_refused() -> None:
     first, _, _, last = (dict(said) for said in run_ranks(4, "tests.api.group_ranks:refusals"))
     assert "device_mesh has 3 dimensions; a plan is for the ranks of a 1-D mesh, or for" in first["3-D"]
