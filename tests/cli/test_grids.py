@@ -35,6 +35,15 @@ def test_one_grid_as_a_plan(run: Run) -> None:
     assert (plan.gpus, plan.batch, plan.provenance["chosen"]) == (4, 8, "grid:2x2")
 
 
+def test_replicas_stay_apart_in_every_alternative(run: Run) -> None:
+    search(run, "--gpus 8 --replicas 4 --out plan.json")
+    plan = load_plan("plan.json")
+    assert plan.provenance["replicas"] == 4
+    told = json.loads(run("explain", "plan.json", next(iter(plan.strategy)), "--all", "--json"))
+    assert len(told["alternatives"]) > 1
+    assert all(row["config"]["n"] in (4, 8) for row in told["alternatives"])
+
+
 def test_flags_of_a_grid_do_not_go_with_a_plan(run: Run, refuse: Run) -> None:
     search(run, "--gpus 1 --price grid:1x1 --out plan.json")
     assert "--global-batch and --profile go with --grid" in refuse("run", "plan.json", "--global-batch", "8")

@@ -76,6 +76,9 @@ REFUSED = [
     (f"{SMALL} --offer shard --no-offer shard", "--no-offer: not allowed with argument --offer"),
     # grid
     (f"search {MLP} --gpus 4 --price grid:2x3", "grid 2x3 has 6 processes, there are 4: give --gpus 6"),
+    ("search lenet5 --gpus 4 --replicas 3", "4 devices cannot be 3 replicas of equally many"),
+    ("search lenet5 --gpus 4 --replicas 2 --global-batch 1", "a batch of 1 does not give each of 2 replicas a sample"),
+    (f"search {MLP} --gpus 4 --replicas 4 --price grid:2x2", "{n=2, c=2} has samples in common for the 4 replicas"),
     (f"search {MLP} --gpus 4 --price grid:two", "grid 'two': write batch groups x model parts"),
     (
         f"search {MLP} --gpus 4 --price grid:2x2 --export-costs c.cfn",
