@@ -40,13 +40,13 @@ def net(group: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Tanh(), nn.Linear(36, 10)).double()
 
 
-def steps(model: nn.Module, count: int, share: slice = slice(None)) -> list[float]:
+def steps(model: nn.Module, count: int, share: slice = slice(None), batch: int = BATCH) -> list[float]:
     """Trains; the losses."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
-    x, y = data(BATCH * count).tensors
-    for first in range(0, len(x), BATCH):
+    x, y = data(batch * count).tensors
+    for first in range(0, len(x), batch):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x[first : first + BATCH][share]), y[first : first + BATCH][share])
+        loss = F.cross_entropy(model(x[first : first + batch][share]), y[first : first + batch][share])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -98,10 +98,11 @@ def some_ranks(comm: Comm) -> Trained | Tensor | None:
 
 
 def replicas(comm: Comm, how: dict[str, Any]) -> tuple[Trained, dict[str, str]]:
-    """A 2-D mesh; also each layer's configuration."""
-    model = part(network(SEED + comm.rank), mesh(), BATCH // 4, **how)
-    assert model.comm.size == 4
-    losses = steps(model, 2, model.share())
+    """A 2-D mesh; also each layer's configuration. With a batch of two every rank feeds both."""
+    few = how.get("batch")
+    model = part(network(SEED + comm.rank), mesh(), few or BATCH // 4, **how)
+    assert (model.comm.size, model.io) == (4, "free" if few else "sample")
+    losses = steps(model, 2, slice(None) if few else model.share(), few or BATCH)
     return (losses, model.full_state_dict()), {name: str(config) for name, config in model.plan.strategy.items()}
 
 
@@ -148,6 +149,7 @@ def refusals(comm: Comm) -> dict[str, str]:
         "too many": lambda: part(network(), DeviceMesh("cpu", torch.tensor([0, 9]), _init_backend=False)),
         "no mesh": lambda: part(network(), "domain"),
         "a plan of another size": lambda: part(network(), whole, plan=plan),
+        "a plan for more": lambda: part(network(), flat, plan=part(network(), whole, 2, strategy="data").plan),
         "a plan across replicas": lambda: part(
             network(), mesh(), 2, plan=part(network(), whole, 2, strategy="model").plan
         ),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.api.group_ranks import STEPS, Parts, net, steps
-from tests.api.script import apart, data, network
+from tests.api.script import BATCH, apart, data, network
 from tests.comm.pool import run_ranks
 
 
@@ -40,14 +40,15 @@ def test_ranks_outside_are_not_waited_for() -> None:
     [
         {},
         {"strategy": "model"},
+        {"batch": 2},
         {"strategy": {"0": {"n": 2, "h": 2}, "5": {"n": 2, "k": 2}, "7": {"n": 2, "placement": "strided"}}},
     ],
-    ids=["searched", "model", "by hand"],
+    ids=["searched", "model", "few samples", "by hand"],
 )
 def test_replicas_have_one_devices_numbers(how: dict[str, Any]) -> None:
     ranks: list[Any] = run_ranks(4, "tests.api.group_ranks:replicas", how)
     alone = network()
-    losses = steps(alone, 2)
+    losses = steps(alone, 2, batch=how.get("batch", BATCH))
     assert list(map(mean, zip(*(rank[0][0] for rank in ranks), strict=True))) == pytest.approx(losses, rel=1e-9)
     for (_, state), strategy in ranks:
         assert apart(state, alone.state_dict()) <= 1e-9
@@ -80,6 +81,7 @@ def test_what_is_refused() -> None:
     assert "device_mesh has rank 9, and there are 4" in first["too many"]
     assert "device_mesh must be a DeviceMesh or a process group, not str" in first["no mesh"]
     assert "the plan is for 2 ranks, there are 4" in first["a plan of another size"]
+    assert "the plan is for 4 ranks, and the group of ranks 0 and 1 has 2: give it" in first["a plan for more"]
     assert "samples in common for the 2 replicas: split n into 2" in first["a plan across replicas"]
     assert "layer '0': {h=4} has samples in common for the 2 replicas" in first["by hand across replicas"]
     assert "a batch of 1 does not give each of 2 replicas a sample" in first["too few samples"]
