@@ -71,6 +71,9 @@ def own_models(comm: Comm, folder: str) -> Trained:
     assert (model.comm.size, model.plan.gpus, model.comm.members.ranks) == (2, 2, (2 * group, 2 * group + 1))
     losses = steps(model, STEPS[group], model.share())
     trained = model.full_state_dict()
+    part(network(), DeviceMesh("cpu", torch.arange(4)), 2, strategy={"7": {"n": 1}})  # on rank 0, as in group 0
+    if group == 0:
+        assert torch.equal(model.state_dict()["7.weight"].full_tensor(), trained["7.weight"])
     dcp.save({f"group {group}": model.state_dict()}, checkpoint_id=f"{folder}/dcp")
     save(model, f"{folder}/{group}.pt")
     with torch.no_grad():
@@ -83,18 +86,18 @@ def own_models(comm: Comm, folder: str) -> Trained:
 
 
 def some_ranks(comm: Comm) -> Trained | Tensor | None:
-    """Ranks 0 and 2 train, rank 3 answers alone, and rank 1 does other things, for which nobody waits."""
+    """Ranks 0 and 2 answer, rank 3 trains by itself, and rank 1 does other things, for which nobody waits."""
     pair, single = dist.new_group([0, 2]), dist.new_group([3])
     if comm.rank == 1:
         time.sleep(1)
         return None
     if comm.rank == 3:
-        answering = part(network(), single, inference=True)
-        with torch.no_grad():
-            answer: Tensor = answering(data().tensors[0])
-        return answer
-    model = part(network(), pair, strategy=SPLIT[0])
-    return steps(model, 2, model.share()), model.full_state_dict()
+        model = part(network(), single, BATCH)
+        return steps(model, 2), model.full_state_dict()
+    model = part(network(), pair, strategy=SPLIT[0], inference=True)
+    with torch.inference_mode():
+        answers = [model(x[model.share()]) for x in data().tensors[0].split(BATCH)]
+    return torch.stack(answers)
 
 
 def replicas(comm: Comm, how: dict[str, Any]) -> tuple[Trained, dict[str, str]]:
