@@ -1,4 +1,4 @@
-"""What a predicted compute time rests on: cells that were measured, the fit to them, or the analytic roofline."""
+"""The basis of a predicted compute time: cells that were measured, the fit to them, or the analytic roofline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEASURED_ERROR, ANALYTIC_ERROR = 0.01, 0.03
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What a strategy's t_C rests on."""
+    """The basis of a strategy's t_C."""
 
     measured: float  # shares of t_C, which make 1
     fitted: float
@@ -36,7 +36,7 @@ class Basis:
 
 
 def basis(model: CostModel, cost: Price) -> Basis:
-    """Of one priced strategy."""
+    """The basis of one priced strategy."""
     total = sum(p.seconds["compute"] for p in cost.layers.values())
     known = sum(p.measured_s for p in cost.layers.values()), sum(p.fitted_s for p in cost.layers.values())
     measured, fitted = (seconds / total if total else 0.0 for seconds in known)
@@ -114,7 +114,7 @@ def _of_one_number(stage: Stage) -> bool:
 
 
 def _release(torch: str) -> str:
-    """Without `+cpu`: which build it is says the device."""
+    """A version of PyTorch without `+cpu`: which build it is says the device."""
     return torch.partition("+")[0]
 
 

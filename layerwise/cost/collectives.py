@@ -24,7 +24,7 @@ from layerwise.partition.layout import SCATTERED, LayoutCells
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What the groups of one collective look like, all alike (the largest where they are not)."""
+    """The shape of the groups of one collective, all alike (the largest where they are not)."""
 
     size: int  # members
     fan: tuple[int, ...]  # members at each level, innermost first (in a node, nodes in a rack, ...)
@@ -105,7 +105,7 @@ def all_reduce_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> fl
 
 
 def reduce_scatter_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
-    """Of a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes as long."""
+    """Seconds for a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes as long."""
     if group.size == 1:
         return 0.0
     measured = _measured_s("reduce_scatter", size_bytes, group, graph)
@@ -113,7 +113,7 @@ def reduce_scatter_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -
 
 
 def all_gather_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
-    """Of a buffer that has `size_bytes` on every member afterwards."""
+    """Seconds for a buffer that has `size_bytes` on every member afterwards."""
     if group.size == 1:
         return 0.0
     measured = _measured_s("all_gather", size_bytes, group, graph)
@@ -121,7 +121,7 @@ def all_gather_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> fl
 
 
 def _scatter_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
-    """By the formulas: the faster of ring and hierarchical."""
+    """Seconds by the formulas: the faster of ring and hierarchical."""
     alpha, beta = _slowest(group, graph)
     ring = (group.size - 1) * (alpha + size_bytes / group.size * beta)
     return min(ring, _hierarchical_s(size_bytes, group, graph)) if group.even else ring  # else shards are unequal
@@ -136,7 +136,7 @@ def _measured_s(operation: Operation, size_bytes: float, group: GroupShape, grap
 
 
 def groups_per_port(group: GroupShape) -> int:
-    """How many such groups share a port of the outermost level that they span."""
+    """The number of such groups that share a port of the outermost level that they span."""
     return next((rings for fan, rings in zip(group.fan[::-1], group.rings[::-1], strict=True) if fan > 1), 1)
 
 
@@ -173,7 +173,7 @@ Runs = tuple[tuple[int, bool], ...]  # digits of a cell's number, outermost firs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Those of each of C configurations; few differ."""
+    """The groups of each of C configurations; few differ."""
 
     shapes: tuple[GroupShape, ...]
     which: Ints  # (C,)
@@ -188,7 +188,7 @@ class Groups:
 
 @lru_cache(maxsize=4096)
 def group_shapes(cells: LayoutCells, keys: tuple[int, ...], graph: DeviceGraph) -> Groups:
-    """For each configuration, the groups of devices that agree in the dimensions `keys` of their cells."""
+    """The groups of devices, by configuration, that agree in the dimensions `keys` of their cells."""
     numbers: dict[tuple[Runs, bool, bool], int] = {}
     patterns = zip(_runs(cells, keys), cells.strided.tolist(), cells.copies.tolist(), strict=True)
     which = np.array([numbers.setdefault(pattern, len(numbers)) for pattern in patterns], np.int64)
@@ -196,7 +196,7 @@ def group_shapes(cells: LayoutCells, keys: tuple[int, ...], graph: DeviceGraph) 
 
 
 def _runs(cells: LayoutCells, keys: tuple[int, ...]) -> list[Runs]:
-    """Of each configuration; neighbouring digits that are all in keys, or none, are one, so there are few patterns."""
+    """Runs of dimensions of each configuration, all in keys or none; merged, so that there are few patterns."""
     dims = np.where(np.array(cells.counts_in) == SCATTERED, cells.scattered[:, None], cells.counts_in)
     found = list[Runs]()
     for sizes, inside in zip(cells.digits.tolist(), np.isin(dims, keys).tolist(), strict=True):
@@ -212,7 +212,7 @@ def _runs(cells: LayoutCells, keys: tuple[int, ...]) -> list[Runs]:
 
 @lru_cache(maxsize=65536)
 def _group_shape_of(runs: Runs, strided: bool, copies: bool, graph: DeviceGraph) -> GroupShape:
-    """Of a configuration with two dimensions: what is in keys, and what is not."""
+    """The group shape of a configuration with two dimensions: what is in keys, and what is not."""
     digits = np.array([[size for size, _ in runs]], np.int64)
     inside = np.array([key for _, key in runs], np.bool_)
     degrees = np.stack([digits[:, ~inside].prod(1), digits[:, inside].prod(1)], axis=1)

@@ -34,12 +34,12 @@ class Collective:
 
 
 def kind_of(p: Parameter) -> ParameterKind:
-    """Which of its layer's collectives the gradient of a parameter belongs to."""
+    """A key of the collective, of its layer's, that the gradient of a parameter belongs to."""
     return tuple(sorted({m.source for m in p.maps if m.source is not None})), p.epilogue
 
 
 def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """What is all-reduced after the backward pass, one entry for each kind of box."""
+    """The all-reduces after the backward pass, one entry for each kind of box."""
 
     def sizes(p: Parameter) -> tuple[Floats, Floats]:
         degrees = layout.at(p.epilogue).degrees
@@ -57,7 +57,7 @@ def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collect
 
 
 def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """What is reduce-scattered after the backward pass, and gathered: sizes are of whole boxes as they travel."""
+    """The reduce-scatters after the backward pass, and the gathers: sizes are of full boxes as they travel."""
     if all(config.states == "replicated" for config in layout.configs):
         return []
 
@@ -141,7 +141,7 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, recomputed:
 
 
 def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """Where k is split: the reduce-scatter of the partial sums."""
+    """The reduce-scatters of the partial sums, where k is split."""
     ks, computed = layer.space.reductions, layout.computed
     if not ks or (computed.degrees[:, ks.start :] == 1).all():
         return []
@@ -153,5 +153,5 @@ def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collec
 
 
 def reduces_back(setting: Setting, layer: Layer) -> bool:
-    """Whether the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
+    """True if the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
     return setting.graph.gradients(layer)[0].result

@@ -37,13 +37,13 @@ class NodeCost:
 
     @staticmethod
     def joined(costs: Sequence[NodeCost]) -> NodeCost:
-        """Of all their configurations, one after the other."""
+        """The costs of all their configurations, one after the other."""
         parts = [np.concatenate([getattr(cost.compute, name) for cost in costs]) for name in COMPUTE_PARTS]
         seconds = {name: np.concatenate([cost.seconds[name] for cost in costs]) for name in costs[0].seconds}
         return NodeCost(ComputeTime(*parts), seconds)
 
     def on(self, rows: Ints) -> NodeCost:
-        """Of these configurations."""
+        """The costs of these configurations."""
         parts = [getattr(self.compute, name)[rows] for name in COMPUTE_PARTS]
         return NodeCost(ComputeTime(*parts), {name: cost[rows] for name, cost in self.seconds.items()})
 
@@ -74,20 +74,20 @@ class CostTables:
 
 
 class _NodeCosts:
-    """What is known of one layer: node costs by configuration."""
+    """Node costs of one layer, by configuration, as far as they were asked for."""
 
     def __init__(self) -> None:
         self.row: dict[Config, int] = {}
         self._costs: list[NodeCost] = []
 
     def add(self, configs: tuple[Config, ...], cost: NodeCost) -> None:
-        """Of configurations that were not known."""
+        """Adds the costs of configurations that were not there."""
         first = sum(len(known.compute.forward) for known in self._costs)  # some may be there twice
         self.row |= {config: first + i for i, config in enumerate(configs)}
         self._costs = [NodeCost.joined([*self._costs, cost])]
 
     def of(self, configs: tuple[Config, ...]) -> NodeCost:
-        """Of these, which are known."""
+        """The costs of these configurations, which are there."""
         return self._costs[0].on(np.array([self.row[config] for config in configs], np.int64))
 
 
@@ -120,7 +120,7 @@ class CostModel(Setting):
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` makes, kept under `key`: what follows from kinds of layers and their configurations."""
+        """The result of `make`, cached under `key`: what follows from kinds of layers and their configurations."""
         if key not in self._made:
             self._made[key] = make()
         found: T = self._made[key]
@@ -265,7 +265,7 @@ class CostModel(Setting):
         return known
 
     def _kinds_of(self, name: EdgeName) -> tuple[int, int, int]:
-        """What edges that cost alike have in common."""
+        """The key that edges of equal cost have in common."""
         return self.kind(self.graph[name[0]]), self.kind(self.graph[name[1]]), name[2]
 
     def learn(self, strategies: Sequence[Strategy]) -> None:

@@ -60,7 +60,7 @@ class Selections:
 
 
 def _distinct(rows: Ints) -> tuple[Ints, Ints]:
-    """Of rows the first of each that differs, and which of these each row is."""
+    """The first of all rows that differ, and the index of each row among them."""
     if rows.shape[1] <= COLUMNS and (rows.max() + 1.0) ** rows.shape[1] < 2.0**63:
         keys = rows @ (rows.max() + 1) ** np.arange(rows.shape[1])
         _, first, which = np.unique(keys, return_index=True, return_inverse=True)
@@ -77,7 +77,7 @@ def selections(cells: LayoutCells, graph: DeviceGraph, watched: tuple[int, ...])
 
 
 def _groups(cells: LayoutCells, size: int, watched: Ints) -> tuple[Ints, Ints, Ints]:
-    """Where each group of `size` devices with a watched one begins and ends, and which each of these is in."""
+    """The bounds of each group of `size` devices with a watched one, and the group of each of these."""
     groups, which = np.unique(watched // size, return_inverse=True)
     first = groups * size
     return first, np.minimum(first + size, cells.devices), which  # a last group may be cut short
@@ -150,7 +150,7 @@ class _Factor:
         return part if self.column is None else np.take(part, self.column, axis=3)
 
     def spread(self) -> _Factor:
-        """With a pattern for each configuration of the consumer."""
+        """The factor with a pattern for each configuration of the consumer."""
         assert self.column is not None
         values = np.take(self.values, self.column, axis=3)  # in order of memory, as what indexing makes is not
         return _Factor(values, self.row, None)
@@ -210,12 +210,12 @@ class Overlaps:
         return factors
 
     def _spread(self, factor: _Factor) -> _Factor:
-        """Where that does not take much memory."""
+        """The factor spread out, where that does not take much memory."""
         size = factor.values[..., 0].size * self.edge.pairs[1]
         return factor.spread() if size <= EXPANDED else factor
 
     def _along(self, j: int, s: int, m: int, t: int, k: int) -> _Factor:
-        """Of one dimension of the tensor: what ranges of cells own of what ranges need."""
+        """Along one dimension of the tensor: elements that ranges of cells own of what ranges need."""
         a, ul, uh, row = self.owned.patterns(s, m, j)
         b, vl, vh, column = self.needing.patterns(t, k, self.edge.maps[j].source)
         return _Factor(self.sums[j].between(a, (ul, uh), b, (vl, vh)), row, column)
@@ -243,7 +243,7 @@ def _merged(factors: Sequence[_Factor]) -> list[_Factor]:
 
 
 def _sums(edge: Edge, j: int) -> Sums:
-    """Of one dimension of the tensor."""
+    """The sums along one dimension of the tensor."""
     axis = edge.maps[j]
     a_values = edge.owners.distinct[j][0]
     b_values = (1,) if axis.source is None else edge.needers.distinct[axis.source][0]

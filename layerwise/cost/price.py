@@ -52,7 +52,7 @@ class Price:
 
     @property
     def bytes(self) -> dict[str, float]:
-        """What is handed to communication calls in a step by all devices together, by kind of traffic.
+        """Bytes that all devices together hand to communication calls in a step, by kind of traffic.
 
         transfer: activations and their gradients, and reductions over k; sync: gradients of parameters; statistics:
         all-reduces inside layers (batch norm).
@@ -126,14 +126,14 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
 
 
 def measured_share(model: CostModel, strategy: Strategy) -> float:
-    """What of t_C rests on measured times, as `Price` has it; but without a price, which takes far longer to make."""
+    """The share of t_C that rests on measured times, as `Price` has it; but without a price, which takes far longer."""
     costs = [(model.node_cost(model.graph[name], (config,)), config) for name, config in strategy.items()]
     total = sum(float(cost.seconds[COMPUTE.name][0]) for cost, _ in costs)
     return sum(_known_s(*one)[0] for one in costs) / total if total else 0.0
 
 
 def _known_s(cost: NodeCost, config: Config) -> tuple[float, float]:
-    """Of a layer's t_C under the one configuration of `cost`: what was measured, and what was fitted."""
+    """Seconds of a layer's t_C that were measured, and that were fitted, under the one configuration of `cost`."""
     once = float(cost.compute.total[0])
     again = float(cost.seconds[COMPUTE.name][0]) / once if config.recompute and once else 1.0
     # The forward pass once more rests on them alike.

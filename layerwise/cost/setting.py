@@ -30,7 +30,7 @@ MANY = 16  # configurations that are known by the id of their tuple: they take l
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
-    """What the cost model assumes.
+    """The assumptions of the cost model.
 
     Attributes:
         link_model: The busiest port, with latencies ("port"), or all bytes over the bandwidth, as Jia has it ("sum").
@@ -86,11 +86,11 @@ class Setting:
 
     @property
     def measurements(self) -> Measurements | None:
-        """Of what the step computes in; None where the profile has none."""
+        """The measurements for what the step computes in; None where the profile has none."""
         return self.measurements_in(self.options.dtype)
 
     def measurements_in(self, dtype: str) -> Measurements | None:
-        """Of layers that compute in one of machine.DTYPES."""
+        """The measurements for layers that compute in one of machine.DTYPES."""
         if dtype not in self._measurements:
             times, options = latest(self.devices.layers, dtype), self.options
             self._measurements[dtype] = (
@@ -103,7 +103,8 @@ class Setting:
         return self._measurements[dtype]
 
     def dtype(self, layer: Layer) -> str:
-        """What a layer computes in, one of machine.DTYPES: the step's, or that of the model's own autocast around it.
+        """The type that a layer computes in, one of machine.DTYPES: the step's, or that of the model's own autocast
+        around it.
 
         The step's, too, where the profile has no rate for the other.
         """
@@ -118,7 +119,7 @@ class Setting:
 
     @property
     def mixed_precision(self) -> dict[str, str | None] | None:
-        """What `graph.mixed` is asked for; None where all is of the model's own type."""
+        """The types for `graph.mixed`; None where all is of the model's own type."""
         around = AUTOCAST.get(self.options.dtype) if self.graph.dtype == "float32" else None
         if around is None and not any(layer.autocast for layer in self.graph.layers):
             return None
@@ -155,7 +156,7 @@ class Setting:
         return made.everywhere() if layer.name in self.graph.unfed else made
 
     def directions(self, name: EdgeName) -> int:
-        """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.
+        """The number of times that an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.
 
         What every device computes does not travel either (see `CostModel.edge_costs`).
         """
@@ -165,7 +166,7 @@ class Setting:
         return 2 if self.has_gradient[source.name] and self.has_gradient[target.name] else 1
 
     def edge(self, name: EdgeName, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Edge:
-        """What a transfer follows from."""
+        """The facts that a transfer follows from."""
         source, target = self.graph[name[0]], self.graph[name[1]]
         maps, epilogue = input_maps(target, name[2])
         owners, needers = self.layout(source, sources).owned, self.layout(target, targets).at(epilogue)

@@ -35,7 +35,9 @@ class GradientSum:
 def step_facts(
     model: CostModel, strategy: Strategy, bucket_bytes: float = BUCKET_BYTES
 ) -> tuple[StrategyFacts, list[GradientSum]]:
-    """What the program of a complete strategy follows from, and the sums behind its gradients, in their order."""
+    """The facts that the program of a complete strategy follows from, and the sums behind its gradients, in their
+    order.
+    """
     graph, gradients, sums = model.graph, list[Gradient](), list[GradientSum]()
     for layer in gradient_order(graph):
         for one in gradient_sums(model, layer, strategy[layer.name]):
@@ -85,7 +87,7 @@ def gathers(model: CostModel, layer: Layer, config: Config) -> list[GradientSum]
 
 
 def gathered_alone(model: CostModel, layer: Layer, config: Config) -> bool:
-    """Whether a layer's parameters are full only while it computes."""
+    """True if a layer's parameters are full only while it computes."""
     return states_of(layer, config) == "gathered" and bool(gathers(model, layer, config))
 
 

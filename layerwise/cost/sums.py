@@ -25,8 +25,8 @@ TABLE = 1 << 16  # sums that are tabulated: they are asked for again and again; 
 
 
 class Sums:
-    """Of a dimension that is `held`: a degree of `a_values` that owns, of `b_values` that needs what `axis` makes of
-    its cells of `dim`.
+    """Sums over a dimension that is `held`: a degree of `a_values` that owns, of `b_values` that needs what `axis`
+    makes of its cells of `dim`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ def sums(held: Held, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_value
 
 
 def _begin(degrees: Ints) -> Ints:
-    """Where each degree's degree + 1 numbers begin, laid end to end."""
+    """The index at which each degree's degree + 1 numbers begin, laid end to end."""
     return np.cumsum(degrees + 1) - degrees - 1
 
 

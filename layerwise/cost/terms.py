@@ -56,7 +56,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTerm(Term):
-    """Of a layer by itself."""
+    """The cost of a layer by itself."""
 
     seconds: Callable[[Setting, Layer, Layout], Floats]  # (C,) of C configurations
     phases: Mapping[str, float]  # of the oracle's table: the share that each phase has; their sum is 1
@@ -71,7 +71,7 @@ class LayerTerm(Term):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeTerm(Term):
-    """Of a tensor that goes from layer to layer, `directions` times (1: forward only)."""
+    """The cost of a tensor that goes from layer to layer, `directions` times (1: forward only)."""
 
     seconds: Callable[[Setting, Edge, int, tuple[int, ...] | None], Floats]  # (C_u, C_v); watched devices: at least
     sent_bytes: Callable[[Setting, Edge, int], float] = lambda *_: 0.0  # by all devices, of the first configurations
@@ -85,7 +85,7 @@ def sync_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
 
 
 def sync_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
-    """Of the all-reduces, and of the reduce-scatters, which send half as much."""
+    """Bytes of the all-reduces, and of the reduce-scatters, which send half as much."""
     return _bytes(gradients_of(setting, layer, layout)) + _bytes(shares_of(setting, layer, layout), 0.5)
 
 
@@ -113,7 +113,7 @@ def statistics_s(setting: Setting, layer: Layer, layout: Layout, *, recomputed: 
 
 
 def statistics_bytes(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> float:
-    """Of these."""
+    """Bytes of the all-reduces of statistics."""
     return _bytes(statistics_of(setting, layer, layout, recomputed=recomputed))
 
 
@@ -156,7 +156,7 @@ def _each(
 
 
 def _bytes(collectives: Sequence[Collective], share: float = 1.0) -> float:
-    """What all devices hand to the network, of the first configuration. share: of an all-reduce's."""
+    """Bytes that all devices hand to the network, under the first configuration. share: of an all-reduce's."""
     return sum((share * wire_bytes(float(c.total_bytes[0]), c.group_shapes[0]) for c in collectives), 0.0)
 
 

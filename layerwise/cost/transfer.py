@@ -31,7 +31,7 @@ CHUNK = 1 << 15  # elements of the largest temporary array: bounds the memory, a
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the ports of each level carry in one direction, for C_u x C_v pairs of configurations."""
+    """The traffic of the ports of each level in one direction, for C_u x C_v pairs of configurations."""
 
     bytes: Floats  # (C_u, C_v, levels) through the busiest port
     # (C_u, C_v, levels) through it. Where the port is not measured, those of an outer level count as the ratio of the
@@ -154,7 +154,7 @@ def _port_time(size_bytes: Floats, messages: Floats, number: int, graph: DeviceG
 
 
 def _messages(m: int, number: int, graph: DeviceGraph) -> float:
-    """What a message of level `m` counts as at the ports of level `number`."""
+    """The messages of ports of level `number` that a message of level `m` counts as."""
     return graph.levels[m].alpha_s / graph.levels[number].alpha_s if _curve(number, graph) is None else 1.0
 
 
@@ -186,7 +186,7 @@ def _sweep(
 
 
 def _chunks(edge: Edge, watched: Sequence[int]) -> Iterator[slice]:
-    """Of the producer's configurations, so many that arrays stay small."""
+    """Slices of the producer's configurations, so many that arrays stay small."""
     step = max(1, CHUNK // (edge.pairs[1] * len(watched) * 2))
     return (slice(start, start + step) for start in range(0, edge.pairs[0], step))
 

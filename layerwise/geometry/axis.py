@@ -86,12 +86,12 @@ def whole(extent: int) -> AxisMap:
 
 
 def fixed(extent: int, index: int) -> AxisMap:
-    """Only position `index` of a dimension of `extent`, whatever the box."""
+    """A map to position `index` of a dimension of `extent`, whatever the box."""
     return AxisMap(1, None, (IntervalMap(extent, first=index, last=index),))
 
 
 def identity(extent: int, source: int) -> AxisMap:
-    """The same interval of a dimension of the same extent."""
+    """A map to the same interval of a dimension of the same extent."""
     return AxisMap(extent, source)
 
 

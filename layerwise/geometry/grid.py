@@ -49,7 +49,7 @@ def chunks(length: int, degree: int) -> Ints:
 
 @lru_cache(maxsize=65536)
 def nests(length: int, degree: int, split: int) -> bool:
-    """Whether `degree * split` cells of a dimension of that many units are those of `degree`, each cut once more.
+    """True if `degree * split` cells of a dimension of that many units are those of `degree`, each cut once more.
 
     So it is with powers of two, and where the degree divides the length.
     """

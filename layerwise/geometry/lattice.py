@@ -27,7 +27,7 @@ class Lattice:
         return AxisMap(extent, source, (after,))
 
     def slice(self, begin: int, lo: int, hi: int) -> slice:
-        """Of a buffer that starts at position `begin`, the index of the numbers [lo, hi)."""
+        """The index of the numbers [lo, hi) in a buffer that starts at position `begin`."""
         start = self.first + lo * self.step - begin if hi > lo else 0
         return slice(start, start + (hi - lo - 1) * self.step + 1 if hi > lo else 0, self.step)
 
@@ -49,6 +49,6 @@ def through(maps: Sequence[AxisMap], counted: Sequence[AxisMap]) -> tuple[AxisMa
 
 
 def slices(lattices: Lattices, box: Box, numbered: Box) -> tuple[slice, ...]:
-    """Of a buffer that holds `box`, the index of its positions whose numbers are in `numbered`."""
+    """The index of those positions of a buffer for `box` whose numbers are in `numbered`."""
     rows = zip(lattices, box.lo, numbered.lo, numbered.hi, strict=True)
     return tuple(slice(lo - begin, hi - begin) if n is None else n.slice(begin, lo, hi) for n, begin, lo, hi in rows)

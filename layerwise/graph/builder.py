@@ -67,7 +67,7 @@ class GraphBuilder:
         return unique
 
     def _types(self, layer: Layer, weights: str | None) -> Types | None:
-        """Of the one stage that it has; None where the operator says them by itself."""
+        """Element types of the one stage that it has; None where the operator says them by itself."""
         sources = [self._layers[name] for name in layer.inputs[: len(layer.specs)]]
         types = types_of(layer.op, sources) or layer.all_types
         if layer.role is Role.COMPUTE and weights is not None:

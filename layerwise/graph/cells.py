@@ -35,7 +35,7 @@ class Cells(View):
 
 
 def with_cells(graph: LayerGraph, inputs: Collection[str]) -> LayerGraph:
-    """The same network in which a layer `x.cells` stands between each of these inputs and what reads it.
+    """Returns the network with a layer `x.cells` between each of these inputs and what reads it.
 
     Where every rank reads boxes (io boxes), it then reads its own cell of x: that layer needs no more, and what its
     readers need is redistributed, priced and counted as between any two layers. LayerwiseError for a name that is no

@@ -65,7 +65,7 @@ def _layer(layer: Layer) -> dict[str, object]:
 
 
 def _attributes(held: Op | TensorSpec) -> Iterator[tuple[str, object]]:
-    """Those that are not the default."""
+    """Attributes that are not the default."""
     for field in fields(held):  # type: ignore[arg-type]  # every operator is a dataclass
         value = getattr(held, field.name)
         if field.default is MISSING or value != field.default:

@@ -25,7 +25,9 @@ SINK = "outputs"  # the name of the sink
 
 
 class StageGradients(NamedTuple):
-    """Whether the backward pass of a stage makes a gradient of what it reads, and is given one of its result."""
+    """What the backward pass of a stage does: `inputs`, it makes a gradient of what it reads; `result`, it receives
+    one.
+    """
 
     inputs: bool
     result: bool
@@ -91,7 +93,7 @@ class Layer:
 
     @property
     def all_types(self) -> Types:
-        """Of each stage."""
+        """The element types of every stage."""
         if self.types is not None:
             return self.types
         plain = tuple(stage.space.out.dtype for stage in self.stages)
@@ -113,24 +115,24 @@ class Layer:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is known of its operator but what it makes, so that it is not split."""
+        """True if nothing is known of its operator but what it makes, so that it is not split."""
         return isinstance(self.main, TorchOp) and not self.main.free
 
     @property
     def end(self) -> bool:
-        """Whether nothing is chosen here: data comes in, a constant is made, or outputs go."""
+        """True if nothing is chosen here: data comes in, a constant is made, or outputs go."""
         return self.role in (Role.INPUT, Role.CONSTANT, Role.SINK)
 
     @property
     def trains(self) -> bool:
-        """Whether a gradient is made of any of its parameters."""
+        """True if a gradient is made of any of its parameters."""
         if self.role is Role.TIED:
             return self.name not in self.frozen
         return any(p.trainable for p in self.space.parameters)
 
     @property
     def remembered(self) -> list[tuple[str, Parameter, str]]:
-        """What training writes to, running statistics: the model's name, the description, the element type."""
+        """The running statistics, to which training writes: the model's name, the description, the element type."""
         rows: list[tuple[str, Parameter, str]] = []
         for dtype, stage in zip(self.all_types.parameters, self.stages, strict=True):
             here = zip(self.parameters[stage.parameters], self.space.parameters[stage.parameters], strict=True)
@@ -140,7 +142,7 @@ class Layer:
         return rows
 
     def gradients(self, flows: Sequence[bool]) -> tuple[StageGradients, ...]:
-        """Which gradients each stage makes. flows: whether one is wanted of each of the layer's inputs."""
+        """The gradients that each stage makes. flows: whether one is wanted of each of the layer's inputs."""
         made: list[StageGradients] = []
         for stage in self.stages:
             inputs = any(flows[stage.inputs]) or (stage.epilogue and made[-1].result)
@@ -167,7 +169,7 @@ class Layer:
         return tuple(slot for slot, lattices in enumerate(self.space.lattices) if lattices)
 
     def packed(self, slots: Collection[int]) -> Layer:
-        """The same layer where of these inputs only what is read at all is there (`Space.lattice`)."""
+        """The layer that receives of these inputs only the positions that it reads (`Space.lattice`)."""
         if not slots:
             return self
         specs = list(self.specs)
@@ -234,7 +236,7 @@ class LayerGraph:
                 yield source, layer.name, slot
 
     def consumers(self) -> dict[str, list[str]]:
-        """For each layer, who uses its output (once a use)."""
+        """The layers that use each layer's output (once a use), by its name."""
         uses: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
         for source, target, _ in self.edges():
             uses[source].append(target)
@@ -303,7 +305,7 @@ class LayerGraph:
 
     @cached_property
     def has_gradient(self) -> dict[str, bool]:
-        """Whether a gradient flows back to each layer's output."""
+        """By layer, true if a gradient flows back to its output."""
         result: dict[str, bool] = {}
         for layer in self.layers:
             wanted = layer.trains or layer.name in self.differentiated
@@ -312,16 +314,16 @@ class LayerGraph:
         return result
 
     def differentiates(self, layer: Layer) -> bool:
-        """Whether a layer computes something that a gradient flows back through."""
+        """True if a layer computes something that a gradient flows back through."""
         return layer.role is Role.COMPUTE and self.has_gradient[layer.name]
 
     def flows_back(self, layer: Layer) -> tuple[bool, ...]:
-        """For each of a layer's inputs, whether this layer sends a gradient back to it."""
+        """A flag for each of a layer's inputs: true if the layer sends a gradient back to it."""
         goes_on = self.has_gradient[layer.name] or layer.role is Role.SINK
         return tuple(goes_on and self.has_gradient[name] for name in layer.inputs)
 
     def gradients(self, layer: Layer) -> tuple[StageGradients, ...]:
-        """Which gradients each stage of a layer makes."""
+        """The gradients that each stage of a layer makes."""
         return layer.gradients(self.flows_back(layer))
 
     @cached_property
@@ -368,7 +370,7 @@ class LayerGraph:
         return frozenset(name for layer, name, p in held if p.trainable or name in layer.frozen)
 
     def freeze(self, names: Collection[str]) -> LayerGraph:
-        """The same network, of which the parameters `names`, and no others, are not trained."""
+        """The network with the parameters `names`, and no others, not trained."""
         layers = []
         for layer in self.layers:
             held = (layer.name,) if layer.role is Role.TIED else layer.parameters
@@ -377,12 +379,12 @@ class LayerGraph:
         return replace(self, layers=tuple(layers))
 
     def untrained(self) -> LayerGraph:
-        """The same network, no parameter of which is trained, and no input of which has a gradient: for inference."""
+        """The network for inference: no parameter is trained, and no input has a gradient."""
         held = {name for layer in self.layers for name in (layer.name, *layer.parameters)}
         return replace(self.freeze(held), differentiated=frozenset())
 
     def rebatch(self, batch: int) -> LayerGraph:
-        """The same network with `batch` samples: shapes are inferred again from the inputs."""
+        """The network with `batch` samples: shapes are inferred anew from the inputs."""
         if batch < 1:
             raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
         if batch == self.batch:
@@ -397,7 +399,7 @@ class LayerGraph:
 
 @lru_cache(maxsize=65536)
 def _untrained(where: Space, which: tuple[int, ...]) -> Space:
-    """With parameters that are not trained. Cached, as `space` is: what is priced by space is shared."""
+    """The space with parameters that are not trained. Cached, as `space` is: what is priced by space is shared."""
     parameters = (replace(p, trainable=p.trainable and i not in which) for i, p in enumerate(where.parameters))
     return replace(where, parameters=tuple(parameters))
 

@@ -34,7 +34,7 @@ KEEPING = frozenset({"relu", "leaky_relu", "tanh", "hardtanh", "add"})  # functi
 
 
 def mixed(graph: LayerGraph, autocast: str | None, device: str, dtype: str | None = None) -> LayerGraph:
-    """The same network with the types that its tensors have under autocast; parameters and their gradients keep theirs.
+    """The network with the types that its tensors have under autocast; parameters and their gradients keep theirs.
 
     The model's own `torch.autocast` regions go before the one around its call. A network that has been through here
     keeps its types, and so does one without either.
@@ -69,7 +69,7 @@ def mixed(graph: LayerGraph, autocast: str | None, device: str, dtype: str | Non
 
 
 def types_of(op: Op, sources: Sequence[Layer]) -> Types | None:
-    """Of an operator without autocast and without parameters; None where it says them by itself."""
+    """The types of an operator without autocast and without parameters; None where it says them by itself."""
     if op.role is not Role.COMPUTE or all(source.types is None for source in sources):
         return None
     made = space(op, tuple(source.out for source in sources)).out.dtype
@@ -129,7 +129,7 @@ def _known(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str | 
 
 @contextmanager
 def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """As torch.autocast, which does nothing for CUDA where there is none. None: turned off."""
+    """Enters torch.autocast, which does nothing for CUDA where there is none. None: turned off."""
     import torch
 
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()

@@ -39,14 +39,14 @@ def effective(regions: Iterable[Region], traced: str) -> Regions:
 
 
 def autocast_within(regions: Regions, device: str, around: str | None) -> str | None:
-    """What autocast casts to on a device; None where it is off. around: what it is around the model's call."""
+    """The type that autocast casts to on a device; None where it is off. around: what it is around the model's call."""
     inner = (region.dtype for region in reversed(regions) if region.device in (TRACED, device))
     return next(inner, around)
 
 
 @dataclass(frozen=True, slots=True)
 class Types:
-    """Of a layer's stages, in order."""
+    """Element types of a layer's stages, in order."""
 
     made: tuple[str, ...]  # what each makes
     plain: tuple[str, ...]  # what it makes where autocast is off everywhere
@@ -54,7 +54,7 @@ class Types:
 
 
 def stacked(types: Sequence[Types]) -> Types:
-    """Of layers that become the stages of one."""
+    """The types of layers that become the stages of one."""
     made, plain, parameters = (tuple(name for one in types for name in getattr(one, part)) for part in Types.__slots__)
     return Types(made, plain, parameters)
 

@@ -35,7 +35,7 @@ class Curve:
     further: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size_bytes: Floats) -> Floats:
-        """The same shape; nothing travels where there are no bytes. Never falls as bytes grow."""
+        """Seconds of an operation of this shape; 0 where there are no bytes. Never falls as bytes grow."""
         sizes, seconds = np.array(self.knots).T
         (x0, y0), (x1, y1) = self.knots[-2:]
         beyond = np.maximum(size_bytes - x1, 0.0) * ((y1 - y0) / (x1 - x0))
@@ -76,26 +76,28 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What `layerwise measure links` measures."""
+    """The measurements of `layerwise measure links`."""
 
     curves: tuple[Curve, ...]
     overlaps: tuple[Overlap, ...] = ()
     conditions: Mapping[str, object] = field(default_factory=dict, hash=False)  # software, date, ranks: for people
 
     def curve(self, operation: Operation, fan: Sequence[int], load: int) -> Curve | None:
-        """Of that shape, under that load or the next higher one that was measured; None: neither was."""
+        """The curve of that shape, under that load or the next higher one that was measured; None: neither was."""
         fan = trimmed(fan)
         curves = [c for c in self.curves if c.operation == operation and c.fan == fan and c.load >= load]
         return min(curves, key=lambda c: c.load, default=None)
 
     def port(self, level: int, operation: Operation = "exchange") -> Curve | None:
-        """What the ports of a level carry, all that share one at work."""
+        """The curve of a level's ports, when all that share one are at work."""
         fan = (*(1,) * level, 2)
         curves = [c for c in self.curves if c.operation == operation and c.fan == fan]
         return max(curves, key=lambda c: c.load, default=None)
 
     def overlap(self, fan: Sequence[int], load: int, operation: Operation = "all_reduce") -> Overlap | None:
-        """Of that shape, or of the largest one that spans as many levels; an all-reduce's where it was not measured."""
+        """The overlap of that shape, or the largest that spans as many levels; an all-reduce's where it was not
+        measured.
+        """
         fan = trimmed(fan)
         of_it = [o for o in self.overlaps if o.operation == operation]
         measured = of_it or [o for o in self.overlaps if o.operation == "all_reduce"]
@@ -121,7 +123,7 @@ class Links:
 
 
 def trimmed(fan: Sequence[int]) -> tuple[int, ...]:
-    """Without the ones at its end."""
+    """The shape without the ones at its end."""
     last = max((i for i, members in enumerate(fan) if members > 1), default=-1)
     return tuple(fan[: last + 1])
 

@@ -30,7 +30,7 @@ RESERVED_BYTES, RESERVED_SHARE = 1.5e9, 0.1  # see `reserved_bytes`
 
 
 def reserved_bytes(memory_bytes: float, device_type: str) -> float:
-    """What plans leave of a device's memory to libraries, in bytes: an assumption, not measured.
+    """Bytes of a device's memory that plans leave to libraries: an assumption, not measured.
 
     On GPUs the contexts of CUDA, NCCL and cuDNN, workspaces, and what the allocator loses between blocks: 1.5 GB, but
     at most a tenth of the memory. On CPUs nothing.
@@ -65,7 +65,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What the analytic roofline knows of one device."""
+    """One device as the analytic roofline knows it."""
 
     name: str
     memory_bytes: int
@@ -133,7 +133,7 @@ class DeviceGraph:
 
     @property
     def usable_bytes(self) -> float:
-        """What a plan may take of a device's memory where nobody says otherwise."""
+        """Bytes that a plan may take of a device's memory where nobody says otherwise."""
         return self.processor.memory_bytes - reserved_bytes(self.processor.memory_bytes, self.device_type)
 
     @property

@@ -127,7 +127,7 @@ class Field:
 
 
 def kind(value: object) -> str:
-    """What a JSON value is, in words for a message."""
+    """The kind of a JSON value, in words for a message."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

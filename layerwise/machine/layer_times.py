@@ -23,7 +23,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the analytic roofline sees in one direction of a cell; the fit for unmeasured cells is over it."""
+    """The work of a cell in one direction, as the roofline sees it; the fit for unmeasured cells is over it."""
 
     kernels: float = 0.0
     arithmetic_s: float = 0.0  # at the peak
@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class CellTime:
-    """How long a cell took: medians."""
+    """The time that a cell took: medians."""
 
     forward_s: float
     backward_s: float

@@ -51,7 +51,7 @@ class Profile:
 
     @property
     def collectives(self) -> bool:
-        """Whether regular transfers run as collectives: on NCCL, by what the links were measured with where they were.
+        """True if regular transfers run as collectives: on NCCL, by what the links were measured with where they were.
 
         gloo runs messages: see layerwise.run.schedule.redistribute.
         """

@@ -210,7 +210,7 @@ def _links(args: argparse.Namespace) -> int:
 
 
 def _base(args: argparse.Namespace, *, cuda: bool) -> Profile:
-    """What the links are added to: the profile in the file, or where there is none yet, one to begin with."""
+    """The profile that the links are added to: the one in the file, or where there is none yet, one to begin with."""
     return load_profile(args.out if Path(args.out).is_file() else args.profile or (DEFAULT if cuda else "cpu"))
 
 

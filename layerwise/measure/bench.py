@@ -49,7 +49,7 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How kernels run."""
+    """The way in which kernels run."""
 
     device: torch.device
     dtype: torch.dtype
@@ -165,13 +165,15 @@ def _bound(layer: Layer) -> int:
 
 
 def _partial(spec: CellSpec) -> bool:
-    """Whether the cell has part of a reduction only."""
+    """True if the cell has part of a reduction only."""
     layer = spec.layer
     return any(spec.cell.lo[k] > 0 or spec.cell.hi[k] < layer.space.dims[k].extent for k in layer.space.reductions)
 
 
 def _reduction(spec: CellSpec) -> Callable[[Tensor], Tensor]:
-    """What a device does of a reduce-scatter beside sending: cut its partial sums, and add the others' to its own."""
+    """The work of a device in a reduce-scatter beside sending: it cuts its partial sums, and adds the others' to its
+    own.
+    """
     layer = spec.layer
     rank = len(layer.out.shape)
     cell = Box(spec.cell.lo[:rank], spec.cell.hi[:rank])

@@ -1,4 +1,4 @@
-"""What computation and messages cost each other while both go on."""
+"""Measures what computation and messages cost each other while both go on."""
 
 from __future__ import annotations
 

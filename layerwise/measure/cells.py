@@ -1,4 +1,4 @@
-"""Which cells there are to measure: every distinct one that a layer has under any configuration, repeated ones once."""
+"""The cells to measure: every distinct one that a layer has under any configuration, repeated ones once."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ CELL_S = 0.25  # about what one cell gets, beyond its least number of samples
 
 @dataclass(slots=True)
 class Measuring:
-    """What was measured so far, and how long that took."""
+    """The times that were measured so far, and how long that took."""
 
     times: LayerTimes  # grows by whatever `measure` takes
     mode: Mode
@@ -48,7 +48,7 @@ class Measuring:
     _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def has(self, key: Key) -> bool:
-        """Whether a cell needs no measuring (any more)."""
+        """True if a cell needs no measuring (any more)."""
         return key[1] in self.times.cells.get(key[0], {}) or key in self.failed
 
     def left(self, cells: Iterable[CellTask]) -> list[CellTask]:
@@ -121,7 +121,7 @@ def timed(cell: CellTask, mode: Mode, stopwatch: Stopwatch) -> CellTime:
 
 
 def free_bytes(device: torch.device) -> float:
-    """What a cell may take of memory."""
+    """Bytes of memory that a cell may take."""
     if device.type == "cuda":
         return 0.9 * torch.cuda.mem_get_info(device)[0]
     try:
@@ -140,7 +140,7 @@ Strategies = Callable[[CostModel, SearchSpace], list[Mapping[str, Config]]]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What came of it."""
+    """The outcome of a measurement."""
 
     device: str
     cells: int  # distinct ones that were wanted
@@ -190,7 +190,7 @@ class Job:
         return self._summary(measuring, best[0])
 
     def _measure(self, measuring: Measuring, cells: list[CellTask], what: str, *, quiet: bool) -> int:
-        """How many of them were taken."""
+        """Measures cells, and returns how many."""
         before, done = measuring.taken, 0
         with progress_bar(f"measuring {what}", quiet=quiet) as progress:
 
@@ -252,7 +252,7 @@ class Job:
 
 
 def base_profile(out: str | None, fallback: str | None, where: Conditions, device: torch.device) -> Profile:
-    """What is added to: the file `out` where it is there, else the profile `given`, as one of this device.
+    """The profile that is added to: the file `out` where it is there, else the profile `given`, as one of this device.
 
     LayerwiseError where the file holds times of another device.
     """

@@ -59,7 +59,7 @@ Progress = Callable[[int, int], None]  # done, of
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What was measured of one curve."""
+    """The measurements of one curve."""
 
     curve: Curve
     points: tuple[Point, ...]
@@ -151,7 +151,7 @@ STREAMS: dict[Operation, Kind] = {"all_reduce": "sync", "reduce_scatter": "sync"
 
 
 def begun(comm: Comm, operation: Operation, group: Group, size: int, kind: Kind | None = None) -> Start:
-    """What starts an operation on buffers of `size` bytes, in the stream of a kind."""
+    """A function that starts an operation on buffers of `size` bytes, in the stream of a kind."""
     kind = kind or STREAMS.get(operation, "transfers")
     count, members, what = size // 4, len(group), f"measuring {operation}"
     full = torch.ones(count, device=comm.device)

@@ -18,7 +18,7 @@ SHARED = 1.5  # times as long as one pair: then the pairs of a node share its po
 
 
 def conditions(comm: Comm, where: Topology) -> dict[str, object]:
-    """What the numbers hold for."""
+    """The conditions that the numbers hold for."""
     cuda = comm.device.type == "cuda"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -92,7 +92,7 @@ def _measured_level(
 
 
 def contention(loaded: Series, single: Series) -> float:
-    """How much longer all pairs of a node take at once than one, at the largest size of both."""
+    """The ratio of the time of all pairs of a node at once to that of one, at the largest size of both."""
     load = loaded.curve.load
     alone = dict(single.points)
     sizes = [size for size, _ in loaded.points if size / load in alone]

@@ -1,4 +1,6 @@
-"""What the runtime takes beside kernels: for every layer, and for every step. Measured on chains of short layers."""
+"""Measures what the runtime takes beside kernels: for every layer, and for every step. Measured on chains of short
+layers.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ MakeModule = Callable[[Plan, LayerGraph, Mode], nn.Module]  # makes the runtime'
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What the runtime takes beside kernels."""
+    """The time that the runtime takes beside kernels."""
 
     layer: CellTime  # of each layer
     step: CellTime  # of each step

@@ -1,4 +1,4 @@
-"""How long something takes, warm and repeated: on this device (Stopwatch), or by several ranks together (timed).
+"""Timing, warm and repeated: on this device (Stopwatch), or by several ranks together (timed).
 
 Rounds of several ranks during which a machine's host took CPU time from it are repeated, and those with the least of it
 count, however long they took.
@@ -36,7 +36,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was timed."""
+    """The times of a measurement."""
 
     seconds: tuple[float, ...]  # the median of each part
     spread: float  # the range of the middle half of the whole's samples, as a share of their median
@@ -123,7 +123,7 @@ class Time:
 
 
 def timed(comm: Comm, operation: Do | None, rounds: int = ROUNDS) -> Time:
-    """How long an operation takes the slowest rank. Every rank calls this; None: it takes no part."""
+    """The time that an operation takes the slowest rank. Every rank calls this; None: it takes no part."""
     for _ in range(2):  # the first one connects and allocates
         _, first = _slowest(comm, operation, 1)
     times = max(1, min(MOST, round(ROUND_S / max(first, 1e-9))))

@@ -1,4 +1,4 @@
-"""Which ranks talk at once: the topology of the ranks at hand, and the shapes of groups that plans make on it."""
+"""The topology of the ranks at hand: who talks at once, and the shapes of groups that plans make on it."""
 
 from __future__ import annotations
 

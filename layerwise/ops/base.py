@@ -1,4 +1,4 @@
-"""What an operator must say about itself: shapes, what its boxes need, its parameters, its work.
+"""The base class of operators: shapes, the boxes that one needs, its parameters, its work.
 
 An operator computes over an *iteration space*: the dimensions of its output, then its reductions (`k`). A
 configuration cuts that space into cells; `needs` maps a cell to the box of each input and of each parameter. The
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Role(Enum):
-    """What an operator is in a network."""
+    """The part that an operator plays in a network."""
 
     COMPUTE = auto()
     INPUT = auto()  # a tensor that the data loader feeds
@@ -67,31 +67,31 @@ class Op(ABC):
 
     @property
     def remembers(self) -> bool:
-        """Whether training changes its buffers, also where nobody reads its output."""
+        """True if training changes its buffers, also where nobody reads its output."""
         return False
 
     @property
     def random(self) -> bool:
-        """Whether it draws random numbers in training."""
+        """True if it draws random numbers in training."""
         return False
 
     @property
     def detaches(self) -> bool:
-        """Whether no gradient goes back through it."""
+        """True if no gradient goes back through it."""
         return False
 
     @property
     def loss(self) -> Literal["mean", "sum"] | None:
-        """Where its result is a loss, a number a sample: what PyTorch's is of them, over the batch."""
+        """The kind of loss where its result is one, a number a sample: what PyTorch's is of them, over the batch."""
         return None
 
     @property
     def elementwise(self) -> bool:
-        """Whether it makes every element of its one input into another, in a tensor of any shape."""
+        """True if it makes every element of its one input into another, in a tensor of any shape."""
         return False
 
     def unchanged(self, inputs: Sequence[TensorSpec]) -> bool:
-        """Whether its result is its first input, or a view of it."""
+        """True if its result is its first input, or a view of it."""
         return self.view
 
     @abstractmethod
@@ -100,17 +100,17 @@ class Op(ABC):
 
     @abstractmethod
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        """For every input, one AxisMap a dimension, from the iteration space."""
+        """One AxisMap a dimension for every input, from the iteration space."""
 
     def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
-        """Of every input the positions that are read at all, where a stride skips others; (): all of all.
+        """The positions of every input that are read at all, where a stride skips others; (): all of all.
 
         Where such an input travels only these do. What arrives is read by the operator that `packed` makes.
         """
         return ()
 
     def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
-        """The same operator where of these inputs only the positions of their lattices are there."""
+        """The operator for inputs that consist only of the positions of their lattices."""
         return self
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
@@ -145,11 +145,11 @@ class Op(ABC):
         return (Stage(self, tuple(inputs), where, views, slice(len(inputs)), slice(len(where.parameters))),)
 
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
-        """What it all-reduces among its own cells, forward; the backward pass does the same again."""
+        """Elements that it all-reduces among its own cells, forward; the backward pass does the same again."""
         return None
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """What the kernel saves for backward and takes meanwhile, of boxes [lo, hi) of the iteration space."""
+        """Memory that the kernel saves for backward and takes meanwhile, for boxes [lo, hi) of the iteration space."""
         return self.saves
 
     def margins(self, local: Local) -> Mapping[int, tuple[int, int]]:
@@ -157,11 +157,11 @@ class Op(ABC):
         return {}
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
-        """The same operator at another batch; only those that name sizes (reshape, expand) change."""
+        """The operator at another batch; only those that name sizes (reshape, expand) change."""
         return self
 
     def at_batch(self, old: int, new: int) -> Op:
-        """The same operator for `new` samples, not `old`, where its inputs do not tell (Expand of a class token)."""
+        """The operator for `new` samples, not `old`, where its inputs do not tell (Expand of a class token)."""
         return self
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
@@ -173,7 +173,7 @@ class Op(ABC):
         raise LayerwiseError(f"layerwise can plan {self.kind} but has no kernel to run it")
 
     def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """What comes after the reduction (a bias): `total` is a box of the sum, `parameters` those of the epilogue."""
+        """Adds what follows the reduction (a bias): `total` is a box of the sum, `parameters` those of the epilogue."""
         return total
 
     def rows(self) -> dict[str, object]:
@@ -200,12 +200,12 @@ class Stage:
 
     @property
     def epilogue(self) -> bool:
-        """Whether it comes after the reduction over k, and so works on what a device owns of the output."""
+        """True if it comes after the reduction over k, and so works on what a device owns of the output."""
         return self.slot is not None
 
     @property
     def view(self) -> bool:
-        """Whether its result is its first input, or a view of it."""
+        """True if its result is its first input, or a view of it."""
         return self.op.unchanged(self.specs)
 
     @property
@@ -214,11 +214,11 @@ class Stage:
         return str(getattr(self.op, "fn", "") or self.op.kind)
 
     def outside(self, row: Sequence[T]) -> list[T]:
-        """Of a row with an entry for each of its inputs, the entries of those from outside the layer."""
+        """Entries for inputs from outside the layer, of a row with an entry for each input."""
         return [entry for i, entry in enumerate(row) if i != self.slot]
 
     def statistics(self, *, local_batch_norm: bool = False) -> Statistics | None:
-        """What it all-reduces; None too where batch norms take statistics of each device's own samples."""
+        """Elements that it all-reduces; None too where batch norms take statistics of each device's own samples."""
         if local_batch_norm and self.op.local_statistics:
             return None
         return self.op.statistics(self.specs, self.space.out)

@@ -1,4 +1,4 @@
-"""Where tensors come from and go to: inputs, parameters used twice, and the one sink."""
+"""The ends of a network: inputs, parameters used twice, and the one sink."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Constant(_Source):
 
 @dataclass(frozen=True, slots=True)
 class Sink(Op):
-    """Where all outputs meet: it needs its samples of each of them."""
+    """The layer at which all outputs meet: it needs its samples of each of them."""
 
     kind: ClassVar[str] = "sink"
     arithmetic: ClassVar[bool] = False

@@ -81,14 +81,16 @@ class Statistics:
     exact: bool = True  # whether float64 adds them up forward: a variance is what is left of two large sums
 
     def item_bytes(self, of_output: int) -> tuple[int, int]:
-        """Of an element, forward and back. of_output: that many bytes has one of the output; 16 bits add up in 32."""
+        """Bytes of an element, forward and back. of_output: that many bytes has one of the output; 16 bits add up in
+        32.
+        """
         wide = max(of_output, 4)
         return 8 if self.exact else wide, wide
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a kernel keeps in memory for its backward pass, and what it takes besides for a while.
+    """Memory that a kernel saves for its backward pass, and that it takes besides for a while.
 
     Bytes are arrays over boxes, or one number.
     """
@@ -119,11 +121,11 @@ class Space:
         return range(len(self.out.shape), len(self.dims))
 
     def index(self, label: str) -> int | None:
-        """Which dimension can be split under `label`."""
+        """The dimension that can be split under `label`."""
         return next((i for i, d in enumerate(self.dims) if d.label == label), None)
 
     def lattice(self, slot: int) -> Lattices:
-        """Which positions of an input are read at all."""
+        """The positions of an input that are read at all."""
         return self.lattices[slot] if self.lattices else ()
 
     def max_degree(self, label: str) -> int:
@@ -150,7 +152,7 @@ class Local:
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: str, make: Callable[[], T]) -> T:
-        """What a kernel need compute once, such as how its windows lie: numbers, no tensors."""
+        """Numbers that a kernel need compute only once, such as how its windows lie: no tensors."""
         if key not in self.memo:
             self.memo[key] = make()
         found: T = self.memo[key]
@@ -164,11 +166,11 @@ class Local:
 
     @property
     def whole_samples(self) -> bool:
-        """Whether the cell has all of every sample that it has of dimension 0: as one device has it, or DDP's do."""
+        """True if the cell has all of every sample that it has of dimension 0: as one device has it, or DDP's do."""
         extents = (d.extent for d in self.space.dims[1:])
         return self.once("whole samples", lambda: self.cell.shape[1:] == tuple(extents)[: len(self.cell.lo) - 1])
 
     def spans(self, *dims: int) -> bool:
-        """Whether the output box is whole in these dimensions."""
+        """True if the output box is whole in these dimensions."""
         shape = self.space.out.shape
         return all(self.cell.lo[i] == 0 and self.cell.hi[i] == shape[i] for i in dims)

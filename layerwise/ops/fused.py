@@ -126,7 +126,7 @@ class Fused(Op):
 
 
 def viewed_spec(spec: TensorSpec, chain: Sequence[Op]) -> TensorSpec:
-    """What a tensor looks like through a chain of views."""
+    """The shape and type of a tensor seen through a chain of views."""
     for view in chain:
         spec = view.output(spec)
     return spec
@@ -144,7 +144,7 @@ def through_views(maps: Maps, spec: TensorSpec, chain: Sequence[Op]) -> Maps:
 
 
 def _slices(spec: TensorSpec, chain: Sequence[Op]) -> tuple[Lattices, tuple[Op, ...]]:
-    """What a chain that begins with slices reads of a tensor at all, and the chain where only that is there."""
+    """The positions of a tensor that a chain beginning with slices reads, and the chain over these alone."""
     found: dict[int, Lattice | None] = {}  # by dimension, of the first slice of it
     packed = list(chain)
     for i, view in enumerate(chain):

@@ -32,7 +32,7 @@ Shaped = tuple[tuple[int, ...], str]  # shape and element type
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a function makes; in bytes, beside its inputs and its result."""
+    """A function's result, its FLOPs, and the memory it takes; in bytes, beside its inputs and its result."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -89,7 +89,7 @@ class _Storages:
 
     @contextmanager
     def saved(self) -> Iterator[dict[int, int]]:
-        """What autograd saves within it."""
+        """Yields a dict that is filled with the bytes that autograd saves within it, by storage."""
         from torch.autograd.graph import saved_tensors_hooks
 
         sizes = dict[int, int]()
@@ -126,7 +126,7 @@ def _observer() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor stands among the arguments: which of the operator's inputs, or of its parameters."""
+    """The place of a tensor among the arguments: which of the operator's inputs, or of its parameters."""
 
     number: int
     parameter: bool = False
@@ -165,7 +165,7 @@ class TorchOp(Op):
 
     @property
     def fn(self) -> str:
-        """What people know it by."""
+        """The function's name for people."""
         return self.target
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -210,13 +210,13 @@ class TorchOp(Op):
         return tuple(Parameter(str(i), shape, tuple(map(whole, shape))) for i, (shape, _) in enumerate(self.held))
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        """Of its matrix products, as torch counts them, and one an element that it reads or makes."""
+        """FLOPs of its matrix products, as torch counts them, and one an element that it reads or makes."""
         made = made_by(self, tuple(inputs))
         share: Counts = np.prod(extents, axis=-1, dtype=np.float64) / prod(made.shape)
         return share * (made.flops + prod(made.shape) + sum(x.volume for x in inputs))
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """What autograd is seen to save, and all that is made on the way, of a box by its share of the elements."""
+        """Memory that autograd saves, and all that is made on the way, of a box by its share of the elements."""
         made = made_by(self, tuple(inputs))
         share = np.prod(hi - lo, axis=-1, dtype=np.float64) / prod(made.shape)
         return Saved(extra=share * made.saved, forward=share * made.forward, between=share * made.backward)
@@ -249,7 +249,7 @@ class TorchOp(Op):
 
 @lru_cache(maxsize=4096)
 def made_by(op: TorchOp, inputs: tuple[TensorSpec, ...]) -> Made:
-    """What it makes of tensors of these shapes. LayerwiseError where PyTorch does not take them."""
+    """What the operator makes of tensors of these shapes. LayerwiseError where PyTorch does not take them."""
     count = len(inputs)
     shapes = [*((x.shape, x.dtype) for x in inputs), *op.held]
     try:
@@ -291,7 +291,7 @@ class AsWritten(Op):
 
     @property
     def loss(self) -> Literal["mean", "sum"] | None:
-        """What it returns is taken for a mean over samples where it is not a row of each."""
+        """The loss that it is taken for: a mean over samples, where what it returns is not a row of each."""
         return None if self.by_row else "mean"
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:

@@ -1,4 +1,4 @@
-"""What every strategy would cost on a machine, before anyone rents it: `python -m layerwise.oracle MODEL --gpus N`."""
+"""The cost of every strategy on a machine, before anyone rents it: `python -m layerwise.oracle MODEL --gpus N`."""
 
 from layerwise.oracle.ask import Budget, ask, suggest
 from layerwise.oracle.question import Oracle, Question

@@ -177,7 +177,7 @@ def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) 
 
 
 def _question(args: argparse.Namespace, profile: Profile) -> Question:
-    """What the flags ask about the model."""
+    """The question that the flags ask about the model."""
     dims = _dims(args.spatial_dims)
     return Question(
         graph=fuse(load_model(args.model, 1, args.input_shape)),

@@ -117,7 +117,7 @@ def plan_of(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be used; None: no limit."""
+    """The devices and money that may be used; None: no limit."""
 
     gpus: int | None = None
     memory_bytes: float | None = None  # of a device, beside what plans may take of it

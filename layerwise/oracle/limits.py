@@ -1,4 +1,4 @@
-"""What holds a strategy back: the limits and bottlenecks of ParaDL's table 6 that apply, each with its number.
+"""The limits and bottlenecks of ParaDL's table 6 that apply to a strategy, each with its number.
 
 The paper's memory stalling is its framework's allocator and no matter of a strategy: it is not here.
 """
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a network is without any parallelism: items, and seconds a sample."""
+    """A network without any parallelism: items, and seconds a sample."""
 
     weights: int  # trainable, biases aside
     biases: int
@@ -64,7 +64,7 @@ def findings(
     staged: Sequence[PipelineStage] = (),
     exposed_s: float | None = None,
 ) -> list[Finding]:
-    """Those that apply to a projection on `devices`, the costliest first; none on one device.
+    """The findings that apply to a projection on `devices`, the costliest first; none on one device.
 
     staged: a pipeline's stages. exposed_s: of the gradient exchange, what is not hidden beside the backward pass; None
     where nobody simulated it.

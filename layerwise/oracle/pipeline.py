@@ -85,12 +85,12 @@ def _largest_gradient_bytes(graph: LayerGraph, names: Sequence[str]) -> float:
 
 
 def cuts_of(staged: Sequence[PipelineStage]) -> list[int]:
-    """Where these stages begin, and where the last one ends."""
+    """The layers at which these stages begin, and where the last one ends."""
     return [0, *accumulate(len(stage.layers) for stage in staged)]
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Where to cut a row into `parts` non-empty runs so that the dearest run is as cheap as can be: 0, ..., len(costs).
+    """The cuts of a row into `parts` non-empty runs of which the dearest is as cheap as can be: 0, ..., len(costs).
 
     Dynamic programming over (runs, end): exact.
     """
@@ -117,7 +117,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
-    """For each layer, the bytes of all tensors made up to it and used after it: what a cut behind it passes on."""
+    """By layer, the bytes of all tensors made up to it and used after it: what a cut behind it passes on."""
     order = {layer.name: i for i, layer in enumerate(graph.layers)}
     last = {name: max((order[user] for user in users), default=-1) for name, users in graph.consumers().items()}
     fed = {layer.name for layer in graph.layers if layer.end}
@@ -180,7 +180,7 @@ def _through(
 
 
 def _passing_s(staged: Sequence[PipelineStage], devices: DeviceGraph) -> list[float]:
-    """What each stage passes on of a segment: seconds of a message to the next, as measured where it was."""
+    """Seconds of the message of a segment from each stage to the next, as measured where it was."""
     return [_message_s(stage.passed_bytes, device, devices) for device, stage in enumerate(staged[:-1])]
 
 
@@ -193,7 +193,7 @@ def _message_s(size_bytes: float, device: int, devices: DeviceGraph) -> float:
 
 
 def imbalance(staged: Sequence[PipelineStage]) -> float:
-    """How much longer the slowest stage takes than the mean: 0 is perfect."""
+    """The excess of the slowest stage over the mean: 0 is perfect."""
     times = [s.forward_s + s.backward_s for s in staged]
     return max(times) / (sum(times) / len(times)) - 1
 

@@ -1,4 +1,4 @@
-"""What the oracle is asked, and its answers: one for each strategy and number of devices."""
+"""Questions to the oracle, and its answers: one for each strategy and number of devices."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a strategy costs on a number of devices."""
+    """The cost of a strategy on a number of devices."""
 
     projection: Projection
     overlapped_s: float  # an iteration, gradients beside the backward pass; the phases' sum where nothing is simulated
@@ -134,7 +134,7 @@ class Oracle:
 
     @cached_property
     def usable_bytes(self) -> float:
-        """What a plan may take of a device's memory, as `layerwise search` has it."""
+        """Bytes that a plan may take of a device's memory, as `layerwise search` has it."""
         return self.model(1).devices.usable_bytes
 
     def limit(self, name: str, devices: int) -> Limit:
@@ -142,16 +142,16 @@ class Oracle:
         return limit(self.model(devices).graph, name, self.node, self.question.wishes)
 
     def shapes(self, name: str, devices: int) -> list[Shape]:
-        """How a strategy can use so many devices. Raises UnreachableError."""
+        """The ways in which a strategy can use so many devices. Raises UnreachableError."""
         return shapes(self.model(devices).graph, name, devices, self.node, self.question.wishes)
 
     @cached_property
     def sizes(self) -> Sizes:
-        """What the network is on one device, at that device's batch."""
+        """The network on one device, at that device's batch."""
         return sizes_of(self.model(1).graph, self.answer("serial", 1).projection.phases.compute_s)
 
     def answer(self, name: str, devices: int, progress: Progress | None = None) -> Answer:
-        """What the cost tables say; of a pipeline, a simulation of stages that they price.
+        """The answer of the cost tables; of a pipeline, that of a simulation of stages that they price.
 
         Raises UnreachableError where the strategy cannot use so many devices.
         """
@@ -195,7 +195,7 @@ class Oracle:
         return {name: self._priced(model, *plan) for name, plan in plans.items()}
 
     def _plan(self, name: str, devices: int) -> tuple[Shape, dict[str, Config]]:
-        """Of the tables: the best shape, and every layer's configuration."""
+        """The best shape by the tables, and every layer's configuration."""
         model = self.model(devices)
         shape = self._groups.best(model, name, self.shapes(name, devices))
         return shape, strategy(model.graph, name, shape)
@@ -247,7 +247,7 @@ def applicable(graph: LayerGraph, node: int) -> tuple[str, ...]:
 
 
 def unknown(name: str) -> LayerwiseError:
-    """For a strategy that is none."""
+    """The error for the name of a strategy that is none."""
     return LayerwiseError(f"unknown strategy {name!r}{nearest(name, NAMES)}; there are {', '.join(NAMES)}")
 
 

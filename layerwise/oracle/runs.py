@@ -127,7 +127,7 @@ def _whole(run: Mapping[str, object], key: str, where: str) -> int:
 
 
 def _short(value: object) -> str:
-    """As it stands in the file, or its beginning."""
+    """A text as it stands in the file, or its beginning."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
@@ -151,7 +151,7 @@ def _fence(values: Sequence[float]) -> float:
 
 
 def compare(pairs: Sequence[tuple[Run, Answer]]) -> list[Compared]:
-    """Each run beside its projection; abnormal ones are slower against it than the other runs of their strategy are.
+    """Runs, each beside its projection; abnormal ones are slower against it than the other runs of their strategy are.
 
     That is what congestion by others does: the projection knows of the training's own traffic only.
     """

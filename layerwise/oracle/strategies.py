@@ -25,7 +25,7 @@ HYBRID = ("df", "ds")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a strategy uses its devices."""
+    """The way in which a strategy uses its devices."""
 
     groups: int  # data-parallel ones
     inside: int  # devices of each
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user fixes."""
+    """The choices that the user fixes."""
 
     inside: int | None = None  # devices a group of a hybrid
     gather_after: str | None = None  # the last layer that a spatial strategy cuts
@@ -65,7 +65,7 @@ def weighted(graph: LayerGraph) -> list[Layer]:
 
 
 def is_mlp(graph: LayerGraph) -> bool:
-    """Whether process grids mean anything for a network."""
+    """True if process grids mean anything for a network."""
     try:
         return bool(mlp_layers(graph))
     except LayerwiseError:
@@ -150,7 +150,7 @@ def _inside_limit(graph: LayerGraph, name: str, node: int, wishes: Wishes) -> Li
 
 
 def shapes(graph: LayerGraph, name: str, devices: int, node: int, wishes: Wishes | None = None) -> list[Shape]:
-    """How a strategy can use `devices` devices in nodes of `node`: one shape, or one for each spatial or process grid.
+    """The ways to use `devices` devices in nodes of `node`: one shape, or one for each spatial or process grid.
 
     Raises UnreachableError, with the limit and what sets it.
     """

@@ -71,7 +71,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What one strategy costs on a number of devices."""
+    """The cost of one strategy on a number of devices."""
 
     strategy: str
     devices: int
@@ -99,7 +99,7 @@ class Priced:
 
     @cached_property
     def price(self) -> Price:
-        """By layer and with its bytes, which phases are not: made where it is asked for."""
+        """The price by layer and with its bytes, which phases do not have: made where it is asked for."""
         return price(self.model, self.strategy, memory_bytes=self.phases.memory_bytes)
 
     @cached_property
@@ -117,7 +117,7 @@ def priced_as_json(found: Mapping[str, Priced]) -> object:
 
 
 def read_priced(model: CostModel, cached: Any) -> dict[str, Priced]:
-    """What an earlier run priced."""
+    """The prices of an earlier run."""
     found = dict[str, Priced]()
     for name, one in cached.items():
         shape, phases = restored(Shape, one["shape"]), restored(Phases, one["phases"])
@@ -174,7 +174,7 @@ def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | 
 
 
 def memory_bytes(model: CostModel, plan: Strategy) -> float:
-    """Of the fullest device, as `layerwise.run` uses memory.
+    """Bytes of the fullest device, as `layerwise.run` uses memory.
 
     Input and output cost no time with io free; memory has a device's share of the samples, where there is one for each:
     nobody would hold the batch of a thousand devices on every one.
@@ -221,12 +221,12 @@ def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Ph
 
 
 def is_halo(source: Config, target: Config) -> bool:
-    """Whether two layers are cut alike in space: then neighbours exchange borders only."""
+    """True if two layers are cut alike in space: then neighbours exchange borders only."""
     cut = [(label, degree) for label, degree in target.degrees if label in SPATIAL]
     return bool(cut) and source.total == target.total and all(source[label] == degree for label, degree in cut)
 
 
 def is_replicating(model: CostModel, name: EdgeName, source: Config, target: Config) -> bool:
-    """Whether an edge takes elements to several devices each (an all-gather), so that its adjoint has to add."""
+    """True if an edge takes elements to several devices each (an all-gather), so that its adjoint has to add."""
     edge = model.edge(name, (source,), (target,))
     return bool(edge.needed_volume[0] > edge.volume)

@@ -1,4 +1,4 @@
-"""Which transfers run ahead: begun as soon as their tensor is made, and awaited where it is needed.
+"""Transfers issued early: begun as soon as their tensor is made, and awaited where it is needed.
 
 And whose gradient goes back before its layer has made that of its weights.
 """
@@ -39,7 +39,7 @@ IN_ONE_CALL = frozenset({"cpu"})
 
 
 def weights_late(layer: Layer, flows: bool, device_type: str) -> bool:
-    """Whether a layer makes the gradient of its weights while that of its first input, if it travels, is on its way.
+    """True if a layer makes the gradient of its weights while that of its first input, if it travels, is on its way.
 
     flows: whether there is a gradient of the first input.
     """

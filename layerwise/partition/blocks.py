@@ -60,7 +60,7 @@ def recomputable(graph: LayerGraph) -> frozenset[str]:
 
 
 def recomputed_layers(graph: LayerGraph, recomputed: Collection[str]) -> dict[str, tuple[Layer, ...]]:
-    """Of each block with recomputed layers these, by the name of the block's last layer."""
+    """The recomputed layers of each block that has any, by the name of the block's last layer."""
     if not recomputed:
         return {}
     members: dict[int, list[str]] = {}
@@ -124,7 +124,7 @@ def _sizes(graph: LayerGraph, layers: list[Layer]) -> tuple[Floats, Floats, Ints
 
 
 def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
-    """What a layer's backward pass reads: elements of what is made inside, and the layers whose outputs it reads."""
+    """What a layer's backward pass reads: elements that are made inside, and the layers whose outputs it reads."""
     inside, sources, results = 0.0, set[str](), set[int]()
     for number, (stage, gradients) in enumerate(zip(layer.stages, graph.gradients(layer), strict=True)):
         if not (graph.has_gradient[layer.name] and gradients.result):
@@ -141,7 +141,7 @@ def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
 
 
 def saved_within(graph: LayerGraph) -> dict[str, EdgeEnd]:
-    """By layer, the reader that may keep its output for it.
+    """By layer, the reader that may save its output within what it receives.
 
     A ReLU's output is kept for its own backward pass. A convolution that needs a halo keeps a larger tensor, which has
     this box in it, too. Where such a tensor arrives, the box need not be kept beside it. A matrix product is no such
@@ -161,7 +161,7 @@ def saved_within(graph: LayerGraph) -> dict[str, EdgeEnd]:
 
 
 def _keeps(graph: LayerGraph, reader: str, slot: int) -> bool:
-    """Whether the backward pass of a reader, or of those of its view, reads the input again."""
+    """True if the backward pass of a reader, or of those of its view, reads the input again."""
     layer = graph[reader]
     if layer.end or slot >= len(layer.specs):
         return True
@@ -173,7 +173,7 @@ def _keeps(graph: LayerGraph, reader: str, slot: int) -> bool:
 
 
 def _as_it_comes(reader: Layer) -> bool:
-    """Whether it computes with its first input itself, no view and no copy of another type; what draws has none."""
+    """True if it computes with its first input itself, no view and no copy of another type; what draws has none."""
     first = reader.stages[0]
     if reader.end or not first.views or first.view or first.views[0] or reader.specs[0].dtype != first.space.out.dtype:
         return False
@@ -183,6 +183,6 @@ def _as_it_comes(reader: Layer) -> bool:
 
 
 def _saved(stage: Stage) -> Saved:
-    """What a stage saves where it is not split."""
+    """Memory that a stage saves where it is not split."""
     whole = np.array([[dim.extent for dim in stage.space.dims]], np.int64)
     return stage.op.saved(stage.specs, np.zeros_like(whole), whole)

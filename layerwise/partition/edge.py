@@ -38,7 +38,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What a transfer follows from, under C_u configurations of the producer and C_v of the consumer.
+    """The facts that a transfer follows from, under C_u configurations of the producer and C_v of the consumer.
 
     Names of layers and labels of dimensions are no part of it: equal edges cost the same.
     """
@@ -71,7 +71,7 @@ class Edge:
         return Edge(held, source.item_bytes, through(maps or (whole(1),), counted), unlabelled, owners, needers)
 
     def to(self, columns: Ints) -> Edge:
-        """To some of the consumer's configurations only."""
+        """The edge to some of the consumer's configurations only."""
         return replace(self, needers=self.needers.take(columns))
 
     @property
@@ -124,7 +124,7 @@ def are_gathers(edge: Edge, *, roughly: bool = False) -> Mask:
 
 
 def _fit(edge: Edge, i: Ints, j: Ints, devices: Ints) -> Mask:
-    """Whether these pairs are gathers as far as these devices can tell, which own a share of what they need."""
+    """A mask of the pairs that are gathers as far as these devices can tell, which own a share of what they need."""
     own, need = _owned(edge, devices), _boxes(edge.maps, edge.dims, edge.needers, devices)
     has, needs = edge.owners.numbers(devices) >= 0, edge.needers.numbers(devices) >= 0
     of, wanted = _members(edge, devices), (need[1] - need[0]).prod(-1)
@@ -168,7 +168,7 @@ def _members_of_device_0(edge: Edge) -> Ints:
 
 @lru_cache(maxsize=4096)
 def _alike(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
-    """How many cells along a dimension need what the first one does, by degree."""
+    """The number of cells along a dimension that need what the first one does, by degree."""
     found = list[int]()
     for degree in degrees:
         cuts = boundaries(dim.extent, degree, dim.unit)
@@ -231,7 +231,7 @@ def coincide(edge: Edge) -> Mask:
 
 @lru_cache(maxsize=4096)
 def _distinct(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Mask:
-    """Whether no two cells along a dimension need the same, by degree."""
+    """A mask by degree: true if no two cells along a dimension need the same."""
     found = list[bool]()
     for degree in degrees:
         cuts = boundaries(dim.extent, degree, dim.unit)

@@ -51,7 +51,7 @@ def replicas(cells: LayoutCells, keys: Sequence[int]) -> Ints:
 
 
 def statistics(layer: Layer, place: Place, device: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
-    """For each stage of a layer the devices that share its statistics with this one, () where it has all it needs."""
+    """By stage of a layer, the devices that share its statistics with this one; () where it has all it needs."""
     groups = []
     for stage in layer.stages:
         summed = stage.statistics(local_batch_norm=local_batch_norm)
@@ -61,7 +61,7 @@ def statistics(layer: Layer, place: Place, device: int, *, local_batch_norm: boo
 
 
 def reduction(layer: Layer, place: Place, device: int) -> Reduction | None:
-    """What a device reduces over k, and with whom; None where k is not split."""
+    """The boxes that a device reduces over k, and its group; None where k is not split."""
     cell, outputs = place.computed.each[device], len(layer.out.shape)
     assert cell is not None
     ks = range(outputs, len(layer.space.dims))

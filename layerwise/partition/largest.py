@@ -78,7 +78,7 @@ class LargestCell:
     own_hi: Ints
 
     def bounds(self, epilogue: bool) -> tuple[Ints, Ints]:
-        """What the needs of an input or a parameter follow from; see `Layout.at`."""
+        """The bounds that the needs of an input or a parameter follow from; see `Layout.at`."""
         return (self.own_lo, self.own_hi) if epilogue else (self.lo, self.hi)
 
     def cell(self, row: int) -> Box:
@@ -91,7 +91,7 @@ class LargestCell:
 
 
 def largest_cell(layer: Layer, layout: Layout) -> LargestCell:
-    """In every dimension the interval that is longest and needs most of what it drives (the middle of a halo)."""
+    """The interval of every dimension that is longest and needs most of what it drives (the middle of a halo)."""
     space = layer.space
     scalar = not space.out.shape  # counted as one dimension by layouts
     count, dims = len(layout.computed.degrees), space.dims
@@ -120,7 +120,7 @@ def largest_cell(layer: Layer, layout: Layout) -> LargestCell:
 
 @lru_cache(maxsize=65536)
 def _index(space: Space, dim: int, degree: int) -> tuple[int, Ints]:
-    """Which interval of one dimension is the fullest, and the cuts of that dimension."""
+    """The index of the fullest interval of one dimension, and the cuts of that dimension."""
     d = space.dims[dim]
     cuts = boundaries(d.extent, degree, d.unit)
     lengths = np.diff(cuts).astype(np.float64)

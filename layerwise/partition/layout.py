@@ -44,7 +44,7 @@ class LayoutCells:
 
     @cached_property
     def distinct(self) -> tuple[tuple[tuple[int, ...], Ints], ...]:
-        """Of each dimension the degrees that there are, ascending, and which of these each configuration has, (C,)."""
+        """The degrees that each dimension has, ascending, and the index of each configuration's among these, (C,)."""
         found = (np.unique(column, return_inverse=True) for column in self.degrees.T)
         return tuple((tuple(values.tolist()), which) for values, which in found)
 
@@ -98,7 +98,7 @@ class LayoutCells:
         return active
 
     def take(self, rows: Ints) -> LayoutCells:
-        """Only some of the configurations."""
+        """The layout of some of the configurations."""
         return replace(
             self,
             degrees=self.degrees[rows],
@@ -121,7 +121,9 @@ class Layout:
     configs: tuple[Config, ...] = ()  # that it is of, with what they choose beside cells
 
     def at(self, epilogue: bool) -> LayoutCells:
-        """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
+        """The bounds that the needs of an input or a parameter follow from: the epilogue comes after the reduction over
+        k.
+        """
         return self.owned if epilogue else self.computed
 
     def everywhere(self) -> Layout:

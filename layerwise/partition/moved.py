@@ -27,7 +27,7 @@ class Moved:
 
 
 def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> Moved:
-    """What travels from those who own a tensor to those who need `maps` of it for their box `target`.
+    """The boxes that travel from those who own a tensor to those who need `maps` of it for their box `target`.
 
     lattices: which positions of it are read at all. Where something travels only these do, and only these are needed.
     """
@@ -61,7 +61,7 @@ def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> 
 
 
 def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
-    """Of the parts [lo, hi) of one dimension what each box has in total, and whether all that it has are contiguous.
+    """For the parts [lo, hi) of one dimension: how much each box has in total, and whether all of it is contiguous.
 
     As they are where nothing lies outside that dimension, or they are all of the box.
     """
@@ -72,7 +72,7 @@ def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
 
 
 def outputs(source: Place, spec: TensorSpec, io: str, *, alone: bool, loss: bool = False) -> Moved:
-    """Where every device feeds the whole batch (io free): a box of all classes for each different one, and its loss.
+    """The transfer of outputs where every device feeds the full batch (io free).
 
     With several outputs all devices get all of each, and go back with their own part of what they computed alike. Where
     each reads boxes (io boxes) it keeps its own box of an output, and gets all of a loss and of what is of no sample.

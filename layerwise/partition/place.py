@@ -60,7 +60,7 @@ class Boxes:
         return volume
 
     def on(self, devices: Ints) -> Boxes:
-        """Of these devices, in this order."""
+        """The boxes of these devices, in this order."""
         return Boxes(self.lo[devices], self.hi[devices], self.active[devices], self.cuts)
 
     def needs(self, maps: Maps) -> Boxes:
@@ -68,7 +68,7 @@ class Boxes:
         return Boxes(*needed(maps, self.lo, self.hi), self.active)
 
     def numbered(self, numbers: Maps) -> Boxes:
-        """Of a tensor's boxes, those of the numbers that they hold (`geometry.lattice`)."""
+        """A tensor's boxes as boxes of the numbers that they hold (`geometry.lattice`)."""
         cuts = tuple(axis.cuts(own) for axis, own in zip(numbers, self.cuts, strict=False))
         return replace(self.needs(numbers), cuts=cuts)
 
@@ -109,7 +109,7 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """What every device has of a layer. The two boxes differ where k is split."""
+    """The boxes of every device, of one layer. Computed and owned boxes differ where k is split."""
 
     computed: Boxes  # of the iteration space, which a device computes
     owned: Boxes  # of the output, which it holds afterwards
@@ -118,7 +118,9 @@ class Place:
     everywhere: bool = False
 
     def at(self, epilogue: bool) -> Boxes:
-        """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
+        """The boxes that the needs of an input or a parameter follow from: the epilogue comes after the reduction over
+        k.
+        """
         return self.owned if epilogue else self.computed
 
     def holds(self, p: Parameter) -> Boxes:
@@ -131,7 +133,7 @@ class Place:
 
 
 def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = False) -> Place:
-    """What `devices` devices have of a layer under a configuration; io: as a plan has it (see `read`, too).
+    """The boxes that `devices` devices have of a layer under a configuration; io: as a plan has it (see `read`, too).
 
     unfed: whether no input of the network leads to it (`LayerGraph.unfed`). Where it is not cut either, every device
     computes it, as it does with DistributedDataParallel.
@@ -143,7 +145,7 @@ def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = 
 
 
 def read(graph: LayerGraph, places: Mapping[str, Place]) -> dict[str, Place]:
-    """Of each input what every device reads where all read boxes (io boxes): the hull of what its layers need of it.
+    """The box of each input that every device reads under io boxes: the hull of what its layers need of it.
 
     places: of all layers. A device that needs nothing reads an empty box.
     """
@@ -159,7 +161,7 @@ def read(graph: LayerGraph, places: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def place_in(space: Space, config: Config, devices: int, *, everywhere: bool = False) -> Place:
-    """Of a layer with this iteration space, neither an input nor the sink."""
+    """The place of a layer with this iteration space, neither an input nor the sink."""
     rank, dims, cells = len(space.out.shape), space.dims, layout((config,), space, devices)
     if everywhere:
         cells = cells.everywhere()
@@ -178,7 +180,9 @@ def data_parallel(layer: Layer, devices: int) -> Config:
 
 
 def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
-    """Which box of its input `slot` a layer needs, and whether that follows what it owns (epilogue) or computes."""
+    """The maps to the box of input `slot` that a layer needs, and whether it follows what it owns (epilogue) or
+    computes.
+    """
     space = layer.space
     if slot < len(layer.specs):
         return space.needs[slot], space.epilogue_inputs[slot]
@@ -187,13 +191,13 @@ def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
 
 
 def lattices_of(layer: Layer, slot: int) -> Lattices:
-    """Which positions of its input `slot` a layer reads at all: where it travels these do, and nothing else."""
+    """The positions of input `slot` that a layer reads at all: where it travels these do, and nothing else."""
     return layer.space.lattice(slot) if slot < len(layer.specs) else ()
 
 
 def of_all_classes(owned: Boxes, spec: TensorSpec) -> Boxes:
-    """What the devices get of the only output where each feeds the whole batch (io free): a box of all classes
-    (dimension 1) for each different one, on the first device that has a part of it; the loss is computed there.
+    """The boxes of the only output where each device feeds the full batch (io free): a box of all classes (dimension 1)
+    for each different one, on the first device that has a part of it; the loss is computed there.
     """
     lo, hi = owned.lo.copy(), owned.hi.copy()
     lo[:, 1], hi[:, 1] = 0, np.where(owned.active, spec.shape[1], 0)

@@ -45,7 +45,7 @@ class Sharding:
 
     @property
     def total(self) -> float:
-        """Those of all devices."""
+        """Elements on all devices together."""
         return float(self.rows.sum() * self.members)
 
     def on(self, devices: Ints) -> Sharding:
@@ -54,25 +54,25 @@ class Sharding:
 
 
 def may_shard(layer: Layer, config: Config, devices: int, *, unfed: bool = False) -> bool:
-    """Whether states other than replicated ones differ from these for a layer. unfed: as `place` has it."""
+    """True if states other than replicated ones differ from these for a layer. unfed: as `place` has it."""
     return may_shard_each(layer, (config,), devices, unfed=unfed)[0]
 
 
 def may_shard_each(layer: Layer, configs: Sequence[Config], devices: int, *, unfed: bool = False) -> list[bool]:
-    """The same of each of these."""
+    """`may_shard` for each of these."""
     found = [shardings(layer, p, configs, devices, unfed=unfed) for _, p in layer.own_parameters()]
     return [any(of[i] is not None for of in found) for i in range(len(configs))]
 
 
 def states_of(layer: Layer, config: Config) -> States:
-    """What becomes of a layer's choice: a parameter that several layers use is there as long as any of them may."""
+    """The states of a layer's choice: a parameter that several layers use is there as long as any of them may."""
     return "sharded" if config.states == "gathered" and layer.role is Role.TIED else config.states
 
 
 def shardings(
     layer: Layer, p: Parameter, configs: Sequence[Config], devices: int, *, unfed: bool = False
 ) -> list[Sharding | None]:
-    """How devices that hold a parameter of a layer alike would share it, under each of these; None where they do not.
+    """By configuration, how devices that hold a parameter of a layer alike would share it; None: they do not.
 
     Of what is trained only: buffers and frozen parameters have no state.
     """
@@ -88,14 +88,14 @@ def shardings(
 
 
 def sharded(layer: Layer, p: Parameter, config: Config, devices: int, *, unfed: bool = False) -> Sharding | None:
-    """How devices share it under the configuration's own choice of states."""
+    """The way in which devices share it under the configuration's own choice of states."""
     return sharded_each(layer, p, (config,), devices, unfed=unfed)[0]
 
 
 def sharded_each(
     layer: Layer, p: Parameter, configs: Sequence[Config], devices: int, *, unfed: bool = False
 ) -> list[Sharding | None]:
-    """The same under each of these."""
+    """`sharded` for each of these."""
     if all(config.states == "replicated" for config in configs):
         return [None] * len(configs)
     found = shardings(layer, p, configs, devices, unfed=unfed)
@@ -104,7 +104,7 @@ def sharded_each(
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What was asked for of one parameter: looked up once for many, as spaces take long to compare."""
+    """A cache of what was asked for of one parameter: looked up once for many, as spaces take long to compare."""
 
     space: Space
     p: Parameter
@@ -136,7 +136,7 @@ _known = lru_cache(maxsize=1024)(_Known)
 
 
 def _sharding(computed: Boxes, p: Parameter, axes: tuple[tuple[int, int | None], ...]) -> Sharding | None:
-    """Of the boxes that devices compute with."""
+    """The sharding of the boxes that devices compute with."""
     devices, holders = len(computed.active), np.flatnonzero(computed.active)  # in the order of the cells
     computed = computed.on(holders)
     members = int(np.prod([size for size, cut in axes if cut is None], dtype=np.int64))
@@ -170,7 +170,9 @@ def _of_devices(values: NDArray[T], holders: Ints, devices: int) -> NDArray[T]:
 
 
 def _axes(dims: tuple[Dim, ...], p: Parameter, config: Config) -> Iterator[tuple[int, int | None]]:
-    """Of the mesh of the cells, in the order of `layout`: the size, and the dimension of the parameter that it cuts."""
+    """The axes of the mesh of the cells, in the order of `layout`: the size, and the dimension of the parameter that
+    each cuts.
+    """
     of = {m.source: j for j, m in enumerate(p.maps) if m.source is not None}
     order = sorted((i for i in range(len(dims)) if dims[i].label), key=lambda i: dims[i].label != "n")
     for i in order:
@@ -221,7 +223,7 @@ def _reason(layer: Layer, held: Sequence[tuple[str, Parameter]], config: Config)
 
 
 def _degrees(layer: Layer, config: Config, epilogue: bool) -> list[int]:
-    """How often each dimension of the layer's space is cut for its parameters."""
+    """The number of cells along each dimension of the layer's space, in which its parameters are computed with."""
     dims, by_label = layer.space.dims, dict(config.degrees)
     degrees = [by_label.get(d.label or "", 1) for d in dims]
     if epilogue and "k" in by_label:
@@ -232,7 +234,7 @@ def _degrees(layer: Layer, config: Config, epilogue: bool) -> list[int]:
 
 
 def held_configurations(layer: Layer, space: SearchSpace) -> tuple[Config, ...]:
-    """Those of a search space that a layer can have."""
+    """The configurations of a search space that a layer can have."""
     configs, held = space.configurations(layer.space.dims), layer.own_parameters()
     cutting = {layer.space.dims[m.source].label for _, p in held for m in p.maps if m.source is not None}
     known: dict[object, bool] = {}
@@ -257,7 +259,7 @@ def check_held(layer: Layer, config: Config) -> None:
 
 @lru_cache(maxsize=65536)
 def _chunks(axis: AxisMap, dim: Dim, degree: int, extent: int) -> bool:
-    """Whether cells of `dim` need parts of a parameter's dimension of `extent` as torch.chunk makes them."""
+    """True if cells of `dim` need parts of a parameter's dimension of `extent` as torch.chunk makes them."""
     cuts = boundaries(dim.extent, degree, dim.unit)
     lo, hi = axis(cuts[:-1], cuts[1:])
     ends = chunks(extent, degree)

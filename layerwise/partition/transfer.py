@@ -63,7 +63,7 @@ def _overlap(a: Box | None, b: Box | None) -> Box | None:
 
 
 def _pattern(owned: Each, need: Each, device: int) -> tuple[Pattern, Group]:
-    """Whether what `device` takes part in are a regular collective, and of whom. All of them agree."""
+    """The regular collective that the part of `device` is, if any, and its group. All of them agree."""
     peers = [_peers(owned, need, r) for r in range(len(owned))]
     group = tuple(sorted(peers[device] | {device}))
     if any(peers[r] | {r} != set(group) for r in group) or len(group) == 1:

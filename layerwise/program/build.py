@@ -160,7 +160,7 @@ class _Builder:
         return sorted(range(len(layer.inputs)), key=place)
 
     def _beside(self, layer: Layer, slot: int) -> bool:
-        """Whether the gradient of an input travels while that of the layer's weights is made."""
+        """True if the gradient of an input travels while that of the layer's weights is made."""
         return slot == 0 and layer.name in self.facts.late
 
     def _receive(self, name: str, slot: int) -> Instruction:
@@ -199,7 +199,7 @@ class _Builder:
                 self.out.append((Begin if end in self.early or self._beside(layer, slot) else Move)(*end, "backward"))
 
     def _returns(self, end: EdgeEnd) -> bool:
-        """Whether the gradient of an input is wanted."""
+        """True if the gradient of an input is wanted."""
         user = self.graph[end[0]]
         return self.graph.has_gradient[user.inputs[end[1]]] and (user.end or self.graph.has_gradient[user.name])
 

@@ -25,7 +25,7 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StrategyFacts:
-    """What a program needs to know of a strategy."""
+    """The facts of a strategy that a program follows from."""
 
     travels: Collection[EdgeEnd]  # the inputs of layers that are not where they are needed
     late: Collection[str]  # layers that return their input's gradient before they make that of their weights

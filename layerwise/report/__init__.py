@@ -1,1 +1,1 @@
-"""What a command shows, as plain data; `text`, `as_json` and `html` write it, and know nothing of what it is about."""
+"""Reports: what a command shows, as plain data, and `text`, `as_json` and `html`, which write any of them."""

@@ -1,4 +1,4 @@
-"""What a command shows: a title, tables, lines of text and pictures for people, and values for programs."""
+"""The content of a report: a title, tables, lines of text and pictures for people, and values for programs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Column:
     width: int | None = None  # characters at most
 
     def texts(self) -> list[tuple[str, Mark]]:
-        """What is written into every cell, and its mark."""
+        """The text of every cell, with its mark."""
         cells = (cell if isinstance(cell, Marked) else Marked(cell, "") for cell in self.cells)
         return [(self._text(cell.value), cell.mark) for cell in cells]
 
@@ -99,7 +99,7 @@ def filled(columns: Sequence[Column], rows: Iterable[Sequence[Value]]) -> list[C
 
 
 def stacked(columns: Sequence[Column]) -> list[Column]:
-    """The same columns, their headings of two words on two lines."""
+    """The columns with headings of two words on two lines."""
     return [replace(column, heading=column.heading.replace(" ", "\n", 1)) for column in columns]
 
 
@@ -110,5 +110,5 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 @singledispatch
 def described(value: object) -> Sequence[Part]:
-    """What a notebook shows of a value; the module that makes reports of a type registers how."""
+    """The report that a notebook shows of a value; the module that makes reports of a type registers how."""
     raise TypeError(f"nothing describes {type(value).__name__}")

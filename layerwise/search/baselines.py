@@ -97,7 +97,7 @@ def of_all_classes(model: CostModel) -> frozenset[str]:
 
 
 def cuts_classes(layer: Layer, config: Config) -> bool:
-    """Whether no device has them all under a configuration."""
+    """True if no device has all classes under a configuration."""
     dims = layer.space.dims
     return config[dims[1].label or ""] > 1 or (config["k"] > 1 and reduce_axis(config, dims) == 1)
 

@@ -68,12 +68,12 @@ def value_name(config: Config) -> str:
 
 
 def above_s(tables: CostTables) -> float:
-    """What every strategy stays below, so that none is infeasible: the sum of all tables' largest entries, and 1 s."""
+    """A bound above the cost of every strategy: the sum of all tables' largest entries, and 1 s."""
     return 1 + sum(float(cost.max()) for cost in (*tables.node.values(), *tables.transfer.values()))
 
 
 def decimals(tables: CostTables) -> int:
-    """How many decimals of a second are written."""
+    """The number of decimals of a second that are written."""
     digits = next((d for d in DIGITS if above_s(tables) * 10**d < LARGEST), None)
     if digits is None:
         raise LayerwiseError(f"strategies of up to {above_s(tables):.3g} s leave no room for {DIGITS[-1]} decimals")
@@ -89,18 +89,18 @@ class _Weights:
         self.shapes = [(len(tables.configs[u]), len(tables.configs[v])) for (u, v, _), _, _ in self.edges]
 
     def names(self, number: int) -> list[str]:
-        """Of the edges' variables."""
+        """The names of the edges' variables."""
         return [f"bytes_{number}_{i}" for i in range(len(self.edges))]
 
     def functions(self, number: int, variables: dict[str, str], above: str) -> Iterator[tuple[list[str], str]]:
-        """For each edge: its variable is what the ends say."""
+        """A function for each edge: its variable is what the ends say."""
         for name, ((u, v, _), values, index), shape in zip(self.names(number), self.edges, self.shapes, strict=True):
             matches = index.reshape(shape)[..., None] == np.arange(len(values))
             rows = ", ".join("0" if match else above for match in matches.ravel().tolist())
             yield [variables[u], variables[v], name], f'"costs": [{rows}]'
 
     def constraint(self, place: dict[str, int], number: int, limit_bytes: float) -> str:
-        """What the values weigh less than each variable's heaviest is at least what those weigh beyond the limit.
+        """The memory constraint, on how much less than each variable's heaviest the values weigh.
 
         So no weight is negative: with negative ones toulbar2 1.4.0 may break it (tests/search/test_toulbar2.py).
         """
@@ -178,7 +178,7 @@ def constrained(
 
 
 def _whole(tables: MemoryTables) -> Costs:
-    """In whole bytes, as they are exported."""
+    """The costs in integer bytes, as they are exported."""
     node = {name: np.floor(sizes) for name, sizes in tables.node.items()}
     return Costs(node, {edge: np.floor(sizes) for edge, sizes in tables.edge.items()})
 

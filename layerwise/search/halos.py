@@ -22,7 +22,7 @@ from layerwise.search.result import Halos, SearchResult, timeline_s
 
 
 def search_halos(model: CostModel, search: Callable[[CostModel], SearchResult]) -> tuple[CostModel, SearchResult]:
-    """What `search` finds, of the network that the cheaper plan is for: with cells where halos are sent.
+    """The result of `search` for the network that the cheaper plan is for: with cells where halos are sent.
 
     Halos are read where the profile says nothing of reading, where no plan of the first search reads any, and where
     both cost the same. Of two plans one that fits into memory is cheaper than one that does not.
@@ -59,7 +59,7 @@ def reading_s(model: CostModel, strategy: Mapping[str, Config]) -> float:
 
 
 def read_elements(model: CostModel, strategy: Mapping[str, Config]) -> dict[str, Floats]:
-    """By input, the (N,) elements that each device reads. strategy: of all layers."""
+    """The (N,) elements of each input that each device reads. strategy: of all layers."""
     graph, devices = model.graph, model.devices.count
     places = {
         layer.name: place(layer, strategy[layer.name], devices, "boxes", unfed=layer.name in graph.unfed)
@@ -69,7 +69,7 @@ def read_elements(model: CostModel, strategy: Mapping[str, Config]) -> dict[str,
 
 
 def most_read_bytes(model: CostModel, strategy: Mapping[str, Config]) -> float:
-    """Of all inputs together, by the device that reads most. strategy: of all layers."""
+    """Bytes of all inputs together, by the device that reads most. strategy: of all layers."""
     elements = read_elements(model, strategy)
     sizes = [read * model.graph[name].out.item_bytes for name, read in elements.items()]
     return float(np.sum(sizes, axis=0).max())

@@ -1,4 +1,4 @@
-"""From a search's result to the plan that the runtime executes, and to the trace of its predicted step."""
+"""The plan that the runtime executes, from a search's result, and the trace of its predicted step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_plan(
 
 
 def _bound(result: SearchResult) -> dict[str, object]:
-    """Where the memory limit left the best plan out: what that takes, and what a byte is worth."""
+    """For provenance, where the memory limit left the best plan out: what that takes, and what a byte is worth."""
     if result.within is None:
         return {}
     free = result.unlimited

@@ -1,4 +1,4 @@
-"""What a search found, kept for the next run of the same search (`layerwise.cache`): strategies and their proof.
+"""Results of searches, cached for the next run of the same search (`layerwise.cache`): strategies and their proof.
 
 Times that are shown are predicted anew, and a kept strategy must still have the cost that was proven.
 """
@@ -57,11 +57,11 @@ class Recall:
         return self.recalled((), find, self._solved_as_json, self._solved)
 
     def limited(self, find: Callable[[], Limited], limit_bytes: float, offer: Sequence[str]) -> Limited:
-        """What a search under a limit found."""
+        """The result of a search under a limit."""
         return self.recalled((limit_bytes, list(offer)), find, self._limited_as_json, self._limited)
 
     def overlapped(self, find: Callable[[], Overlapped], *facts: object) -> Overlapped:
-        """What is known of steps with overlap."""
+        """The result of the search over steps with overlap."""
         return self.recalled(("overlap", *facts), find, self._overlapped_as_json, self._overlapped)
 
     def recalled(
@@ -71,7 +71,7 @@ class Recall:
         write: Callable[[T], object],
         read: Callable[[Any], T],
     ) -> T:
-        """What was found earlier of these facts, as `write` writes and `read` reads it; else what `find` finds."""
+        """The cached result for these facts, as `write` writes and `read` reads it; else what `find` finds."""
         if self.answers is None:
             return find()
         return self.answers.recalled(key_of(self._key, *facts), find, write, read)
@@ -134,7 +134,7 @@ class Recall:
 
 
 def own_kernels(graph: LayerGraph) -> bool:
-    """Whether an operator is code of somebody else's that is registered with torch, which no digest sees."""
+    """True if an operator is code of somebody else's that is registered with torch, which no digest sees."""
     operators = (stage.op for layer in graph.layers for stage in layer.stages)
     return any(isinstance(op, TorchOp) and not op.target.startswith("aten::") for op in operators)
 

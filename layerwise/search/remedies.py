@@ -17,7 +17,7 @@ from layerwise.search.limit.within import LimitedSearch
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What was tried, as a phrase, and the least memory of a plan found then; whether that fits."""
+    """A remedy that was tried, as a phrase, and the least memory of a plan found then; whether that fits."""
 
     what: str
     bytes: float
@@ -33,7 +33,8 @@ def remedies(
     more_devices: DeviceGraph | None = None,
     with_k: str = "k in --dims",
 ) -> list[Remedy]:
-    """Each alone, with the least memory that was found with it: more choices, k, twice the devices, half the batch.
+    """Remedies, each alone, with the least memory that was found with it: more choices, k, twice the devices, half the
+    batch.
 
     more_devices: twice as many as now, where they are known. with_k: what is said of letting contractions be split.
     """

@@ -1,4 +1,4 @@
-"""What a search finds: plans with their predicted costs, and the proof."""
+"""The result of a search: plans with their predicted costs, and the proof."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What it consists of: equal for equal plans."""
+        """A key of its contents: equal for equal plans."""
         return (*self.strategy.items(), self.bucket_bytes)
 
     @cached_property
     def memory_bytes(self) -> float:
-        """Of the fullest device at the fullest instant of a step."""
+        """Bytes of the fullest device at the fullest instant of a step."""
         return self._peak_bytes()
 
     @cached_property
@@ -75,7 +75,7 @@ class Halos:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What to run, what it was compared with, and what is proven."""
+    """The result of a search: what to run, what it was compared with, and what is proven."""
 
     best: Candidate  # what to run
     additive: Candidate  # the strategy that is optimal by step_time_s
@@ -96,7 +96,9 @@ class SearchResult:
 
     @property
     def fastest(self) -> Candidate:
-        """Of the simulated plans, by `preferred`: where `best` is data parallelism, what it was kept against."""
+        """The fastest of the simulated plans, by `preferred`: where `best` is data parallelism, what it was kept
+        against.
+        """
         return preferred(self.simulated)
 
     @property

@@ -120,12 +120,12 @@ def update_name(optimizer: str) -> str:
 
 
 def step_name(optimizer: str) -> str:
-    """What the runtime takes for any step beside its layers; its extents are ()."""
+    """The name of the time that the runtime takes for any step beside its layers; its extents are ()."""
     return f"runtime step {optimizer}"
 
 
 def loss_name(layer: Layer) -> str:
-    """What is done with the network's outputs: the loss and its gradient. Its extents are the outputs' shapes."""
+    """The name of the time of the loss and its gradient. Its extents are the shapes of the network's outputs."""
     return "loss of " + ", ".join(f"{spec.dtype} of rank {len(spec.shape)}" for spec in layer.specs)
 
 
@@ -160,7 +160,9 @@ class Measurements:
         return _time(forward, backward, update)
 
     def sink_time(self, layer: Layer, layout: Layout) -> ComputeTime:
-        """What a step takes beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
+        """The time that a step takes beside its layers: the loss, and the runtime itself. 0 where that was not
+        measured.
+        """
         rows = extents(layer, layout, largest_cell(layer, layout), local_batch_norm=False)
         training = self.kind == "training"
         cells_known = self.times.cells.get(loss_name(layer), {}) if training else {}
@@ -179,7 +181,7 @@ class Measurements:
         return next(((time.forward_s / size, time.backward_s / size) for size, time in rows), (0.0, 0.0))
 
     def _looked_up(self, name: str, rows: Sequence[Extents], works: Sequence[Roofline]) -> list[Floats]:
-        """For each direction (C, 3): seconds that were measured, fitted, and analytic; two of them are 0."""
+        """Seconds by direction, (C, 3): measured, fitted, and analytic; two of them are 0."""
         known = self.times.cells.get(name, {})
         known_times = [known.get(row) for row in rows]
         missing = np.array([time is None for time in known_times])
@@ -207,5 +209,5 @@ def _time(forward: Floats, backward: Floats, update: Floats) -> ComputeTime:
 
 
 def latest(sets: Sequence[LayerTimes], dtype: str) -> LayerTimes | None:
-    """Of a profile's sets of times the one for `dtype`: the latest."""
+    """The latest of a profile's sets of times for `dtype`."""
     return next((one for one in reversed(sets) if one.conditions.dtype == dtype), None)

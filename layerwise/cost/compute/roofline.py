@@ -40,7 +40,7 @@ class ComputeTime:
         return self.forward + self.backward + self.update
 
     def updating(self, share: Floats) -> ComputeTime:
-        """Where only a (C,) share of the parameters is updated; of measured times as of others."""
+        """The time where only a (C,) share of the parameters is updated; of measured times as of others."""
         update = self.update * share
         rest = (self.total - self.update + update) / np.where(self.total > 0, self.total, 1.0)
         return ComputeTime(self.forward, self.backward, update, self.measured * rest, self.fitted * rest)

@@ -1,4 +1,4 @@
-"""What to call the work of a cell, so that a time that was measured of it is found again.
+"""The name of a cell's work, so that a time that was measured of it is found again.
 
 Cells of equal shapes of equal operators take equal time, whatever network, batch or number of devices they come from:
 `signature` names the operator, `extents` the shapes. A time measured under these two is a time of all such cells.
@@ -20,7 +20,7 @@ from layerwise.partition.layout import Layout
 
 
 def signature(layer: Layer, wanted: Sequence[bool], uses: int) -> str:
-    """What a layer computes, whatever its sizes: its operators, the types of its inputs, and the gradients it makes.
+    """The work of a layer whatever its sizes: its operators, the types of its inputs, and the gradients it makes.
 
     wanted: whether the gradient of each of its inputs is; uses: how many gradients of its output are added up.
     """
@@ -57,7 +57,7 @@ def sizes(layer: Layer, cell: LargestCell) -> list[tuple[int, ...]]:
 
 
 def gradient_uses(graph: LayerGraph) -> dict[str, int]:
-    """How many gradients of each layer's output come back, and are added up."""
+    """The number of gradients of each layer's output that come back, and are added up."""
     flows, sink = graph.has_gradient, graph.layers[-1].name
     result = dict.fromkeys(graph.by_name, 0)
     for source, target, _ in graph.edges():

@@ -38,18 +38,18 @@ NOBODY: Ref = ()
 
 
 def devices_of(mask: Mask) -> Devices:
-    """Of (N,) flags."""
+    """The devices of (N,) flags."""
     return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
 
 
 def part(ref: Ref, where: Devices) -> Ref:
-    """What of it lies on the devices `where`."""
+    """The part of it that lies on the devices `where`."""
     return tuple([(s, here) for s, devices in ref if (here := devices & where)])
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStorage:
-    """What is on its way from its source, or back to it, while others compute."""
+    """Storages on their way from the source, or back to it, while others compute."""
 
     arrived: Ref  # where it arrives
     copies: Ref  # of what is sent and was not contiguous
@@ -119,7 +119,6 @@ class AllocationTracker:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Of all that was noted."""
         if not self._log:
             return
         sizes, kinds, stay = zip(*self._log, strict=True)
@@ -167,7 +166,7 @@ class AllocationTracker:
                 self._note(-size, s.kind, stays=True)
 
     def unshared(self, ref: Ref) -> Devices:
-        """Where a tensor is alone in holding what it holds."""
+        """The devices where a tensor alone holds its storage."""
         alone = self.everyone
         for s, devices in ref:
             several = s.holders[1] if len(s.holders) > 1 else 0

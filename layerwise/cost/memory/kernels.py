@@ -37,7 +37,7 @@ class StageMemory:
     padded: Floats  # of `extra` and `between`, of a padded copy of its first input; see `given_padded`
 
     def given_padded(self) -> StageMemory:
-        """Where that input travels: it arrives in a tensor of `padded` bytes, which is kept instead of a copy."""
+        """The stage where that input travels: it arrives padded, which it saves instead of a copy."""
         saved = replace(self.saved, inputs=self.saved.inputs | (self.padded > 0))
         return replace(self, saved=saved, extra=self.extra - self.padded, between=self.between - self.padded)
 
@@ -68,13 +68,13 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
 
 
 def remembered(layer: Layer, place: Place) -> list[tuple[str, Floats]]:
-    """What training writes to, running statistics, where they are computed."""
+    """The running statistics, to which training writes, where they are computed."""
     rows = ((name, place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[d]) for name, p, d in layer.remembered)
     return [(name, np.where(place.computed.active, size, 0.0)) for name, size in rows]
 
 
 def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> tuple[dict[int, Floats], Floats]:
-    """What autocast casts for a stage, to the type that it makes: bytes by slot, and of weights.
+    """The casts of autocast for a stage, to the type that it makes: bytes by slot, and of weights.
 
     Matrix products cast all that they read; so do operators that autocast brings to float32.
     """
@@ -100,7 +100,7 @@ def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> t
 
 
 def update(sizes: Sequence[Floats], model: CostModel) -> Iterator[Floats]:
-    """What an optimizer's step takes meanwhile, of parameters of these bytes: Adam has its denominators.
+    """Bytes that an optimizer's step takes meanwhile, for parameters of these bytes: Adam has its denominators.
 
     For all parameters at once (PyTorch's foreach, https://pytorch.org/docs/stable/generated/torch.optim.Adam.html),
     but on a CPU for one after the other: its root and that divided, beside the last one's.

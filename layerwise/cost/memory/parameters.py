@@ -67,7 +67,7 @@ def parameters_of(model: CostModel, layer: Layer, config: Config, place: Place) 
 
 
 def _share(model: CostModel, layer: Layer, p: Parameter, config: Config, boxes: Boxes, item_bytes: int) -> Share | None:
-    """What devices keep of a parameter of which they compute with `boxes`; None where that is all of these."""
+    """The part of a parameter that devices keep, computing with `boxes`; None where that is all of these."""
     found = sharded(layer, p, config, model.devices.count, unfed=layer.name in model.graph.unfed)
     if found is None:
         return None
@@ -113,7 +113,7 @@ class ParameterStorages:
                 self._updated.append(local)
 
     def bucket(self, step: Program, facts: StrategyFacts, sums: Sequence[GradientSum]) -> None:
-        """Which of what is sharded is in which of the program's buckets."""
+        """The index of the program's bucket of each that is sharded."""
         for number, bucket in enumerate(step.buckets):
             numbers = bucket.gradients if bucket.states != "replicated" else ()
             of = [(self._shares[facts.gradients[i].layer], sums[i].kind) for i in numbers]

@@ -33,7 +33,7 @@ def place_of(model: CostModel, layer: Layer, config: Config) -> Place:
 
 
 def moved_between(model: CostModel, layer: Layer, slot: int, owner: Place, target: Place) -> Moved:
-    """What travels to one of a layer's inputs, of the place of the layer that makes it and its own."""
+    """What travels to one of a layer's inputs, by the place of the layer that makes it and its own."""
     io, graph = model.options.io, model.graph
     if layer.role is Role.SINK and io != "sample":
         loss = layer.inputs[slot] in graph.losses
@@ -44,7 +44,7 @@ def moved_between(model: CostModel, layer: Layer, slot: int, owner: Place, targe
 
 @dataclass
 class TensorSizes:
-    """Of a strategy with the configurations of inputs and sink. All by the layer's name."""
+    """The sizes of a strategy with the configurations of inputs and sink. All by the layer's name."""
 
     model: CostModel
     strategy: Strategy

@@ -52,7 +52,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedSpan:
-    """What some devices do when: (N,) starts and ends, and which devices. Names are those of the runtime's trace."""
+    """An action of some devices: (N,) starts and ends, and which devices. Names are those of the runtime's trace."""
 
     name: str
     category: Category
@@ -132,7 +132,7 @@ class _Clocks:
         self.gathering[what] = [self._gathering(name, row, size_bytes) for row, size_bytes in sizes]
 
     def _gathered(self, layer: Layer) -> list[tuple[Ints, float]]:
-        """Of a layer that is gathered alone: by group, what is gathered."""
+        """The gathers of a layer that is gathered alone, by group."""
         by_group: dict[bytes, tuple[Ints, float]] = {}
         for one in gathers(self.model, layer, self.strategy[layer.name]):
             before = by_group.get(one.row.tobytes(), (one.row, 0.0))[1]
@@ -274,7 +274,7 @@ class _Clocks:
         return (float(cost.compute.forward[0]) if part == "forward" else backward_s - late_s), collectives
 
     def _late_share(self, layer: Layer, configs: tuple[Config, ...]) -> float:
-        """Of a layer's backward pass the gradient of its weights, by its share of the analytic time."""
+        """The share of a layer's backward pass that is the gradient of its weights, by the analytic times."""
 
         def made() -> float:
             model = self.model

@@ -29,7 +29,7 @@ class Flow:
 
     @property
     def going(self) -> bool:
-        """Whether any device has some of it left. Once none has, nobody looks again."""
+        """True if any device has some of it left. Once none has, nobody looks again."""
         self._over = self._over or not self.left.any()
         return not self._over
 

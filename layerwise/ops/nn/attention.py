@@ -118,7 +118,7 @@ class Attention(Op):
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=self.scale, enable_gqa=grouped)
 
     def _dropped(self, local: Local, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """The same, written out: which weights are zeroed goes by (..., query, key) in the whole tensor of scores."""
+        """Attention written out, with dropout: weights are zeroed by (..., query, key) in the full tensor of scores."""
         import torch
 
         if q.dim() > 3 and k.shape[-3] != q.shape[-3]:

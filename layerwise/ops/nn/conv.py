@@ -26,7 +26,7 @@ Pads = tuple[tuple[int, int], ...]  # (low, high) a spatial dimension
 
 
 class _Convolution(Windowed):
-    """What a convolution and a transposed one have alike: groups of channels, and a bias after the reduction."""
+    """The base of a convolution and a transposed one: groups of channels, and a bias after the reduction."""
 
     weights: ClassVar[bool] = True
     out_channels: int
@@ -179,7 +179,9 @@ class Conv(_Convolution):
         return torch.cat([conv(p, w, b, self.stride, native, self.dilation, n) for p, w, b, (n, _) in parts], 1)
 
     def _padding(self, local: Local) -> tuple[list[int], dict[int, tuple[int, int]]]:
-        """What the library pads each dimension with on both sides, and what (low, high) must be padded before."""
+        """The padding that the library adds on both sides, by dimension, and the (low, high) that must be padded
+        before.
+        """
         native, explicit = [], {}
         for i, k, s, d, (low, _) in self.windows(2):
             lo, hi = given(local, i)

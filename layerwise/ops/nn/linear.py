@@ -152,5 +152,5 @@ class MatMul(Op):
 
 
 def _depth(b: TensorSpec) -> int:
-    """Which dimension of the right operand is contracted."""
+    """The dimension of the right operand that is contracted."""
     return -2 if len(b.shape) > 1 else -1

@@ -33,7 +33,7 @@ IGNORED = -100  # PyTorch's default of ignore_index
 
 @dataclass(frozen=True, slots=True)
 class Loss(Op):
-    """Of a prediction and a target: one number a sample; the mean over the batch is taken once, at the sink.
+    """A loss of a prediction and a target: one number a sample; the mean over the batch is taken once, at the sink.
 
     With a reduction the output is (n,), reduced over all other dimensions; with "none" it is what PyTorch's is.
     `arguments` are the function's own, by name: ("label_smoothing", 0.1), ("beta", 1.0). `weighted` names the inputs
@@ -52,7 +52,7 @@ class Loss(Op):
 
     @property
     def classes(self) -> bool:
-        """Whether dimension 1 of the prediction is the classes, which the loss needs all."""
+        """True if dimension 1 of the prediction is the classes, which the loss needs all."""
         return self.fn in ("cross_entropy", "nll")
 
     @property
@@ -97,7 +97,7 @@ class Loss(Op):
         return Saved(output=False, extra=kept, forward=each, between=each + kept)
 
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
-        """How many targets count, where some may be ignored, or how much."""
+        """Elements that are all-reduced: how many targets count, where some may be ignored, or how much."""
         return Statistics(tuple(range(len(out.shape))), (), 1, exact=False) if self._counts(inputs[1]) else None
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
@@ -129,7 +129,7 @@ class Loss(Op):
         return each.sum(inner) / prod(spec.shape[1:]) if self.parts else each.mean(inner)
 
     def _counts(self, target: TensorSpec) -> bool:
-        """Whether it is a mean over what a target does not leave out, or by what it weighs."""
+        """True if it is a mean over what a target does not leave out, or by what it weighs."""
         return self.classes and self.reduction == "mean" and not target.differentiable
 
     def _position(self, i: int, extent: int) -> AxisMap:
@@ -181,7 +181,7 @@ class LossSum(Op):
 
 
 def _counted(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
-    """How many targets count, or the sum of their classes' weights."""
+    """The number of targets that count, or the sum of their classes' weights."""
     import torch
 
     counted = target != ignored
@@ -191,7 +191,7 @@ def _counted(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
 
 
 def _each_class(spec: TensorSpec, rank: int) -> TensorSpec:
-    """Without dimension 1, the classes; a target of indices, of lower rank, has none."""
+    """The tensor without dimension 1, the classes; a target of indices, of lower rank, has none."""
     return only(spec, [i for i in range(rank) if i != 1]) if len(spec.shape) == rank else spec
 
 

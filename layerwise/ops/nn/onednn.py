@@ -34,7 +34,7 @@ def convolve(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """As torch.nn.functional.conv3d, by oneDNN where that is quicker than what PyTorch would take.
+    """Computes torch.nn.functional.conv3d, by oneDNN where that is quicker than what PyTorch would take.
 
     The result is rounded otherwise: for parts of samples only (`Local.whole_samples`).
     """
@@ -47,7 +47,7 @@ def convolve(
 
 
 def _ours(x: Tensor, weight: Tensor) -> bool:
-    """Whether these are ordinary tensors of float32 on a CPU, with oneDNN, outside of torch.compile and autocast."""
+    """True if these are ordinary tensors of float32 on a CPU, with oneDNN, outside of torch.compile and autocast."""
     import torch
 
     return (
@@ -71,7 +71,7 @@ def _quicker(
     dilation: tuple[int, ...],
     groups: int,
 ) -> bool:
-    """Whether PyTorch takes im2col for these shapes, and there is enough to compute."""
+    """True if PyTorch takes im2col for these shapes, and there is enough to compute."""
     import torch
 
     spatial = (

@@ -82,7 +82,9 @@ class Pool(Windowed):
         return Op.flops(self, inputs, extents) * prod(self.kernel)
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """Where maxima lie, of 64 bits; cells at a border that torch's padding does not serve keep a padded input."""
+        """Memory: positions of maxima, of 64 bits; cells at a border that torch's padding does not serve save a padded
+        input.
+        """
         (x,) = inputs
         made = (hi - lo).astype(np.float64).prod(-1)
         read = volumes(self.needs(inputs, self.output(x))[0], lo, hi) * x.item_bytes
@@ -93,7 +95,7 @@ class Pool(Windowed):
         return Saved(inputs=padded_bytes == 0, output=self.mode == "lp", extra=extra, between=between)
 
     def _native_at(self, x: TensorSpec, lo: Extents, hi: Extents) -> Mask:
-        """Of which cells torch's own padding makes the windows: whole dimensions, and those that `_fit` says."""
+        """The cells whose windows torch's own padding makes: full dimensions, and those that `_fit` says."""
         out, native = self.output(x), np.ones(lo.shape[:-1], np.bool_)
         maps, lead = self.needs((x,), out)[0], len(x.shape) - len(self.kernel)
         for i, k, s, d, (low, _) in self.windows(lead):
@@ -191,7 +193,7 @@ class AdaptivePool(Op):
         return Saved(output=False, extra=8 * made if self.mode == "max" else 0.0)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """By torch where the cell's windows are those of its part, else (windows are products) by dimension."""
+        """Pools by torch where the cell's windows are those of its part, else (windows are products) by dimension."""
         from torch.nn import functional as f
 
         (x,) = inputs
@@ -269,7 +271,7 @@ def _adaptive(cell: Interval, need: Interval, size: int, extent: int) -> _Adapti
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """How the windows of a cell's dimension are made."""
+    """The way in which the windows of a cell's dimension are made."""
 
     before: int  # positions of padding that the cell lacks
     after: int
@@ -306,7 +308,7 @@ def _fit(
 
 
 def _counts(starts: NDArray[np.int64], kernel: int, extent: int, high: int, divide: Divide) -> NDArray[np.int64]:
-    """By what torch divides the sums of the windows that begin at `starts`: aten/src/ATen/native/AvgPoolKernel.cpp."""
+    """The divisors that torch takes for windows that begin at `starts`: aten/src/ATen/native/AvgPoolKernel.cpp."""
     if divide == "padded":
         return np.minimum(starts + kernel, extent + high) - starts
     if divide == "inside":

@@ -48,7 +48,7 @@ class Recurrent(Op):
 
     @property
     def width(self) -> int:
-        """Of a state, in one direction."""
+        """Elements of a state, in one direction."""
         return self.projected or self.hidden
 
     @property
@@ -180,7 +180,7 @@ class RecurrentInOne(Recurrent):
         return [*rows, ("bias_l0", (count, 2 * gates))] if self.bias else rows
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
-        """Those of a layer with its weights apart."""
+        """The matrix products of a layer with its weights apart."""
         return self._apart.gemms(inputs, extents)
 
     def held(self, parameters: Mapping[str, Tensor], channels: int) -> list[Tensor]:
@@ -196,7 +196,7 @@ class RecurrentInOne(Recurrent):
         return made
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """Also the weights in PyTorch's order, which are a copy."""
+        """Memory saved, with the weights in PyTorch's order, which are a copy."""
         said = self._apart.saved(inputs, lo, hi)
         copies = sum(prod(shape) for _, shape in self.shapes(inputs[0].shape[2])) * inputs[0].item_bytes
         return replace(

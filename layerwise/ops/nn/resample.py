@@ -129,7 +129,9 @@ class Interpolate(Op):
         return Op.flops(self, inputs, extents) * (2 * taps ** len(self.size) if taps else 0)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """By torch where it finds in the given positions what it would in all, else one dimension after the other."""
+        """Resamples by torch where it finds in the received positions what it would in all, else dimension by
+        dimension.
+        """
         (x,) = inputs
         lead, dtype = x.dim() - len(self.size), x.dtype
         dims = list(zip(range(lead, x.dim()), local.specs[0].shape[lead:], self.size, strict=True))
@@ -162,14 +164,14 @@ class Interpolate(Op):
         return out
 
     def _shifts(self, extent: int, size: int) -> bool:
-        """Whether `size // extent` positions further on, the same is found one position further on."""
+        """True if `size // extent` positions further on, the same is found one position further on."""
         if self.scales or self.align_corners or size % extent:
             return False
         ratio = size // extent
         return self.mode in ("linear", "cubic") or ratio & (ratio - 1) == 0  # else float32 rounds otherwise there
 
     def _map(self, dim: int, extent: int, axis: int) -> AxisMap:
-        """In integers: the position of x is (x*stride + first)/over."""
+        """The AxisMap in integers: the position of x is (x*stride + first)/over."""
         size = self.size[axis]
         if size == extent and not self.scales:
             return identity(extent, dim)
@@ -196,7 +198,7 @@ class Interpolate(Op):
 
 
 def _rounding(size: int, step: int, over: int, half: bool) -> tuple[int, int]:
-    """How far below and above floor((x + half/2)*step/over) the float32 arithmetic of PyTorch comes out.
+    """Bounds below and above floor((x + half/2)*step/over) within which PyTorch's float32 arithmetic comes out.
 
     It multiplies by float32(step/over): one less at x = 41 of 2 -> 82. aten/src/ATen/native/UpSample.h
     """
@@ -208,7 +210,7 @@ def _rounding(size: int, step: int, over: int, half: bool) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _border(mode: Border, cell: Interval, need: Interval, low: int, extent: int) -> Taps:
-    """Which of the given positions each position of a cell repeats."""
+    """The positions, of those received, that each position of a cell repeats."""
     x = np.arange(*cell) - low
     if mode == "replicate":
         x = np.clip(x, 0, extent - 1)
@@ -230,7 +232,7 @@ def _taps(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Taps:
-    """What PyTorch itself takes along one dimension, and of which given positions.
+    """The positions that PyTorch itself takes along one dimension, of those received, and their weights.
 
     It resamples numbered positions (nearest), as many as there are, for kernels round differently and their choice
     depends on sizes; else unit vectors. Their gradient is that of what is taken here: some of PyTorch's own backward

@@ -106,7 +106,7 @@ def _function() -> Any:
             return Summed.apply(gradient, ctx.all_reduce), None  # type: ignore[no-untyped-call]
 
     def differentiable(x: Tensor, weight: Tensor | None, bias: Tensor | None, shift: Tensor, ctx: Any) -> Tensor:
-        """The same of operators that can be differentiated as often as one likes: for gradients of gradients."""
+        """Statistics by operators that can be differentiated any number of times: for gradients of gradients."""
         rest, shape = (0, *range(2, x.dim())), (1, -1, *(1,) * (x.dim() - 2))
         exact = x.to(shift.dtype) - shift.view(shape)
         sums = Summed.apply(torch.stack([exact.sum(rest), exact.square().sum(rest)]), ctx.all_reduce)  # type: ignore[no-untyped-call]

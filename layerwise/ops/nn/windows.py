@@ -1,4 +1,4 @@
-"""What the kernels of windows share: how much padding a cell lacks, and weighted sums over gathered positions."""
+"""Parts of the kernels of windows: how much padding a cell lacks, and weighted sums over gathered positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Windowed(Op):
     dilation: tuple[int, ...]
 
     def windows(self, lead: int) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
-        """Of each spatial dimension, the first of which is `lead`: its index, kernel, stride, dilation and padding."""
+        """A row for each spatial dimension, from `lead` on: its index, kernel, stride, dilation and padding."""
         return zip(count(lead), self.kernel, self.stride, self.dilation, self.padding, strict=False)
 
     def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
@@ -45,7 +45,7 @@ def interval(local: Local, dim: int) -> Interval:
 
 
 def given(local: Local, dim: int, slot: int = 0) -> Interval:
-    """What the kernel is given of one dimension of an input."""
+    """The interval that the kernel receives of one dimension of an input."""
     return local.needs[slot].lo[dim], local.needs[slot].hi[dim]
 
 
@@ -70,7 +70,7 @@ def closed(stride: Sequence[int], lattices: Lattices) -> tuple[int, ...]:
 
 
 def margins(cell: Interval, need: Interval, stride: int, first: int, last: int) -> tuple[int, int]:
-    """How many positions `need` lacks, low and high, of those from lo*stride + first to (hi - 1)*stride + last.
+    """How many positions of those from lo*stride + first to (hi - 1)*stride + last `need` lacks, low and high.
 
     They are padding: what exists of them is given. Where nothing is given, all count as low.
     """
@@ -111,7 +111,7 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 
 @lru_cache(maxsize=1024)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same small vectors serve every step, and should not cross to a device each time."""
+    """A small vector as a tensor, made once: it serves every step, and should not cross to a device each time."""
     import torch
 
     with torch.inference_mode(False):  # or it could not be used in training afterwards

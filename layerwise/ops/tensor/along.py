@@ -1,4 +1,4 @@
-"""What goes along one dimension: running sums, softmax, elements that are read or written by position.
+"""Operators along one dimension: running sums, softmax, elements that are read or written by position.
 
 https://pytorch.org/docs/stable/generated/torch.cumsum.html, torch.gather.html, torch.Tensor.scatter_.html
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Along(Op):
-    """What reads all of one dimension, `dim`, which is not split, and everything else element by element."""
+    """An operator that reads all of one dimension, `dim`, which is not split, and all else element by element."""
 
     dim: int
 

@@ -1,4 +1,4 @@
-"""How the dimensions of a tensor are merged and split by a reshape, and the boxes of both shapes."""
+"""Dimensions that a reshape merges and splits, and the boxes of both shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def starts(shape: Sequence[int]) -> list[int]:
-    """How often each dimension begins anew in memory: the product of the extents outside it."""
+    """The number of times that each dimension begins anew in memory: the product of the extents outside it."""
     return list(accumulate(shape[:-1], mul, initial=1)) if shape else []
 
 
@@ -33,7 +33,7 @@ def heads(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[in
 
 
 def ones(x: TensorSpec, target: tuple[int, ...]) -> dict[int, int]:
-    """Which extents of 1 of the input are which of the target: in order, those at the same place in memory.
+    """Pairs of extents of 1 of the input and of the target: in order, those at the same place in memory.
 
     The samples (a batch of 1) stay as long as there is any such extent.
     """

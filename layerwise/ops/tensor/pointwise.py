@@ -284,7 +284,7 @@ class Dropout(_Pointwise):
 
 @dataclass(frozen=True, slots=True)
 class Cast(_Pointwise):
-    """The same numbers as another element type. No FLOPs."""
+    """A cast to another element type. No FLOPs."""
 
     kind: ClassVar[str] = "cast"
     arithmetic: ClassVar[bool] = False

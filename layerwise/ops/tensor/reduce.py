@@ -81,7 +81,7 @@ class Reduce(Op):
 
 @dataclass(frozen=True, slots=True)
 class PartialReduce(Op):
-    """Each of `dims` in as many equal `parts`, and one number for all positions of a part of each.
+    """A reduction of each of `dims` in as many equal `parts`, to one number for all positions of a part of each.
 
     It can be split along what it reduces, between two parts. A Reduce of its result, which is small, does the rest: the
     sum of the parts' sums, the mean of their means. So devices reduce what they have, in an order that no plan changes.
@@ -158,7 +158,7 @@ def divided(x: Tensor, shape: Sequence[int], parts: Mapping[int, int]) -> tuple[
 
 
 def _reduced(mode: Mode, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """Of x's type (integers do not become longer ones), but sums of booleans are integers."""
+    """The reduction in x's type (integers do not become longer ones), but sums of booleans are integers."""
     import torch
 
     kept = None if x.is_floating_point() or x.dtype == torch.bool else x.dtype

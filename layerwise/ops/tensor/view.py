@@ -39,7 +39,7 @@ class View(Op):
 
 @dataclass(frozen=True, slots=True)
 class Reshape(View):
-    """The same elements in row-major order under another shape (flatten, view, squeeze, unsqueeze, unflatten).
+    """A view of the elements, in row-major order, under another shape (flatten, view, squeeze, unsqueeze, unflatten).
 
     Where a dimension of the input and one of the output start at the same stride, the outer parts of both match: they
     share the label. What lies further in is cut only together with its outer part. Extents of 1 come and go.
@@ -286,7 +286,7 @@ def _changed(x: TensorSpec, dim: int, extent: int, label: str | None, unit: int)
 
 
 def _samples(x: TensorSpec, y: TensorSpec, i: int, out: TensorSpec) -> int:
-    """Which dimension of `out`, a reshape of x, grows when dimension i of x grows to that of y.
+    """The dimension of `out`, a reshape of x, that grows when dimension i of x grows to that of y.
 
     The samples are the outer part of dimension i where that is labelled n (before or after: a batch of 1 leaves its
     label to what it was merged with), else they begin inside its unit, which has grown with them.
@@ -305,7 +305,7 @@ def _samples(x: TensorSpec, y: TensorSpec, i: int, out: TensorSpec) -> int:
 
 
 def _absorbed(x: TensorSpec, i: int, follows: int) -> bool:
-    """Whether a batch of 1 in the middle went into what stands before it: (s, n=1, c) -> (s, c).
+    """True if a batch of 1 in the middle went into what stands before it: (s, n=1, c) -> (s, c).
 
     No trace is left of it. It stays before what follows where that was split: (s, n=1, c) -> (s, heads, c / heads).
     """

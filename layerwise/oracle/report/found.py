@@ -1,4 +1,4 @@
-"""What the oracle says: epochs, iterations, what holds strategies back, and which to take; for people and programs."""
+"""The oracle's report: epochs, iterations, what holds strategies back, and which to take; for people and programs."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def phases_table(answers: Sequence[Answer], capacity: float, best: Answer | None
 
 
 def statistics_lines(answers: Sequence[Answer]) -> Iterator[str]:
-    """What batch norm over the whole batch costs, where that is much."""
+    """A line on the cost of batch norm over the full batch, where that is much."""
     rows = [(a.priced.statistics_s, a.projection) for a in answers if a.priced is not None]
     seconds, most = max(rows, key=lambda pair: pair[0] / pair[1].phases.total_s, default=(0.0, None))
     if most is not None and seconds >= MUCH * most.phases.total_s:
@@ -144,7 +144,7 @@ def split(a: Answer) -> str:
 
 
 def findings_rows(oracle: Oracle, answers: Sequence[Answer], *, every: bool) -> Iterator[tuple[str, str, str]]:
-    """What holds each strategy back (the paper's table 6), with its number; by default only what is much."""
+    """Rows of what holds each strategy back (the paper's table 6), with its number; by default only what is much."""
     for a in answers:
         total_s, name = a.projection.phases.total_s, title(a.projection.strategy)
         for f in oracle.findings(a):
@@ -154,7 +154,7 @@ def findings_rows(oracle: Oracle, answers: Sequence[Answer], *, every: bool) -> 
 
 
 def unreached_rows(asked: Asked) -> Iterator[tuple[str, str, str]]:
-    """Where strategies have no answer: a row for each reason, whatever its numbers. Notes tell of layerwise."""
+    """Rows of strategies without an answer: one for each reason, whatever its numbers. Notes tell of layerwise."""
     rows: dict[tuple[str, str], list[int]] = {}
     for (name, gpus), why in asked.reasons.items():
         if name not in ("serial", "layerwise"):
@@ -197,7 +197,7 @@ def measured_table(compared: Sequence[Compared]) -> Table:
 
 
 def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> Iterator[str]:
-    """What to take, the runner-up, the margin."""
+    """Lines on what to take, the runner-up, the margin."""
     limits = [
         *([f"at most {budget.gpus} GPUs"] if budget.gpus else []),
         *([f"{budget.memory_bytes / 2**30:g} GiB a device"] if budget.memory_bytes else []),

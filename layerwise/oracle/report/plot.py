@@ -64,7 +64,7 @@ def draw(question: Question, asked: Asked, samples: int, heading: str, compared:
 
 
 def scaling(question: Question) -> str:
-    """Which kind of scaling it is, and what stays the same."""
+    """The kind of scaling, and what stays the same."""
     if question.scaling == "weak":
         return f"weak scaling, {question.batch:,} samples a GPU"
     return f"strong scaling, {question.batch:,} samples a step"

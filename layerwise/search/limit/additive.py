@@ -24,7 +24,7 @@ Minimise = Callable[["Costs", Mapping[str, Ints]], tuple[Choice, float]]  # a go
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a choice costs: the sum of its entries. Seconds, or bytes at one instant on one device."""
+    """An additive cost of a choice: the sum of its entries. Seconds, or bytes at one instant on one device."""
 
     node: Mapping[str, Floats]  # (V_l,)
     edge: Mapping[EdgeName, Floats]  # (B_u, B_v); what is missing is 0
@@ -35,7 +35,7 @@ class Costs:
         return own + sum(float(cost[base[u][choice[u]], base[v][choice[v]]]) for (u, v, _), cost in self.edge.items())
 
     def spread(self) -> dict[str, float]:
-        """Of each layer, how far its variants are apart."""
+        """By layer, how far its variants are apart."""
         spread = {name: float(np.ptp(cost)) for name, cost in self.node.items()}
         for (u, v, _), cost in self.edge.items():
             spread[u] += float(np.ptp(cost, axis=0).mean())
@@ -77,7 +77,7 @@ class Capped:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Which choice takes the least time of those whose memory fits?
+    """The problem: which choice takes the least time of those whose memory fits?
 
     A *row* is what is alive at one instant on one device, as an additive lower bound: no choice's peak is below it.
     """
@@ -141,7 +141,7 @@ def by_elimination(memory_bytes: float) -> Minimise:
 
 
 def by_messages(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
-    """What one sweep of message passing comes to: on large tables far sooner than elimination."""
+    """The result of one sweep of message passing: on large tables far sooner than elimination."""
     least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
     bounds = Messages(costs.edge, list(least)).bounds({name: cost for name, (cost, _) in least.items()}, SWEEPS)
     choice = {name: int(least[name][1][i]) for name, i in bounds.choice.items()}

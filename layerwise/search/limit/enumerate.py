@@ -27,7 +27,7 @@ from layerwise.search.solve.eliminate import Factor, min_fill_order
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """In which order variables are chosen, and what the table of each is over."""
+    """The order in which variables are chosen, and what the table of each is over."""
 
     names: tuple[str, ...]
     scopes: Mapping[str, tuple[str, ...]]  # of each, variables chosen before it
@@ -74,7 +74,7 @@ class Order:
         return Order(tuple(names), scopes, tuple(reversed(needed)))
 
     def entries(self, sizes: Mapping[str, int]) -> int:
-        """Of the largest table."""
+        """Entries of the largest table."""
         return max((sizes[name] * prod(sizes[n] for n in scope) for name, scope in self.scopes.items()), default=0)
 
 
@@ -89,7 +89,7 @@ def _fill(around: dict[str, set[str]], order: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Of one additive cost."""
+    """The bounds of one additive cost for what is still to be chosen."""
 
     least: float  # of all choices
     regret: Mapping[str, Floats]  # (*scope, B) of each variable's base
@@ -135,7 +135,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class Enumerated:
-    """What is left."""
+    """The result of an enumeration: what is left."""
 
     variants: Mapping[str, Ints]  # (choices,) of each layer
     costs: Floats  # (choices, criteria)

@@ -43,7 +43,7 @@ class Limited:
 
     @property
     def proven(self) -> bool:
-        """Whether nothing that fits is faster, or nothing fits."""
+        """True if nothing that fits is faster, or nothing fits."""
         return self.cost_s <= self.lower_bound_s * SLACK
 
 
@@ -57,7 +57,7 @@ class Least(Generic[T]):
 
     @property
     def proven(self) -> bool:
-        """Whether nothing needs less."""
+        """True if nothing needs less."""
         return self.bytes <= self.lower_bound_bytes * SLACK
 
 

@@ -51,11 +51,11 @@ class Multipliers:
 
     @staticmethod
     def begun(problem: Problem, met: Iterable[Choice]) -> Multipliers:
-        """With choices that are likely to be near the best."""
+        """Multipliers to begin with, of choices that are likely to be near the best."""
         return Multipliers(met=[_known(problem, choice) for choice in met])
 
     def over(self, problem: Problem) -> Multipliers:
-        """What was met and the tables of rows, where a problem has more rows."""
+        """The multipliers for a problem that has more rows, with what was met and the tables of rows."""
         met = [Met(m.choice, m.cost, problem.rows(m.choice), m.base, m.known) for m in self.met]
         return Multipliers(met=met, solved=dict(self.solved))
 
@@ -72,7 +72,7 @@ class Multipliers:
         return [self.met[i].choice for i in np.argsort(paid, kind="stable")[:NEAREST]]
 
     def charge(self, problem: Problem) -> Costs:
-        """What the bytes of all rows cost together."""
+        """The cost of the bytes of all rows together."""
         return weighted_sum([0.0, *self.price.values()], [problem.time, *(self.solved[row] for row in self.price)])
 
     def mixture(self, limit: float) -> Floats:
@@ -80,7 +80,7 @@ class Multipliers:
         return _fit_on_average(self.met, self.taken(list(self.price)), limit, max(self.met[0].cost, 1e-30))[0]
 
     def criteria(self, problem: Problem, limit: float, cost: float) -> list[Capped]:
-        """What a choice that fits and costs at most `cost` has, and at most: time with memory paid, time, and rows."""
+        """Bounds of a choice that fits and costs at most `cost`: time with memory paid, time, and rows."""
         rows = [self.solved[row] for row in self.price]
         paid = weighted_sum([1.0, *self.price.values()], [problem.time, *rows])
         charged = sum(self.price.values()) * limit
@@ -91,7 +91,7 @@ class Multipliers:
         ]
 
     def surrogate(self, problem: Problem, limit: float, cost: float) -> list[Capped]:
-        """The same, with one row for all: the sum of what their bytes cost (Glover, Oper. Res. 16(4), 1968).
+        """The problem with one row for all: the sum of what their bytes cost (Glover, Oper. Res. 16(4), 1968).
 
         First with memory paid, then the time, and that row; then with memory paid at other prices, which bound what
         goes on from a partial choice better.
@@ -106,7 +106,7 @@ class Multipliers:
         return [paid(1.0), Capped(problem.time, cost, 0.0), Capped(charge, charged), *map(paid, FACTORS)]
 
     def mixed(self, most: float) -> list[Capped]:
-        """Of shares of rows: the rows' mean, and each of them. All are bytes, and bounds of the fullest row."""
+        """The mean of the rows by their shares, and each of them. All are bytes, and bounds of the fullest row."""
         rows = [self.solved[row] for row in self.price]
         mean = weighted_sum(list(self.price.values()), rows)
         return [Capped(row, most, 0.0) for row in (mean, *rows)]

@@ -1,4 +1,4 @@
-"""What bounds leave of a problem under a limit: how it is enumerated, and branch and bound over it.
+"""The rest of a problem under a limit, after bounds: how it is enumerated, and branch and bound over it.
 
 Where a few layers decide by much, what multipliers leave is closed by deciding for these layers. The multipliers' bound
 is the time of a mixture of choices that fits on average. Where its choices differ most in what their bytes cost, that
@@ -54,14 +54,14 @@ class Known:
 
 
 def nearer(problem: Problem, misfit: Choice, limit: float) -> Problem | None:
-    """With rows near the peak of a choice that does not fit; None where they do not tell that it does not."""
+    """The problem with rows near the peak of a choice that does not fit; None where they do not tell so."""
     more = None if problem.nearer is None else problem.nearer(misfit)
     return more if more is not None and more.rows(misfit).max() > limit else None
 
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """What an enumeration says."""
+    """The result of an enumeration."""
 
     lower_s: float  # nothing within the limit takes less
     missed: float  # bytes by which rows are below true peaks
@@ -79,7 +79,7 @@ class Rest:
 
     @staticmethod
     def of(problem: Problem, capped: Sequence[Capped], memory_bytes: float) -> Rest | None:
-        """Without the variants of which no choice is within all that is capped. None where tables are too large."""
+        """The rest without variants of which no choice is within all caps. None where tables are too large."""
         keep = possible(problem, capped)
         if not all(mask.any() for mask in keep.values()):  # nothing is left: nor is it of any one layer
             keep = {name: np.arange(len(mask)) == 0 for name, mask in keep.items()}
@@ -94,7 +94,7 @@ class Rest:
 
     @property
     def checks(self) -> int:
-        """How many true peaks an enumeration may ask for."""
+        """The number of true peaks that an enumeration may ask for."""
         return max(8, CHECKS // len(self.keep))
 
     def enumerate(self, numbers: float, dominance: tuple[int, int] | None = None, step: float = 0.0) -> Enumerated:
@@ -232,7 +232,7 @@ def branch(seen: Known, prices: Multipliers, solve: Solve, look: Look, gap: floa
 
 
 def _part(problem: Problem, half: _Half, part: Keep, solve: Solve, limit: float, grown: bool) -> _Half:
-    """What is kept of a half. grown: whether the problem has more rows than the half had."""
+    """The part of a half that is kept. grown: whether the problem has more rows than the half had."""
     keep: dict[str, Mask] = {}
     for name, mask in half.keep.items():
         keep[name] = mask.copy()

@@ -26,7 +26,7 @@ Form = tuple[bool, States]  # recompute, states
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """What may save memory."""
+    """The forms of a layer that may save memory."""
 
     offered: tuple[Form, ...]  # the first saves nothing
     recomputable: frozenset[str]  # layers
@@ -76,7 +76,7 @@ class Forms:
 
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """Of every layer."""
+    """The variants of every layer: its configurations in their forms."""
 
     configs: Configs  # V_l
     bases: Configs  # B_l: what neighbours see of them, all but states
@@ -92,7 +92,7 @@ class Variants:
 
     @staticmethod
     def grouped(configs: Configs, cell: Mapping[str, Ints] | None = None) -> Variants:
-        """Of these configurations."""
+        """The variants of these configurations."""
         bases, base = dict[str, tuple[Config, ...]](), dict[str, Ints]()
         for name, these in configs.items():
             seen = [replace(config, states="replicated") for config in these]
@@ -102,7 +102,7 @@ class Variants:
         return Variants(configs, bases, base, base if cell is None else cell)
 
     def restrict(self, keep: Mapping[str, Mask]) -> Variants:
-        """Those that are kept."""
+        """The variants that are kept."""
         configs = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in self.configs.items()}
         return Variants.grouped(configs, {name: cell[keep[name]] for name, cell in self.cell.items()})
 
@@ -111,7 +111,7 @@ class Variants:
         return {name: configs.index(strategy[name]) for name, configs in self.configs.items()}
 
     def choices(self, strategies: Iterable[Strategy]) -> list[Choice]:
-        """Those of which all configurations are here."""
+        """The choices of which all configurations are here."""
         places = {name: {config: i for i, config in enumerate(configs)} for name, configs in self.configs.items()}
         here = (s for s in strategies if all(s[name] in place for name, place in places.items()))
         return [{name: place[s[name]] for name, place in places.items()} for s in here]
@@ -154,7 +154,7 @@ class Memory:
 
     @staticmethod
     def of(model: CostModel, variants: Variants) -> Memory:
-        """Of a step."""
+        """Bounds of the memory of a step over these variants."""
         return Memory([MemoryBounds(model, variants.configs, variants.base)])
 
     def restrict(self, keep: Mapping[str, Mask], variants: Variants) -> Memory:
@@ -162,7 +162,7 @@ class Memory:
         return Memory([self.bounds[0].restrict(keep, variants.base)])
 
     def nearer(self, choice: Choice) -> Memory:
-        """With more rows, which are near the memory of a choice; those that there are keep their numbers."""
+        """The bounds with more rows, near the memory of a choice; those that there are keep their numbers."""
         more = Memory([*self.bounds, self.bounds[0].near(choice)])
         more._tables = self._tables
         return more

@@ -37,7 +37,7 @@ TRIES = 12  # true peaks that are asked for where what saves nothing is undone
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrice:
-    """What memory costs: the seconds of a step that a byte less takes, at one instant on one device."""
+    """The price of memory: the seconds of a step that a byte less takes, at one instant on one device."""
 
     instant: str
     device: int
@@ -57,7 +57,7 @@ class Within:
 
     @property
     def proven(self) -> bool:
-        """Whether no strategy that fits is faster, or none fits."""
+        """True if no strategy that fits is faster, or none fits."""
         return self.cost_s <= self.lower_bound_s * SLACK
 
 
@@ -118,7 +118,7 @@ class LimitedSearch:
     def _exact(
         self, space: Variants, memory: Memory, limit: float, known: list[Choice], met: list[Choice]
     ) -> tuple[Limited, tuple[MemoryPrice, ...]]:
-        """With transfers as they are. known: what may fit; met: what is near the best."""
+        """The search with transfers as they are. known: what may fit; met: what is near the best."""
         tables = self.model.tables(space.bases, self.progress)
         problem = space.problem(node_costs(self.model, space.configs), tables.transfer, memory, self.peak)
         found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=known, met=met)
@@ -142,7 +142,7 @@ class LimitedSearch:
         return Least(small.strategy(found.best), found.bytes, min(bound, found.bytes))
 
     def _memory_alone(self, space: Variants, memory: Memory) -> Problem:
-        """Where time does not matter."""
+        """The problem in which time does not matter."""
         nothing = {name: np.zeros(len(configs)) for name, configs in space.configs.items()}
         edges = self.model.graph.edges()
         transfer = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in edges}
@@ -155,7 +155,7 @@ class LimitedSearch:
         return _distinct(every)
 
     def plainer(self, strategy: Strategy, limit: float) -> Strategy:
-        """Without forms that save nothing: what fits into `limit` bytes without them, and takes no longer.
+        """A strategy without forms that save nothing: what fits into `limit` bytes without them, and takes no longer.
 
         Bounds take longer steps for equal within a gap, so a choice may have some. Equal layers are undone together, as
         many as fit, what gains most first. Peaks take time: after TRIES of them, what is left stays.
@@ -196,7 +196,7 @@ class LimitedSearch:
         return [(*key[1:], found[key]) for key in sorted(found, key=lambda key: -gained[key])]
 
     def _no_longer(self, strategy: Strategy, than: Strategy) -> bool:
-        """Whether it takes no longer, whatever t_S weighs."""
+        """True if it takes no longer, whatever t_S weighs."""
         return all(self.cost(strategy, weight) <= self.cost(than, weight) * SLACK for weight in (0.0, 1.0))
 
     def _of_layer(self, strategy: Strategy, name: str, configs: Sequence[Config]) -> Floats:
@@ -275,6 +275,6 @@ def _plainer(config: Config) -> Iterator[Config]:
 
 
 def _prices(memory: Memory, price: Mapping[int, float]) -> tuple[MemoryPrice, ...]:
-    """Of rows of bytes, the dearest first."""
+    """The prices of rows of bytes, the dearest first."""
     dearest = sorted(price.items(), key=lambda row: (-row[1], row[0]))
     return tuple(MemoryPrice(*memory.where(row), seconds) for row, seconds in dearest)

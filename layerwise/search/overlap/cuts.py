@@ -187,7 +187,7 @@ class Cuts:
     # ---- points ----
 
     def _points(self) -> list[_Point]:
-        """Where something is issued later that is not before; and the end of all computation."""
+        """The points at which something is issued later that is not before; and the end of all computation."""
         layers, points = self.model.graph.layers, [_Point(0, -1, -1, -1)]
         sending = {self.place[v] for _, v, _ in self.returned}
         for i, layer in enumerate(layers):

@@ -41,7 +41,7 @@ WORK = 2e7  # sums of an elimination: beyond that, messages bound as well as the
 
 @dataclass(frozen=True, slots=True)
 class Overlapped:
-    """What is known of steps with overlap."""
+    """Strategies whose steps with overlap are best, and the bound of all."""
 
     strategies: tuple[Strategy, ...]  # that moves came to, the fastest first
     lower_bound_s: float  # of all strategies of the space
@@ -88,7 +88,7 @@ class Polish:
         return choice
 
     def _better(self, choice: Choice) -> Iterator[Choice]:
-        """What is faster after a move, as long as steps may be simulated."""
+        """Choices that a move makes faster, as long as steps may be simulated."""
         rows = self.cuts.rows(choice)
         for moves in (self._single(choice, rows), self._pairs(choice, rows)):
             until = max(self.left - self.patience, 0)
@@ -99,7 +99,7 @@ class Polish:
                     yield choice | move
 
     def _single(self, choice: Choice, rows: Floats) -> Iterator[tuple[float, Choice]]:
-        """Of one layer, and of several that are split alike."""
+        """Moves of one layer, and of several that are split alike."""
         configs = self.space.configs
         for names in [[name] for name in self.names] + list(self._runs(choice)):
             places = [{config: i for i, config in enumerate(configs[name])} for name in names]
@@ -210,7 +210,7 @@ def _entries(model: CostModel, space: Variants) -> int:
 
 
 def _sums(space: Variants) -> float:
-    """How many an elimination forms, of a chain of so many configurations."""
+    """The number of sums that an elimination forms, of a chain of so many configurations."""
     most = max(map(len, space.bases.values()))
     return float(sum(most * len(these) ** 2 for these in space.bases.values()))
 

@@ -52,7 +52,7 @@ def forms_table(forms: Mapping[Config, Candidate], chosen: Config) -> Table:
 
 
 def forms_values(forms: Mapping[Config, Candidate], chosen: Config) -> list[dict[str, Any]]:
-    """For a program: a member a form, in seconds and bytes."""
+    """Values for a program: a member a form, in seconds and bytes."""
     return [
         {"recompute": config.recompute, "states": config.states, **costs_json(c), "in_plan": config == chosen}
         for config, c in forms.items()
@@ -76,7 +76,7 @@ def _without(chosen: str, plain: str, other: Candidate, limit_bytes: float) -> s
 
 
 def limit_of(plan: Plan) -> Iterator[str]:
-    """What the limit costs that the plan was found under, as its provenance says; nothing where it does not bind."""
+    """The cost of the limit that the plan was found under, as its provenance says; nothing where it does not bind."""
     p, now_s = plan.provenance, plan.predicted.get("timeline_s")
     free, prices = p.get("without_limit"), p.get("memory_prices")
     limit = p.get("memory_limit_bytes")

@@ -26,7 +26,7 @@ from layerwise.search.result import Candidate, SearchResult
 
 
 def about(model: CostModel) -> str:
-    """Where, and with how large a batch."""
+    """The phrase of where, and with how large a batch."""
     devices = model.devices
     kind = ", inference" if model.options.kind == "inference" else ""
     return f" on {devices.count} × {devices.processor.name}, {model.graph.batch:,} samples a step{kind}"
@@ -108,7 +108,7 @@ def candidate_parts(candidate: Candidate) -> list[Part]:
 
 @described.register
 def result_parts(result: SearchResult) -> list[Part]:
-    """What was found, in a notebook: the best strategy, and the baselines beside it."""
+    """The report of a result in a notebook: the best strategy, and the baselines beside it."""
     missing = [] if result.best.fits else [f"WARNING: {nothing_fits(result)}."]
     table = candidates_table([result.best, *result.baselines.values()], result.best)
     return [*candidate_parts(result.best), table, Lines([*conclusion(result), *missing])]
@@ -181,7 +181,7 @@ def price_dict(model: CostModel, candidate: Candidate, baselines: Mapping[str, C
 
 
 def costs_json(candidate: Candidate) -> dict[str, float | bool]:
-    """What a strategy costs. bytes_moved is a step's, summed over devices; memory is one device's."""
+    """The costs of a strategy. bytes_moved is a step's, summed over devices; memory is one device's."""
     return {
         "step_time_s": candidate.price.step_time_s,
         "timeline_s": candidate.timeline.total_s,

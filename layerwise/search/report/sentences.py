@@ -1,4 +1,4 @@
-"""What is said below the tables of a search: what is proven, what was chosen and why, what a memory limit costs."""
+"""Sentences below the tables of a search: what is proven, what was chosen and why, what a memory limit costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerwise.search.result import Candidate, SearchResult, timeline_s
 
 
 def conclusion(result: SearchResult) -> Iterator[str]:
-    """What is proven, what was chosen and why."""
+    """The conclusion: what is proven, what was chosen and why."""
     optimum, best = result.optimum, result.best
     cost = units(result.additive.price.step_time_s, "s")
     limited = "" if result.within is None or not best.fits else f" that fits into {units(result.memory_bytes, 'B')}"
@@ -50,7 +50,7 @@ def conclusion(result: SearchResult) -> Iterator[str]:
 
 
 def overlap_lines(result: SearchResult) -> Iterator[str]:
-    """How far the chosen step with overlap is at most from the best."""
+    """A line on how far the chosen step with overlap is at most from the best."""
     if (bound_s := result.overlap_bound_s) and result.best.fits:
         step_s = timeline_s(result.best)
         gap = step_s / bound_s - 1
@@ -102,7 +102,7 @@ def why_data(result: SearchResult) -> str:
 
 
 def halo_lines(result: SearchResult) -> Iterator[str]:
-    """Whether halos of inputs are read or sent, and what either costs."""
+    """Lines on halos of inputs: whether they are read or sent, and what either costs."""
     if (halos := result.halos) is not None:
         chosen = "sent" if halos.sent else "read by each device that needs them"
         yield (
@@ -131,7 +131,7 @@ def whole_lines(model: CostModel, candidate: Candidate) -> Iterator[str]:
 
 
 def limit_lines(result: SearchResult) -> Iterator[str]:
-    """Where the limit binds and a plan fits: what that costs, the price of memory, and who saves it."""
+    """Lines for a limit that binds where a plan fits: what that costs, the price of memory, and who saves it."""
     within, best, free = result.within, result.best, result.unlimited
     if within is None or not best.fits:
         return
@@ -150,13 +150,13 @@ def faster(share: float) -> str:
 
 
 def price_line(s_per_byte: float, device: int, instant: str, limit_bytes: float) -> str:
-    """What a multiplier says, of a hundredth of the limit."""
+    """A line on a multiplier: what a hundredth of the limit is worth."""
     saved, little = units(s_per_byte * limit_bytes / 100, "s"), units(limit_bytes / 100, "B")
     return f"{little} more would save about {saved} of the step time (device {device} is fullest: {instant})."
 
 
 def reserve_lines(model: CostModel, result: SearchResult) -> Iterator[str]:
-    """Where a limit binds that nobody has given: of what it is made."""
+    """A line on what the limit is made of, where it binds and nobody has given it."""
     devices = model.devices
     reserved = devices.processor.memory_bytes - devices.usable_bytes
     if result.within is not None and reserved and result.memory_bytes == int(devices.usable_bytes):
@@ -165,7 +165,7 @@ def reserve_lines(model: CostModel, result: SearchResult) -> Iterator[str]:
 
 
 def choices(configs: Iterable[Config]) -> Iterator[str]:
-    """How many layers save memory, and how."""
+    """Phrases: how many layers save memory, and how."""
     counts = Counter[str]()
     for config in configs:
         counts["recompute"] += config.recompute

@@ -94,7 +94,7 @@ def _ends(run: Sequence[Layer], between: str, write: Callable[[str], str] = str)
 
 
 def brief_strategy_table(candidate: Candidate) -> Table:
-    """The same where the network is not at hand."""
+    """The table of a strategy where the network is not at hand."""
     layers = _computing(candidate)
     rows = [
         (title, short(config), *_numbers([layers[name] for name in names]))
@@ -163,7 +163,7 @@ def candidates_table(candidates: Sequence[Candidate], best: Candidate, batch: in
 
 
 def memory(c: Candidate) -> Value:
-    """Of a device, marked where it is too much."""
+    """A device's memory as text, marked where it is too much."""
     size = c.price.memory_bytes
     return size if c.fits else Marked(f"{units(size, 'B')} (too much)", "bad")
 
@@ -176,7 +176,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def kinds_of(model: CostModel, candidates: Iterable[Candidate]) -> Mapping[str, Mapping[Kind, float]]:
-    """What the fullest device holds when it is fullest, by strategy."""
+    """The kinds of memory that the fullest device holds when it is fullest, by strategy."""
     return {c.name: peak_by_kind(model, c.strategy) for c in {c.name: c for c in candidates}.values()}
 
 
@@ -236,13 +236,13 @@ def _count(best: Candidate | None, what: str) -> int:
 
 
 def proof(result: SearchResult) -> str:
-    """Of the additive optimum."""
+    """The word for the additive optimum: proven, or its gap."""
     optimum = result.optimum
     return "proven" if optimum.proven else f"gap {optimum.cost_s / optimum.lower_bound_s - 1:.2%}"
 
 
 def curve_values(curve: Sequence[Point]) -> list[dict[str, Any]]:
-    """For a program: a member a limit, in seconds and bytes."""
+    """Values for a program: a member a limit, in seconds and bytes."""
     return [
         {
             "memory_limit_bytes": point.limit_bytes,

@@ -1,1 +1,1 @@
-"""What is proven without a memory limit: bounds, pruning, node and edge elimination, elimination of variables."""
+"""The search without a memory limit: bounds, pruning, node and edge elimination, elimination of variables."""

@@ -21,7 +21,7 @@ CACHED = 1 << 16  # elements of a table that are summed at once: they stay in th
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What message passing says of the strategies."""
+    """Bounds of the cost of strategies, by message passing."""
 
     lower_s: dict[str, Floats]  # (C_l,) of each layer: of every strategy that contains the configuration
     choice: dict[str, int]  # indices of a good strategy, decoded from the same messages
@@ -69,7 +69,7 @@ class Messages:
         return self._belief(name, node) / max(len(self.ins[name]), len(self.outs[name]), 1)
 
     def _lower(self, node: Mapping[str, Floats]) -> dict[str, Floats]:
-        """What is left of every term after a backward sweep is not negative, so that any of them may be added up.
+        """Terms that are left after a backward sweep: none is negative, so that any of them may be added up.
 
         A layer has given shares of its belief to its inward edges; what it keeps is bounded by its minimum. A
         configuration then costs, beyond the sum of all minima, at least the cheapest way to it from the first layer,
@@ -105,7 +105,7 @@ class Messages:
 
 
 def _least_by_column(table: Floats, *rows: Floats) -> list[Floats]:
-    """For each of `rows` (C_u,) the least of table + row[:, None] in every column, (C_v,)."""
+    """The least of table + row[:, None] in every column, (C_v,), for each of `rows` (C_u,)."""
     found = [np.full(table.shape[1], np.inf) for _ in rows]
     for part, sums in _parts(table):
         for least, row in zip(found, rows, strict=True):

@@ -33,7 +33,7 @@ class Optimum:
 
     @property
     def proven(self) -> bool:
-        """Whether the cost is the lower bound."""
+        """True if the cost is the lower bound."""
         return self.cost_s <= self.lower_bound_s * (1 + 1e-9)
 
 

@@ -143,7 +143,7 @@ def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> b
 
 
 def exact_costs(model: CostModel, strategies: Sequence[Mapping[str, Config]]) -> list[tuple[float, float]]:
-    """Of each of these, equation 1 without t_S, and t_S. They share tables, as most of their layers are alike."""
+    """Equation 1 without t_S, and t_S, of each of these. They share tables, as most of their layers are alike."""
     if not strategies:
         return []
     found = np.zeros((2, len(strategies)))
@@ -167,7 +167,7 @@ def node_costs(model: CostModel, configs: Configs) -> dict[str, Floats]:
 
 
 def by_edge_cost(tables: CostTables, upper_s: float) -> Keep:
-    """Which configurations (C_l,) may be part of a strategy of at most `upper_s`: none better is left out.
+    """Masks (C_l,) of configurations that may be part of a strategy of at most `upper_s`: none better is left out.
 
     A layer's transfers are those to the cheapest partner on its own edges, and elsewhere those of the cheapest pair.
     Repeated over what is left while it pays, as each configuration that goes may raise the others' bounds.

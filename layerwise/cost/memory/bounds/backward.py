@@ -84,13 +84,13 @@ class Backward(Forward):
     def _disjoint(
         self, layer: Layer, stage: StageMemory, slots: Sequence[int], running: GradientClaims, made: Floats
     ) -> bool:
-        """Whether the gradients of a stage's inputs are different parts of its result's, which nobody else holds."""
+        """True if the gradients of a stage's inputs are different parts of its result's, which nobody else holds."""
         total = sum((self._need(layer, slot) for slot in slots), made if stage.running else np.zeros_like(made))
         others = [claim for claim in running.storage.claims if claim.last < 0 and claim not in running.claims]
         return not stage.running and not others and running.whole and bool((total <= running.size).all())
 
     def _inward(self, layer: Layer, slot: int, running: GradientClaims | None, through: bool) -> GradientClaims:
-        """That of an input: a view of the output's, or made."""
+        """The gradient of an input: a view of the output's, or made."""
         need = self._need(layer, slot)
         if running is not None:
             size = np.minimum(need, running.size)
@@ -104,7 +104,7 @@ class Backward(Forward):
         return GradientClaims(storage, need, self.ledger.hold(storage, layer.name, "sure", need))
 
     def _before(self, name: str, made: Floats, running: GradientClaims | None, through: bool) -> GradientClaims | None:
-        """That of the stage before."""
+        """The gradient of the stage before."""
         if through and running is None:
             return None
         storage = self.ledger.storage() if running is None else running.storage

@@ -67,11 +67,11 @@ class ClaimedStorage:
 
     @property
     def shared(self) -> bool:
-        """Whether it depends on who is likely to hold it how it is divided."""
+        """True if its division depends on who is likely to hold it."""
         return any(claim.kind not in ("sure", "own") for claim in self.claims)
 
     def entries(self, end: int, holds: Holds) -> Iterator[Claim]:
-        """What may be added up: claims weighted in such a way that at no instant they exceed the storage."""
+        """Entries that may be added up: claims weighted in such a way that at no instant they exceed the storage."""
         claims = [claim for claim in self.claims if (end if claim.last < 0 else claim.last) > claim.first]
         for claim in claims:
             claim.last = end if claim.last < 0 else claim.last
@@ -116,7 +116,7 @@ def _weights(alive: list[Claim], holds: Holds) -> list[tuple[tuple[Claim, ...], 
 
 
 def _largest(claims: tuple[Claim, ...]) -> Claim:
-    """Of claims of one owner on one storage, what the largest has under each configuration, as far as it is a claim."""
+    """The largest of an owner's claims on one storage under each configuration, as far as it is a claim."""
     best = max(claims, key=_size)
     for claim in claims:
         if claim.target is None and best.target is None:
@@ -189,7 +189,9 @@ class Ledger:
                 claim.last = self.now
 
     def entries(self, shared: bool, holds: Holds = lambda _: False) -> Iterator[Claim]:
-        """Of all storages that are `shared`, or of all others. holds: who is likely to hold what several may hold."""
+        """The entries of all storages that are `shared`, or of all others. holds: who is likely to hold what several
+        may hold.
+        """
         for storage in self.storages:
             if storage.shared == shared:
                 yield from storage.entries(self.now, holds)

@@ -17,7 +17,7 @@ from layerwise.tensor import ITEM_BYTES
 
 
 class Forward(StepClaims):
-    """What layers make, and what is saved of it for the backward pass."""
+    """The forward pass: what layers make, and what is saved of it for the backward pass."""
 
     def _forward(self, layer: Layer) -> None:
         if layer.role is Role.TIED:  # the parameter itself
@@ -107,7 +107,7 @@ class Forward(StepClaims):
         return StageResult(storage, size, self.ledger.hold(storage, name, "sure", size), np.zeros(size.shape, np.bool_))
 
     def _keep(self, name: str, ref: StageResult | Received | None, where: Mask) -> list[Claim]:
-        """For the backward pass. What another stage keeps until later is its own already."""
+        """Claims what is saved for the backward pass. What another stage keeps until later is its own already."""
         if ref is None:
             return []
         more = (where & ~ref.held).astype(np.float64)
@@ -121,7 +121,7 @@ class Forward(StepClaims):
         return claims
 
     def _keep_output(self, name: str, out: StageResult, where: Mask) -> list[Claim]:
-        """For the backward pass, where no reader saves it within what it receives (`partition.blocks.saved_within`)."""
+        """Claims a saved output, where no reader saves it within what it receives (`partition.blocks.saved_within`)."""
         if name not in self.within:
             return self._keep(name, out, where)
         reader, slot = self.within[name]
@@ -136,7 +136,7 @@ class Forward(StepClaims):
     # ---- what is recomputed ----
 
     def keep(self, instruction: Keep) -> None:
-        """What a recomputed layer is made of, unless that is recomputed with it; running statistics of before."""
+        """Claims what a layer is recomputed from, unless that is recomputed with it; running statistics of before."""
         layer, name = self.model.graph[instruction.layer], instruction.layer
         where, on = self.at[name], self.recomputed[name]
         kept, always = self.sources.setdefault(instruction.block, []), np.broadcast_to(1.0 * on, where.full)

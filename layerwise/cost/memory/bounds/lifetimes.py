@@ -32,7 +32,7 @@ class Lifetimes(Backward):
         fold(self.program, self)
 
     def begin(self, instruction: Begin) -> None:
-        """What is sent early has its memory; forward only what has arrived is claimed."""
+        """Claims the memory of what is issued early; forward only what has arrived is claimed."""
         if instruction.way == "backward":
             self._return(self.model.graph[instruction.layer], instruction.slot, early=True)
 

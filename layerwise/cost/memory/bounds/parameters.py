@@ -19,7 +19,7 @@ from layerwise.partition.sharding import shardings, states_of
 
 @dataclass(slots=True, eq=False)
 class ParameterBounds:
-    """Of one layer; arrays are (V, N), in bytes. Words are those of `shares`."""
+    """Memory of one layer's parameters; arrays are (V, N), in bytes. Words are those of `shares`."""
 
     always: Floats  # parameters, states, places in buckets
     gradients: Floats  # all, as the backward pass makes them
@@ -35,7 +35,7 @@ class ParameterBounds:
 
 
 def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Config, ...]) -> ParameterBounds:
-    """What devices have of the parameters of a layer, as `step` and `cost.memory.parameters` have them."""
+    """The memory of a layer's parameters on every device, as `step` and `cost.memory.parameters` have it."""
     found = ParameterBounds(*np.zeros((10, *where.full)))
     states, last = OPTIMIZERS[model.options.optimizer], _Last(where)
     for _, p, item_bytes in layer.held():

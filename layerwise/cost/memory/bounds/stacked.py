@@ -41,7 +41,7 @@ class Stacked:
     owned: Ints  # (C, R) and each of the output
 
     def degrees(self, epilogue: bool) -> Ints:
-        """How often dimensions are cut, as `Place.at`."""
+        """The number of cells of each dimension, as `Place.at`."""
         return self.owned if epilogue else self.computed
 
     @property
@@ -78,7 +78,7 @@ class Stacked:
 
 
 def stacked(model: CostModel, layer: Layer, configs: tuple[Config, ...]) -> Stacked:
-    """Of a layer under these configurations."""
+    """The sizes of a layer under these configurations."""
     cells, which = distinct_cells(configs)
     shape, dims, rank = (len(cells), model.devices.count), layer.space.dims, len(layer.out.shape)
     rows = np.array(which, np.int64)
@@ -146,7 +146,7 @@ def _inside(owned: Boxes, need: Boxes, u: Ints, v: Ints, d: Ints) -> Mask:
 
 
 def _by_configuration(boxes: Boxes, count: int) -> Boxes:
-    """With arrays (C, N, ...)."""
+    """The boxes as arrays (C, N, ...)."""
     shape = (count, len(boxes.active) // count)
     return Boxes(
         boxes.lo.reshape(*shape, boxes.lo.shape[1]),

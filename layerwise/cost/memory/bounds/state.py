@@ -1,4 +1,4 @@
-"""What the passes of a step share, for all configurations of every layer at once."""
+"""Facts that the passes of a step share, for all configurations of every layer at once."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ class StepClaims:
         return StrategyFacts(travels, late, recomputed, gathered=(), gradients=())
 
     def _may_defer(self, layer: Layer) -> bool:
-        """Whether under some configurations the gradient of its weights is made while that of its input travels."""
+        """True if under some configurations the gradient of its weights is made while that of its input travels."""
         flows = any(self.model.graph.flows_back(layer)[:1])
         travels = not self.local[layer.inputs[0], layer.name, 0].all()
         return travels and weights_late(layer, flows, self.model.devices.device_type)
 
     def _recomputed(self) -> tuple[dict[str, Mask], dict[str, int]]:
-        """Which configurations recompute a layer, (V, 1), and the number of its block, where any layer does."""
+        """The configurations that recompute a layer, (V, 1), and the number of its block, where any layer does."""
         rows = {name: np.array([[config.recompute] for config in configs]) for name, configs in self.configs.items()}
         of = blocks(self.model.graph) if any(row.any() for row in rows.values()) else {}
         return {name: row if name in of else np.zeros_like(row) for name, row in rows.items()}, of
@@ -141,7 +141,7 @@ class StepClaims:
             self.ledger.drop(coming)
 
     def _stages(self, layer: Layer, where: Stacked) -> list[StageMemory]:
-        """With arrays (V, N). They keep no less where what they read has not travelled (`Layer.packed`)."""
+        """The stages with arrays (V, N). They keep no less where what they read has not travelled (`Layer.packed`)."""
         flows = self.model.graph.flows_back(layer)
         split = np.array([config["k"] > 1 for config in self.configs[layer.name]])[:, None]
         rows, layer = [], layer.packed(layer.skipping)

@@ -42,7 +42,7 @@ class _OwnerClaims:
 
 
 class _Bases:
-    """Of a layer's V configurations, groups of those that are alike in an edge's tables, and C that are in cells."""
+    """Groups of a layer's V configurations that are alike in an edge's tables, and C that are in cells."""
 
     def __init__(self, base: Ints, cells: Ints) -> None:
         self.cells = cells  # (V,) which each has
@@ -92,7 +92,7 @@ class _Weighed:
         self._sizes = np.zeros((len(everyone), devices))
 
     def add(self, change: Floats, choice: Mapping[str, int], local: Mapping[EdgeName, bool]) -> None:
-        """To what is held at (instants + 1, devices) more than an instant before, under one choice; but of parts."""
+        """Adds to `change` (instants + 1, devices) what is claimed more than an instant before; but of shards."""
         for owner, rows in self.rows.items():
             if isinstance(owner, str):
                 at: object = choice[owner]
@@ -157,7 +157,7 @@ class MemoryBounds:
         return other
 
     def _holds(self, choice: Mapping[str, int], claim: Claim) -> bool:
-        """Whether there is anything of a claim under a strategy."""
+        """True if there is anything of a claim under a strategy."""
         if isinstance(claim.owner, str) or claim.target is None:
             return bool(_row(claim.source, choice[str(claim.owner)]).any())
         u, v = (choice[end] for end in claim.owner[:2])
@@ -168,7 +168,7 @@ class MemoryBounds:
         return bool((_row(claim.source, u) * _row(claim.target, v)).any())
 
     def tables(self, instant: str, device: int) -> MemoryTables:
-        """Of one of the `instants` on one device."""
+        """The tables of one of the `instants` on one device."""
         now = self._index[instant]
         node = {name: np.zeros(count) for name, count in self._counts.items()}
         edge: dict[EdgeName, Floats] = {}
@@ -190,7 +190,7 @@ class MemoryBounds:
         return MemoryTables(instant, device, node, {name: table for name, table in edge.items() if table.any()})
 
     def _pairs(self, edge: EdgeName) -> tuple[Ints, ...]:
-        """Of a table over cells those of the (B_u, B_v) bases."""
+        """The entries of a table over cells for the (B_u, B_v) bases."""
         return np.ix_(self._bases[edge[0]].of_base, self._bases[edge[1]].of_base)
 
     def _edge_table(self, owner: EdgeName, rows: _OwnerClaims, alive: list[int], device: int) -> Floats:
