@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -11,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph.digest import digest_of
 from layerwise.graph.types import Regions, Types, typed
 from layerwise.ops.base import Op, Role, Stage, space
 from layerwise.ops.facts import Parameter, Space
@@ -340,22 +339,7 @@ class LayerGraph:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that a plan depends on: names, operators, shapes, edges."""
-        rows = [
-            {
-                "name": layer.name,
-                "op": layer.op.rows(),
-                "inputs": layer.inputs,
-                "parameters": layer.parameters,
-                "followers": layer.epilogue,
-                "shape": layer.out.shape,
-                "dims": layer.out.dims,
-                "dtype": layer.all_types.plain[-1],
-            }
-            | ({"frozen": layer.frozen} if layer.frozen else {})
-            | ({"autocast": layer.autocast} if layer.autocast else {})
-            for layer in self.layers
-        ]
-        return hashlib.sha256(json.dumps(rows, sort_keys=True, default=_rows).encode()).hexdigest()
+        return digest_of(self.layers)
 
     @cached_property
     def unreached(self) -> frozenset[str]:
@@ -402,11 +386,3 @@ def _untrained(where: Space, which: tuple[int, ...]) -> Space:
     """The space with parameters that are not trained. Cached, as `space` is: what is priced by space is shared."""
     parameters = (replace(p, trainable=p.trainable and i not in which) for i, p in enumerate(where.parameters))
     return replace(where, parameters=tuple(parameters))
-
-
-def _rows(value: object) -> object:
-    if isinstance(value, Op):
-        return value.rows()
-    if isinstance(value, TensorSpec):
-        return [value.shape, value.dims, value.dtype, value.units]
-    return str(value)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
 from typing import Literal
@@ -54,90 +54,126 @@ def search(
     optimum, and no baseline. `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
     `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
     """
-    limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
-    if not limit > 0:
-        raise LayerwiseError(f"a memory limit is a number of bytes above 0, not {memory_limit_bytes}")
-    offer = tuple(offer)
-    if space.devices != model.devices.count:
-        raise LayerwiseError(f"the space is for {space.devices} devices, the device graph has {model.devices.count}")
-    if unknown := sorted(set(fixed or {}) - {layer.name for layer in model.graph.inner}):
-        raise LayerwiseError(f"fixed layer {unknown[0]!r} is not in the model")
+    limit = _limit(model, space, memory_limit_bytes, fixed or {})
     started = time.perf_counter()
     named = named_baselines(model, space)
     model.learn(list(named.values()))
     configs = configurations(model, space, named, fixed or {})
     recall, hand = Recall(answers, model, space, memory_bytes, fixed), [] if fixed else list(named.values())
     solved = recall.solved(lambda: _solved(model, configs, hand, memory_bytes, progress, started))
-    seconds = dict(solved.seconds) or {"cache": time.perf_counter() - started}
-    candidates = [candidate(model, "layerwise", solved.strategy, limit)]
-    baselines = {name: candidate(model, name, strategy, limit) for name, strategy in named.items()}
-    if not baselines["data"].timeline.total_s:
+    pool = _Pool(
+        model,
+        recall,
+        limit,
+        tuple(offer),
+        effort,
+        memory_bytes,
+        baselines={name: candidate(model, name, strategy, limit) for name, strategy in named.items()},
+        found=[candidate(model, "layerwise", solved.strategy, limit)],
+        seconds=dict(solved.seconds) or {"cache": time.perf_counter() - started},
+    )
+    if not pool.baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
-    additive, optimum = candidates[0], solved.optimum
+    additive, optimum = pool.found[0], solved.optimum
     if not optimum.proven and not fixed:  # a baseline may be better than what the search came to
-        additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
+        additive = min(pool.everyone, key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
     by_time = objective == "timeline" and not fixed
     improves, bound_s = by_time and effort != "quick", None
+    if improves and any(c.fits for c in pool.everyone):  # else another space is searched
+        bound_s = pool.improve(Variants.grouped(configs), pool.everyone, fits=False)
+    unlimited = best = choose(pool.found, pool.baselines, heed_memory=False) if by_time else additive
+    kept, within, least = solved.kept, None, None
+    if not best.fits:
+        searching = partial(
+            LimitedSearch, model, configs, fixed=fixed or {}, memory_bytes=memory_bytes, progress=progress
+        )
+        within, least = pool.search_under_limit(searching, hand)
+        kept = within.configurations
+        if within.strategies:
+            additive = pool.found[0]  # by step time
+            optimum = replace(optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s)
+        if improves:
+            fitting = [c for c in pool.everyone if c.fits]
+            forms = Forms.of(model.graph, model.devices.count, pool.offer)
+            bound_s = pool.improve(Variants.of(configs, forms), fitting, fits=True) if fitting else None
+        best = choose(pool.found, pool.baselines) if by_time else additive
+    best = next((c for c in pool.baselines.values() if c.key == best.key), best)
+    sizes = [len(these) for these in configs.values()]
+    counts = {"largest": max(sizes), "total": sum(sizes), "kept": kept}
+    # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
+    everyone = [*pool.found, *reversed(pool.baselines.values())] if not fixed else pool.found
+    simulated = tuple({c.key: c for c in everyone}.values())
+    return SearchResult(
+        best, additive, pool.baselines, optimum, pool.seconds, counts, simulated, int(limit), pool.offer, unlimited,
+        within, least, bound_s,
+    )  # fmt: skip
 
-    def improved(space: Variants, known: Sequence[Candidate], *, fits: bool) -> float | None:
-        """Adds what moves come to, with the best buckets, to the candidates: the lower bound of all steps, if any."""
-        begun, known = time.perf_counter(), sorted(known, key=timeline_s)
+
+def _limit(
+    model: CostModel, space: SearchSpace, memory_limit_bytes: float | None, fixed: Mapping[str, Config]
+) -> float:
+    """Bytes of a device that a step may take. LayerwiseError where what is asked for does not fit together."""
+    limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
+    if not limit > 0:
+        raise LayerwiseError(f"a memory limit is a number of bytes above 0, not {memory_limit_bytes}")
+    if space.devices != model.devices.count:
+        raise LayerwiseError(f"the space is for {space.devices} devices, the device graph has {model.devices.count}")
+    if unknown := sorted(set(fixed) - {layer.name for layer in model.graph.inner}):
+        raise LayerwiseError(f"fixed layer {unknown[0]!r} is not in the model")
+    return limit
+
+
+@dataclass
+class _Pool:
+    """The strategies among which a search chooses, simulated: those that it has found, and the baselines."""
+
+    model: CostModel
+    recall: Recall
+    limit: float  # bytes of a device
+    offer: tuple[str, ...]
+    effort: Effort
+    memory_bytes: float  # of search tables
+    baselines: dict[str, Candidate]
+    found: list[Candidate]
+    seconds: dict[str, float]  # by what was done
+
+    @property
+    def everyone(self) -> list[Candidate]:
+        return [*self.found, *self.baselines.values()]
+
+    def improve(self, space: Variants, known: Sequence[Candidate], *, fits: bool) -> float | None:
+        """Adds what moves come to, with the best buckets. Returns the lower bound of all steps, if any."""
+        model, started, known = self.model, time.perf_counter(), sorted(known, key=timeline_s)
         cap = best_cap(model, known[0].strategy)
 
         def step_s(strategy: Strategy) -> float:
             return timeline(model, strategy, bucket_bytes=cap).total_s + reading_s(model, strategy)
 
         def within_limit(strategy: Strategy) -> bool:
-            return not fits or float(peak_bytes(model, strategy).max()) <= limit
+            return not fits or float(peak_bytes(model, strategy).max()) <= self.limit
 
-        strategies, facts = [c.strategy for c in known], (limit, offer) if fits else ()
-        polished = partial(overlapped, model, space, strategies, step_s, effort=effort, fits=within_limit)
-        found = recall.overlapped(lambda: polished(memory_bytes=memory_bytes), effort, *facts)
-        for strategy in (*found.strategies, named["data"]):
+        strategies, facts = [c.strategy for c in known], (self.limit, self.offer) if fits else ()
+        polished = partial(overlapped, model, space, strategies, step_s, effort=self.effort, fits=within_limit)
+        better = self.recall.overlapped(lambda: polished(memory_bytes=self.memory_bytes), self.effort, *facts)
+        for strategy in (*better.strategies, self.baselines["data"].strategy):
             for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy))):
-                candidates.append(candidate(model, "layerwise", strategy, limit, size))
-        seconds["overlap"] = seconds.get("overlap", 0.0) + time.perf_counter() - begun
-        return found.lower_bound_s or None
+                self.found.append(candidate(model, "layerwise", strategy, self.limit, size))
+        self.seconds["overlap"] = self.seconds.get("overlap", 0.0) + time.perf_counter() - started
+        return better.lower_bound_s or None
 
-    known = [*candidates, *baselines.values()]
-    if improves and any(c.fits for c in known):  # else another space is searched
-        bound_s = improved(Variants.grouped(configs), known, fits=False)
-    unlimited = best = choose(candidates, baselines, heed_memory=False) if by_time else additive
-    kept, within, least = solved.kept, None, None
-    if not best.fits:
-        started = time.perf_counter()
-        begin = [c.strategy for c in candidates] + hand
-
-        searching = partial(
-            LimitedSearch,
-            model,
-            configs,
-            fixed=fixed or {},
-            memory_bytes=memory_bytes,
-            progress=progress,
+    def search_under_limit(
+        self, searching: Callable[..., LimitedSearch], hand: Sequence[Strategy]
+    ) -> tuple[Within, Least[Strategy] | None]:
+        """Puts what fits first. hand: strategies to begin with, beside those that were found."""
+        started, begin = time.perf_counter(), [c.strategy for c in self.found] + list(hand)
+        within, least = self.recall.limited(
+            lambda: _limited(searching, self.offer, self.limit, begin), self.limit, self.offer
         )
-        within, least = recall.limited(lambda: _limited(searching, offer, limit, begin), limit, offer)
-        found = [candidate(model, "layerwise", strategy, limit) for strategy in within.strategies]
-        candidates, kept = [*found, *candidates], within.configurations
-        additive = found[0] if found else additive  # by step time
-        optimum = replace(optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s) if found else optimum
-        seconds["limit"] = time.perf_counter() - started
-        fitting = [c for c in [*candidates, *baselines.values()] if c.fits]
-        if improves:
-            forms = Forms.of(model.graph, model.devices.count, offer)
-            bound_s = improved(Variants.of(configs, forms), fitting, fits=True) if fitting else None
-        best = choose(candidates, baselines) if by_time else additive
-    best = next((c for c in baselines.values() if c.key == best.key), best)
-    sizes = [len(these) for these in configs.values()]
-    counts = {"largest": max(sizes), "total": sum(sizes), "kept": kept}
-    # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
-    everyone = [*candidates, *reversed(baselines.values())] if not fixed else candidates
-    simulated = tuple({c.key: c for c in everyone}.values())
-    return SearchResult(
-        best, additive, baselines, optimum, seconds, counts, simulated, int(limit), offer, unlimited, within, least,
-        bound_s,
-    )  # fmt: skip
+        fitting = [candidate(self.model, "layerwise", strategy, self.limit) for strategy in within.strategies]
+        self.found = [*fitting, *self.found]
+        self.seconds["limit"] = time.perf_counter() - started
+        return within, least
 
 
 def _solved(
