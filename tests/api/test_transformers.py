@@ -24,7 +24,6 @@ CASES = [
     ("vit", "sdpa", True, "data"),
     ("resnet", "eager", True, {}),
     ("bert", "sdpa", True, {"bert.encoder.layer.0.intermediate.dense": {"c": 2}}),
-    ("bert", "eager", False, "data"),
     ("gpt2", "eager", True, "model"),
     ("llama", "sdpa", True, {"model.layers.0.mlp.down_proj": {"k": 2}}),
     ("t5", "eager", True, "data"),

@@ -99,10 +99,10 @@ def resumed(given: Case, plan: Plan, numbers: range, folder: Path) -> State:
     return part(given, plan, numbers, before, nothing)
 
 
-VOLUME = pytest.param("unet3d", 2, marks=pytest.mark.slow)
+LARGER = [pytest.param(name, seed, marks=pytest.mark.slow) for name, seed in (("resnet18", 0), ("unet3d", 2))]
 
 
-@pytest.mark.parametrize(("name", "seed"), [("odd", 0), ("odd", 1), ("resnet18", 0), ("lenet5", 1), VOLUME])
+@pytest.mark.parametrize(("name", "seed"), [("odd", 0), ("odd", 1), ("lenet5", 1), *LARGER])
 def test_goes_on_under_any_plan(tmp_path: Path, name: str, seed: int) -> None:
     """With the same plan bit for bit; with another one, on fewer or more ranks, as one device does."""
     found = given(name)

@@ -39,7 +39,7 @@ def models(
     st.sampled_from(["sample", "free"]),
     st.data(),
 )
-@examples(60)
+@examples(30)
 def test_it_is_a_part_of_training(
     network: LayerGraph, profile: str, devices: int, io: Literal["sample", "free"], data: st.DataObject
 ) -> None:

@@ -1,4 +1,4 @@
-"""layerwise predict: search, then torchrun, then labels in a folder, as a user types it."""
+"""layerwise predict: search, then ranks, then labels in a folder, as a user types it (torchrun: tests/train)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
-from tests.comm.launch import torchrun
+from tests.comm.launch import launch
 
 SEARCH = "search unet3d:16 --profile cpu --inference --io boxes --global-batch 1"
 
@@ -41,8 +41,8 @@ def test_from_a_plan_to_labels(here: Path, network: torch.nn.Module, capsys: pyt
     for name, volume in volumes.items():
         np.save(f"{name}.npy", volume[0].astype(np.float32))
     command = "-m layerwise.predict plan.json --weights model.safetensors --out labels --reduce argmax --json --data"
-    done = torchrun([*command.split(), "a.npy", "b.npy"])
-    assert done.codes == [0], done.stderr
+    done = launch([*command.split(), "a.npy", "b.npy"])
+    assert done.codes == [0, 0], done.stderr
     assert json.loads(done.stdout[0])["written"] == ["a", "b"]
     for name, volume in volumes.items():
         rest = [-n % 8 for n in volume.shape[2:]]

@@ -46,8 +46,7 @@ def stated(step: Program, graph: LayerGraph) -> Iterator[str]:
             yield f"{graph[one.layer].inputs[one.slot]} -> {one.layer}{SUFFIX[one.way]}"
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("recompute", "late"), [(False, False), (True, True)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_its_program(name: str, recompute: bool, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """late: gradients of weights are made beside transfers, as on GPUs."""

@@ -112,10 +112,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, 0.01, foreach=True),
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, 0.01, fused=True),
     "adam": lambda ps: torch.optim.Adam(ps, 0.01, amsgrad=True),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, 0.01, momentum=0.5),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.01),
-    "adafactor": lambda ps: torch.optim.Adafactor(ps, 0.01),
-    "muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.01),
     "lamb": Lamb,
 }
 
@@ -185,15 +181,6 @@ def trained(comm: Comm, cuts: Cuts, optimizer: str, action: str) -> tuple[list[f
     assert all(isinstance(p, DTensor) for p in model.parameters())
     seen = steps(model, OPTIMIZERS[optimizer](model.parameters()), action)
     return seen, whole(model)
-
-
-def refusal(comm: Comm, cuts: Cuts, optimizer: str, action: str) -> str:
-    """What a rank says, and of which type."""
-    try:
-        trained(comm, cuts, optimizer, action)
-    except (LayerwiseError, RuntimeError, NotImplementedError, AssertionError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def scaled(comm: Comm | None, cuts: Cuts, bad: int) -> tuple[list[float], dict[str, Tensor]]:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.plan import Plan
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
-from tests.run.small_modules import SAMPLES, layered, mlp, on_ranks, plan_of, refused, traced
+from tests.run.small_modules import SAMPLES, mlp, on_ranks, plan_of, refused, traced
 
 Loop = Callable[[nn.Module, Tensor], list[Tensor]]  # of a module and a rank's samples: numbers of these samples
 CUTS: list[tuple[int, Mapping[str, int]]] = [
@@ -169,50 +168,8 @@ def test_a_second_pass_without_retain_graph_is_pytorchs_own_error_on_every_rank(
         assert len(on_ranks(network, rank, 2, plan_of(network, 2, degrees))) == 2
 
 
-@pytest.mark.parametrize("degrees", [{"c": 2}, {"n": 2}])
-def test_gradients_with_respect_to_parameters_are_loud(degrees: Mapping[str, int]) -> None:
-    """They would be this rank's part of them, before the sum over the ranks."""
-    _, network = smooth()
-
-    def rank(made: ParallelModule) -> None:
-        out = loss(made(SAMPLES.flatten(0, 1)[:12][made.share()]))
-        with pytest.raises(LayerwiseError, match=r"was asked for by torch\.autograd\.grad"):
-            torch.autograd.grad(out, list(made.parameters()))
-
-    on_ranks(layered(network), rank, 2, plan_of(network, 2, degrees))
-
-
 def test_gradients_of_inputs_of_unlike_shares_are_refused() -> None:
     _, network = mlp()
     x = SAMPLES[0].clone().requires_grad_()
     for text in refused(network, lambda made: made(x[made.share(7)], batch=7)):
         assert "requires a gradient, which is made only where all ranks feed equally many samples" in text
-
-
-@pytest.mark.parametrize("degrees", [{"c": 2}, {"n": 2}, {}])
-def test_hooks_are_called_with_the_sum_of_all_ranks(degrees: Mapping[str, int]) -> None:
-    """Such as an optimizer that steps as soon as a parameter has its gradient."""
-    module, network = smooth()
-    samples, single, seen = SAMPLES.flatten(0, 1)[:12], copy.deepcopy(module), set[str]()
-
-    def update(name: str, p: nn.Parameter) -> None:
-        p.data.sub_(local_tensor(p.grad))
-        p.grad = None
-        seen.add(name)
-
-    for p in single.parameters():
-        p.register_post_accumulate_grad_hook(partial(update, ""))
-    for _ in range(2):
-        loss(single(samples)).backward()
-
-    def rank(made: ParallelModule) -> dict[str, Tensor]:
-        for name, p in made.named_parameters():
-            p.register_post_accumulate_grad_hook(partial(update, name))
-        for _ in range(2):
-            loss(made(samples[made.share()])).backward()
-        return made.full_state_dict()
-
-    for found in on_ranks(network, rank, 2, plan_of(network, 2, degrees)):
-        for name, value in single.state_dict().items():
-            assert difference(found[name], value) <= 1e-12
-    assert seen == {*single.state_dict(), ""}

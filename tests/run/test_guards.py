@@ -1,14 +1,12 @@
 """Guards: what a loop does around a module that is run layer by layer and would not come out right is refused."""
 
 import copy
-import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from layerwise.comm.solo import SoloComm
@@ -17,7 +15,7 @@ from layerwise.run.guards.hooks import check_modules
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
-from tests.run.small_modules import SAMPLES, equal, gradients, loss, on_ranks, plan_of, refused
+from tests.run.small_modules import SAMPLES, loss, on_ranks, plan_of, refused
 from tests.run.small_modules import layered_mlp as mlp
 
 CUT = {"c": 2}
@@ -38,22 +36,6 @@ def alone() -> ParallelModule:
 
 def penalised(made: nn.Module, x: Tensor) -> None:
     (loss(made(x)) + 0.1 * sum(p.square().sum() for p in made.parameters())).backward()
-
-
-def test_a_weight_penalty_is_right_where_every_rank_holds_all() -> None:
-    module, network = mlp()
-    single = copy.deepcopy(module)
-    for x in SAMPLES:
-        penalised(single, x)
-
-    def rank(made: ParallelModule) -> dict[str, Tensor | None]:
-        for x in SAMPLES:
-            penalised(made, x[made.share()])
-        return gradients(made)
-
-    for ranks in (1, 2):
-        for found in on_ranks(network, rank, ranks):
-            equal(found, gradients(single))
 
 
 def test_a_weight_penalty_within_no_sync_is_refused() -> None:
@@ -204,64 +186,6 @@ def test_checkpoint_around_the_module_is_refused_at_once(reentrant: bool) -> Non
     for degrees in (CUT, {"n": 2}):
         for text in refused(network, act, 2, plan_of(network, 2, degrees)):
             assert text.startswith("torch.utils.checkpoint around the parallel module is not supported")
-
-
-WRAPPERS: list[tuple[Act, str]] = [
-    (pickle.dumps, "cannot be pickled: layerwise.save(model, file)"),
-    (torch.compile, "torch.compile of the parallel module is not supported: give parallelize compile=True"),
-    (
-        lambda made: nn.parallel.DistributedDataParallel(made, process_group=object()),
-        "stands in DistributedDataParallel's place",
-    ),
-]
-
-
-@pytest.mark.parametrize(("act", "message"), WRAPPERS)
-def test_what_an_nn_module_can_and_a_parallel_one_cannot(act: Act, message: str) -> None:
-    _, network = mlp()
-    for text in refused(network, act):
-        assert message in text
-
-
-def test_an_average_of_weights() -> None:
-    """As the refusal of AveragedModel says; on one device, which may be copied, by it."""
-    module, network = mlp()
-
-    def train(model: nn.Module, share: slice, average: Callable[[], None]) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for x in SAMPLES:
-            optimizer.zero_grad()
-            loss(model(x[share])).backward()
-            optimizer.step()
-            average()
-
-    def ema(averaged: Tensor, new: Tensor, _: object) -> Tensor:
-        return averaged.lerp(new, 0.25)
-
-    single = copy.deepcopy(module)
-    by_torch = AveragedModel(single, avg_fn=ema)
-    train(single, slice(None), lambda: by_torch.update_parameters(single))
-    made = alone()
-    copied = AveragedModel(made, avg_fn=ema)
-    train(made, slice(None), lambda: copied.update_parameters(made))
-    wanted = by_torch.module.state_dict()
-    assert all(difference(copied.module.state_dict()[name], value) <= 1e-12 for name, value in wanted.items())
-
-    def rank(made: ParallelModule) -> dict[str, Tensor]:
-        kept = copy.deepcopy(made.state_dict())
-        known = [False]
-
-        def average() -> None:
-            for name, value in made.state_dict().items():
-                kept[name].lerp_(value, 0.25 if known[0] else 1.0)
-            known[0] = True
-
-        train(made, made.share(), average)
-        made.load_state_dict(kept)
-        return made.full_state_dict()
-
-    for found in on_ranks(network, rank, 2, plan_of(network, 2, CUT)):
-        assert all(difference(found[name], value) <= 1e-9 for name, value in wanted.items())
 
 
 def test_new_initial_values_of_parts_are_refused() -> None:

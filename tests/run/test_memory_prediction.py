@@ -62,9 +62,10 @@ def test_recompute_takes_less(name: str, least: float) -> None:
 @pytest.mark.parametrize(
     ("name", "plan", "ranks"),
     [
-        ("unet3d", "serial", 1),
-        ("unet3d", "serial, recompute", 1),
+        pytest.param("unet3d", "serial", 1, marks=pytest.mark.slow),  # minutes: convolutions of bf16 on a CPU
+        pytest.param("unet3d", "serial, recompute", 1, marks=pytest.mark.slow),
         ("resnet18", "serial", 1),
+        ("resnet18", "serial, recompute", 1),
         ("inception-like", "model", 2),
     ],
 )

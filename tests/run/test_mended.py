@@ -58,14 +58,6 @@ def own(change: Callable[[nn.Module, Network, ThreadComm], object]) -> list[str]
     return run_threads(2, rank)
 
 
-def test_a_layer_that_is_replaced_is_noticed() -> None:
-    def change(module: nn.Module, *_: object) -> None:
-        module.head = nn.Linear(4, 5).double()
-
-    for text in own(change):
-        assert text.startswith("the model has other parameters or layers than when it was made parallel")
-
-
 def test_a_model_that_was_made_parallel_once_more_says_so() -> None:
     def change(module: nn.Module, network: Network, comm: ThreadComm) -> None:
         example = (IMAGES[0],)
@@ -196,24 +188,6 @@ def test_an_unused_output_of_a_layer_cut_as_its_samples_are_fed(user: int | None
 
     for gradient in on_ranks(network, act, 2, plan):
         assert gradient is None if user is None else gradient.tolist() == [1.0, 1.0]  # the mean over two ranks' sums
-
-
-def test_statistics_of_an_average_of_weights() -> None:
-    """update_bn makes batch norms take the mean over all batches; where it finds none it does nothing."""
-    module, network = calm()
-
-    def act(made: ParallelModule) -> dict[str, Tensor]:
-        averaged = torch.optim.swa_utils.AveragedModel(made)
-        torch.optim.swa_utils.update_bn([x[made.share()] for x in IMAGES], averaged)
-        return dict(averaged.module.full_state_dict())
-
-    averaged = torch.optim.swa_utils.AveragedModel(module)
-    torch.optim.swa_utils.update_bn(IMAGES, averaged)
-    for state in on_ranks(network, act, 2):
-        for name, value in averaged.module.state_dict().items():
-            assert difference(state[name], value) <= 1e-9, name
-    for text in refused(network, act, 2, plan_of(network, 2, {"h": 2})):
-        assert "'momentum' of module 'norm', which was set after the model was made parallel" in text
 
 
 @pytest.mark.parametrize("degrees", [{"n": 2}, {"c": 2}], ids=str)

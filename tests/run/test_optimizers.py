@@ -15,10 +15,6 @@ from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of, refus
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-class Lamb(torch.optim.AdamW):
-    """By its name, whatever package it is from."""
-
-
 class Mine(torch.optim.SGD):
     """With settings of its own, but torch's step."""
 
@@ -34,26 +30,12 @@ class Lion(Optimizer):
                 p.add_(p.grad.sign(), alpha=-group["lr"])
 
 
-def matrices(params: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.1)
-
-
 def train(model: nn.Module, make: Make, share: slice) -> None:
     optimizer = make(model.parameters())
     for x in SAMPLES:
         optimizer.zero_grad()
         loss(model(x[share])).backward()
         optimizer.step()
-
-
-@pytest.mark.parametrize("make", [torch.optim.Adafactor, matrices, Lion, Lamb], ids=lambda make: make.__name__)
-def test_optimizers_of_whole_parameters_are_right_where_every_rank_holds_all(make: Make) -> None:
-    module, network = mlp()
-    single = copy.deepcopy(module)
-    train(single, make, slice(None))
-    for found in on_ranks(network, lambda made: (train(made, make, made.share()), made.full_state_dict())[1], 2):
-        for name, value in single.state_dict().items():
-            assert difference(found[name], value) <= 1e-9, name
 
 
 def test_ranks_that_a_line_search_takes_apart_are_refused() -> None:
@@ -80,8 +62,6 @@ def test_ranks_that_a_line_search_takes_apart_are_refused() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=0.1, foreach=True),
-        lambda params: torch.optim.AdamW(params, 0.01, fused=True),
         lambda params: torch.optim.Rprop(params, 0.01),
         lambda params: Mine(params, 0.05),
         Lion,

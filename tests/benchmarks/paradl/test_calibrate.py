@@ -85,6 +85,7 @@ def test_scores() -> None:
     assert order({"a": 3, "b": 1, "c": 2}, measured, 0.02) == ([("b", "c")], [("a", "c")])
 
 
+@pytest.mark.slow
 def test_no_published_run_is_called_over_memory() -> None:
     """They all ran. (The closed forms count more than the memory of a device for most of them.)"""
     every = [r for use in ("calibration", "check") for r in records(use)]
