@@ -21,15 +21,20 @@ def losses(said: str) -> list[float]:
     return [float(value) for value in LOSS.findall(said)]
 
 
+SAID = dict[tuple[str, ...], str]()
+
+
 def alone(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What an example says on one process; here, for a process of its own would import torch once more."""
+    """What an example says on one process; here, for a process of its own would import torch once more. Run once."""
+    if (name, *flags) in SAID:
+        return SAID[name, *flags]
     monkeypatch.setattr(sys, "argv", [name, *flags])
     try:
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     except SystemExit as end:
         if end.code:
             raise
-    return capsys.readouterr().out
+    return SAID.setdefault((name, *flags), capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

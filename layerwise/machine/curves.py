@@ -88,10 +88,10 @@ class Links:
         curves = [c for c in self.curves if c.operation == operation and c.fan == fan and c.load >= load]
         return min(curves, key=lambda c: c.load, default=None)
 
-    def port(self, level: int, operation: Operation = "exchange") -> Curve | None:
+    def port(self, level: int) -> Curve | None:
         """The curve of a level's ports, when all that share one are at work."""
         fan = (*(1,) * level, 2)
-        curves = [c for c in self.curves if c.operation == operation and c.fan == fan]
+        curves = [c for c in self.curves if c.operation == "exchange" and c.fan == fan]
         return max(curves, key=lambda c: c.load, default=None)
 
     def overlap(self, fan: Sequence[int], load: int, operation: Operation = "all_reduce") -> Overlap | None:

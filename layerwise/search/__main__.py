@@ -94,7 +94,16 @@ def parser() -> argparse.ArgumentParser:
     )
     machine_arguments(p)
     training_arguments(p)
-    g = p.add_argument_group("search space")
+    _space_flags(p.add_argument_group("search space"))
+    _cost_flags(p.add_argument_group("cost model"))
+    _output_flags(p.add_argument_group("output"))
+    return p
+
+
+Flags = argparse._ArgumentGroup
+
+
+def _space_flags(g: Flags) -> None:
     space_arguments(g)
     g.add_argument(
         "--replicas",
@@ -129,7 +138,9 @@ def parser() -> argparse.ArgumentParser:
         help="how long the plan is improved by simulated time, and that bounded; quick: not at all (default: normal)",
     )
     g.add_argument("--no-cache", action="store_true", help="search anew, though the same search was done before")
-    g = p.add_argument_group("cost model")
+
+
+def _cost_flags(g: Flags) -> None:
     g.add_argument(
         "--inference",
         action="store_true",
@@ -162,7 +173,9 @@ def parser() -> argparse.ArgumentParser:
         default="timeline",
         help="choose by simulated time, or by equation 1 alone",
     )
-    g = p.add_argument_group("output")
+
+
+def _output_flags(g: Flags) -> None:
     output_arguments(g)
     g.add_argument("--layers", action="store_true", help="a row for every layer")
     g.add_argument("--memory", action="store_true", help="what a step holds where its memory is fullest")
@@ -186,7 +199,6 @@ def parser() -> argparse.ArgumentParser:
         help="write the whole cost tables as a toulbar2 problem; under a limit that binds this takes many searches "
         "more, over all forms of all layers, and can take far longer than the search itself",
     )
-    return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,36 +224,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
     )
     started = time.perf_counter()
-    raw = load_model(args.model, batch, args.input_shape)
-    graph = raw if args.no_fuse else fuse(raw)
+    model = _model(args, devices, batch)
     seconds = {"import": time.perf_counter() - started}
-    io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
-    kind: Kind = "inference" if args.inference else "training"
-    options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
-    model = CostModel(graph, devices, options)
     if args.price is not None:
         return _price(model, space, limit, args)
     if args.memory_curve is not None:
         return show_curve(model, space, offer, args)
-    with progress_bar("pricing transfers", quiet=args.json) as progress:
-        find = partial(
-            search,
-            space=space,
-            objective=args.objective,
-            memory_bytes=args.search_memory * 2**30,
-            memory_limit_bytes=limit,
-            offer=offer,
-            effort=args.effort,
-            progress=progress,
-            answers=answers(wanted=not args.no_cache),
-        )
-        model, result = search_halos(model, find)
-    tried: list[Remedy] = []
-    if not result.best.fits:
-        twice = _twice(args, devices)
-        tried = remedies(model, space, result.memory_bytes, offer=offer, more_devices=twice)
-        if args.memory_limit is not None:  # asked for, and cannot be had
-            raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
+    model, result, tried = _searched(model, space, limit, offer, args)
     seconds |= result.seconds
     if args.export_costs is not None:
         _export(model, configurations(model, space, baselines(model, space), {}), result, args)
@@ -267,6 +256,41 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"a plan runs no code: give layerwise.run and explain --model {args.model}, too", soft_wrap=True
         )
     return 0
+
+
+def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostModel:
+    """The network on the devices, with the assumptions that the flags make."""
+    raw = load_model(args.model, batch, args.input_shape)
+    io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
+    kind: Kind = "inference" if args.inference else "training"
+    options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
+    return CostModel(raw if args.no_fuse else fuse(raw), devices, options)
+
+
+def _searched(
+    model: CostModel, space: SearchSpace, limit: float, offer: Sequence[str], args: argparse.Namespace
+) -> tuple[CostModel, SearchResult, list[Remedy]]:
+    """What is found, of the network that it is for; and what would help where nothing fits."""
+    with progress_bar("pricing transfers", quiet=args.json) as progress:
+        find = partial(
+            search,
+            space=space,
+            objective=args.objective,
+            memory_bytes=args.search_memory * 2**30,
+            memory_limit_bytes=limit,
+            offer=offer,
+            effort=args.effort,
+            progress=progress,
+            answers=answers(wanted=not args.no_cache),
+        )
+        model, result = search_halos(model, find)
+    tried: list[Remedy] = []
+    if not result.best.fits:
+        twice = _twice(args, model.devices)
+        tried = remedies(model, space, result.memory_bytes, offer=offer, more_devices=twice)
+        if args.memory_limit is not None:  # asked for, and cannot be had
+            raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
+    return model, result, tried
 
 
 def offered(text: str) -> tuple[str, ...]:

@@ -39,8 +39,16 @@ def test_overview(run: Run) -> None:
     assert run("--version").startswith("layerwise 0.")
 
 
-@pytest.mark.parametrize("columns", [80, 100, 140, None])
-@pytest.mark.parametrize("flags", ["", "--layers", "--global-batch 2 --dims n,c,h,w,k"])
+@pytest.mark.parametrize(
+    ("columns", "flags"),
+    [
+        (80, "--global-batch 2 --dims n,c,h,w,k"),
+        (80, "--layers"),
+        (100, ""),
+        (140, "--layers"),
+        (None, "--global-batch 2 --dims n,c,h,w,k"),
+    ],
+)
 def test_tables_fit(run: Run, columns: int | None, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if columns:
         monkeypatch.setenv("COLUMNS", str(columns))

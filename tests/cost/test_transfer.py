@@ -41,7 +41,7 @@ from tests.examples import examples
 COPIES = LayerTimes(
     Conditions("device", "2.13.0", "float32", threads=1), cells={COPY: {(100,): CellTime(1.0, 2.0, 0.1, 9)}}
 )
-MANY, SOME = examples(100), examples(30)  # 360 cases in all, of several edges each
+MANY, SOME = examples(60), examples(20)  # 220 cases in all, of several edges each
 
 
 def check(found: Traffic, table: brute.Table, item_bytes: int, graph: DeviceGraph) -> None:

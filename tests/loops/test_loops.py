@@ -123,7 +123,18 @@ RECOMPUTED = [
 
 SOON = {
     "recompute": RECOMPUTED[::3],
-    "shared": ["accumulated_while_thawing", "thawed_later", "optimizer_state", "scaler"],
+    "shared": [
+        "accumulated_while_thawing",
+        "thawed_later",
+        "optimizer_state",
+        "scaler",
+        "two_forwards",
+        "two_losses",
+        "gradient_penalty",
+        "frozen_later",
+        "unused_output",
+        "optimizer_in_hooks",
+    ],
     "fewer": ["clip_norm", "penalty_on_weights", "ema", "dcp_resume", "scaler", "full_model_state"],
 }
 

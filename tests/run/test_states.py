@@ -104,19 +104,6 @@ def steps(model: nn.Module, share: slice, update: torch.optim.Optimizer, first: 
         update.step()
 
 
-def two_forward_passes_and_one_backward(model: nn.Module, share: slice) -> None:
-    steps(model, share, sgd(model))
-
-
-def parameters_without_a_gradient(model: nn.Module, share: slice) -> None:
-    """That of one output is None, not zeros, so that momentum and decay leave it alone."""
-    update = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-    for step in range(2):
-        update.zero_grad()
-        loss(model, share, step).backward()
-        update.step()
-
-
 def accumulated(model: nn.Module, share: slice) -> None:
     """Also within no_sync, also over what an earlier pass has left, which is scaled between them."""
     update, sync = sgd(model), getattr(model, "no_sync", None)
@@ -136,30 +123,12 @@ def accumulated(model: nn.Module, share: slice) -> None:
         update.step()
 
 
-def retained(model: nn.Module, share: slice) -> None:
-    update = sgd(model)
-    made = loss(model, share) + loss(model, share, 1, 1)
-    made.backward(retain_graph=True)
-    made.backward()
-    update.step()
-
-
 def with_penalty(model: nn.Module, share: slice, step: int) -> tuple[Tensor, Tensor]:
     """A number, and the norm of its gradient by the input, which can be differentiated once more."""
     x = X[step][share].clone().requires_grad_()
     made = model(x)[0].square().sum(1).mean()
     (of_x,) = torch.autograd.grad(made, x, create_graph=True)
     return made, of_x.square().sum(1).mean() * 0.1 * len(x) ** 2
-
-
-def penalised(model: nn.Module, share: slice) -> None:
-    """The norm of the gradient of the input, differentiated once more."""
-    update = sgd(model)
-    for step in range(2):
-        update.zero_grad()
-        made, penalty = with_penalty(model, share, step)
-        (made + penalty).backward()
-        update.step()
 
 
 def penalised_in_parts(model: nn.Module, share: slice) -> None:
@@ -178,17 +147,6 @@ def penalised_in_parts(model: nn.Module, share: slice) -> None:
             tied = 8 * (6 * 6 + 6)
             there = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
             assert there == tied or not any(parts.gathered for parts in model._working.layouts.values())
-
-
-def frozen_for_a_step(model: nn.Module, share: slice) -> None:
-    update = sgd(model)
-    steps(model, share, update, 0, 1)
-    for name, p in model.named_parameters():
-        p.requires_grad_("norm" not in name and "other" not in name)
-    steps(model, share, update, 1, 2)
-    for p in model.parameters():
-        p.requires_grad_(True)
-    steps(model, share, update, 2, 3)
 
 
 def written_to(model: nn.Module, share: slice) -> list[float]:
@@ -222,28 +180,9 @@ def written_to(model: nn.Module, share: slice) -> list[float]:
     return seen
 
 
-def hooks(model: nn.Module, share: slice) -> list[str]:
-    """Of the parameters that have a gradient, once each, when they have it."""
-    called: list[str] = []
-    for name, p in model.named_parameters():
-
-        def hook(q: nn.Parameter, name: str = name) -> None:
-            assert q.grad is not None
-            called.append(name)
-
-        p.register_post_accumulate_grad_hook(hook)
-    loss(model, share).backward()
-    return [str(sorted(called))]
-
-
 LOOPS = [
-    two_forward_passes_and_one_backward,
-    parameters_without_a_gradient,
     accumulated,
-    retained,
-    penalised,
     penalised_in_parts,
-    frozen_for_a_step,
     written_to,
 ]
 
@@ -252,12 +191,6 @@ LOOPS = [
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops_have_one_devices_numbers(states: str, loop: Loop) -> None:
     equal(states, loop)
-
-
-@States
-def test_hooks_are_called_once(states: str) -> None:
-    one = trained(SoloComm(), states, hooks)[0]
-    assert run_threads(2, lambda comm: trained(comm, states, hooks)[0]) == [one, one]
 
 
 @pytest.mark.parametrize("states", ["replicated", "sharded", "gathered"])
@@ -378,7 +311,7 @@ def test_what_is_wrong_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     right = getattr(owner, method)
     monkeypatch.setattr(owner, method, lambda *args: broken(right, *args))
     with pytest.raises(AssertionError):
-        equal("sharded", two_forward_passes_and_one_backward, (2,))
+        equal("sharded", accumulated, (2,))
 
 
 @pytest.mark.slow  # a network where groups of ranks differ from layer to layer
