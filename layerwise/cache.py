@@ -40,7 +40,7 @@ class UnkeyedError(Exception):
 
 
 def folder() -> Path:
-    """What layerwise keeps for later runs: $LAYERWISE_CACHE, else layerwise in the user's cache.
+    """The folder of what layerwise keeps for later runs: $LAYERWISE_CACHE, else layerwise in the user's cache.
 
     A user without a home, as in a container, has one among temporary files, where nobody else may have made it.
     LayerwiseError where somebody has.

@@ -75,7 +75,7 @@ def tracks(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _room(open_until: list[int], row: Row) -> bool:
-    """Whether a track can take a span, once those that ended before are closed."""
+    """True if a track can take a span, once those that ended before are closed."""
     while open_until and open_until[-1] <= row[2]:
         open_until.pop()
     return not open_until or row[3] <= open_until[-1]

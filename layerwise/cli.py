@@ -1,4 +1,4 @@
-"""What the command lines share: flags, the model and machine they name, and how errors end."""
+"""Parts of all command lines: flags, the model and machine they name, and how errors end."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def output_arguments(group: argparse._ActionsContainer) -> None:
-    """How the answer is written: --json, --html."""
+    """Adds the flags of how the answer is written: --json, --html."""
     group.add_argument("--json", action="store_true", help="everything, for programs")
     group.add_argument("--html", metavar="FILE.html", help="write the answer as a page that needs no other file, too")
 
@@ -161,7 +161,7 @@ def dtype_argument(group: argparse._ArgumentGroup) -> None:
 
 
 def space_arguments(group: argparse._ArgumentGroup) -> None:
-    """What may be split: --dims, --degrees."""
+    """Adds the flags of what may be split: --dims, --degrees."""
     group.add_argument("--dims", metavar="n,c,h,w", help="dimensions to split (default: all but k, the reduction)")
     group.add_argument(
         "--degrees", choices=["all", "powers-of-two"], default="all", help="divisors of N to try (default: all)"

@@ -57,7 +57,7 @@ class Config:
 
     @staticmethod
     def of(degrees: Mapping[str, int], placement: Placement = "contiguous") -> Config:
-        """From a mapping; degrees of 1 may be named."""
+        """The configuration of a mapping; degrees of 1 may be named."""
         return Config(tuple((d, degrees[d]) for d in ORDER if degrees.get(d, 1) > 1), placement)
 
     @property
@@ -70,13 +70,13 @@ class Config:
 
     @property
     def cells(self) -> Config:
-        """Without the choices that save memory: who computes what."""
+        """The configuration without the choices that save memory: who computes what."""
         plain = not self.recompute and self.states == "replicated"
         return self if plain else Config(self.degrees, self.placement)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What there is to say beside degrees: `("strided", "recompute", "sharded")`."""
+        """The choices beside degrees: `("strided", "recompute", "sharded")`."""
         said = [(self.placement, "contiguous"), ("recompute" * self.recompute, ""), (self.states, "replicated")]
         return tuple(word for word, default in said if word != default)
 
@@ -177,7 +177,7 @@ def _factorisations(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def is_legal(config: Config, dims: Sequence[Dim]) -> bool:
-    """Whether a layer with these dimensions can be split so."""
+    """True if a layer with these dimensions can be split so."""
     return why_illegal(config, dims) is None
 
 

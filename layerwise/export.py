@@ -16,7 +16,7 @@ from layerwise.files import check_writable, writing
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """The file that was written, and what is in it."""
 
     checkpoint: str
     out: str

@@ -139,6 +139,6 @@ def _integer(digits: str) -> int:
 
 
 def _depth(text: str) -> int:
-    """How deep a JSON text is nested."""
+    """The depth to which a JSON text is nested."""
     brackets = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"|[^][{}"]+', "", text)
     return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)

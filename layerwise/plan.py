@@ -255,7 +255,7 @@ def _anything(degrees: object) -> list[Dim]:
 
 
 def _provenance(value: object, where: str) -> dict[str, Any]:
-    """How the plan was made. LayerwiseError where a fact that is read again is of another type."""
+    """The facts of how the plan was made. LayerwiseError where one that is read back is of another type."""
     facts = _object(value, where)
     sound = {
         "profile": isinstance(facts.get("profile", ""), str),
@@ -274,7 +274,7 @@ def _provenance(value: object, where: str) -> dict[str, Any]:
 
 
 def _types(value: object) -> bool:
-    """Whether this is what a plan says of mixed precision."""
+    """True if this is what a plan says of mixed precision."""
     if value is None:
         return True
     sixteen = (None, "bfloat16", "float16")

@@ -60,11 +60,11 @@ class TensorSpec:
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient flows through it."""
+        """True if a gradient flows through it."""
         return "float" in self.dtype or "complex" in self.dtype
 
     def index(self, label: str) -> int | None:
-        """Which dimension carries `label`."""
+        """The dimension that carries `label`."""
         return self.dims.index(label) if label in self.dims else None
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""What each rank brings to a checkpoint, and how rank 0 makes one of it.
+"""The part of a checkpoint that each rank writes, and how rank 0 makes one of all.
 
 A folder of torch.distributed.checkpoint (DCP), as `dcp.save({"model": ..., "optimizer": ...})` makes it of what
 `get_state_dict` gives, which `dcp.load` and `dcp_to_torch_save` read; and beside it `checkpoint.json`, with the SHA-256
@@ -56,14 +56,14 @@ class Entry:
 
 
 def of_model(shards: Iterable[Shard]) -> Iterator[Entry]:
-    """What this rank writes of its parameters and buffers."""
+    """The parameters and buffers that this rank writes."""
     for shard in shards:
         if writes(shard):
             yield Entry((MODEL, shard.name), shard.tensor, shard.shape, shard.box.lo, shard.aliases)
 
 
 def writes(shard: Shard) -> bool:
-    """Whether this rank writes the shard's box: an empty one only where the whole tensor is empty."""
+    """True if this rank writes the shard's box: an empty one only where the whole tensor is empty."""
     return shard.first and (shard.box.volume > 0 or prod(shard.shape) == 0)
 
 
@@ -179,7 +179,7 @@ def _alone(value: object) -> object:
 
 
 class _Hashed:
-    """What is written goes into a file, and into its SHA-256."""
+    """A file that is written with its SHA-256."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.sha256, self.length = file, hashlib.sha256(), 0

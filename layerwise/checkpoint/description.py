@@ -1,4 +1,4 @@
-"""What is where in a checkpoint: torch.distributed.checkpoint's `.metadata`, a pickle that is read, never run.
+"""The description of a checkpoint: torch.distributed.checkpoint's `.metadata`, a pickle that is read, never run.
 
 Its opcodes are walked (pickletools.genops): nothing is imported, made, called or hashed, whatever is in it. Those that
 torch.distributed.checkpoint's own pickles have become records of data, and any other is refused. So the memory that it

@@ -24,7 +24,7 @@ MEMBERS = "params"
 
 
 class OptimizerFacts(TypedDict):
-    """What the ranks must have alike, and which of a group's parameters this one has."""
+    """The facts that the ranks must have alike, and which of a group's parameters this one has."""
 
     kind: str  # the name of its class
     groups: list[list[str]]  # the model's names
@@ -37,7 +37,7 @@ Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of t
 
 
 def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[Entry]]:
-    """What this rank knows of the optimizer, and what it writes of its state.
+    """The facts of the optimizer that this rank has, and the state that it writes.
 
     LayerwiseError for an optimizer of foreign parameters, or with state that cannot be cut as the parameters are.
     """
@@ -70,7 +70,7 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[E
 
 
 def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> list[Entry]:
-    """What one rank writes of the groups. LayerwiseError where the ranks' optimizers differ; members: the ranks."""
+    """The groups that one rank writes. LayerwiseError where the ranks' optimizers differ; members: the ranks."""
     if None in ranks:
         raise LayerwiseError(
             f"rank {members[ranks.index(None)]} gave no optimizer, others did: give all ranks the same"
@@ -212,7 +212,7 @@ def _named(members: Sequence[object], here: Sequence[str], count: int) -> list[s
 
 
 def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter], dict[str, Any]]]:
-    """Each group of parameters. One without elements that is not the model's stands for a rank that holds nothing."""
+    """The groups of parameters. One without elements that is not the model's stands for a rank that holds nothing."""
     for group in optimizer.param_groups:
         foreign = [p for p in group["params"] if p not in owned and p.numel()]
         if foreign:

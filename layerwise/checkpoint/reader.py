@@ -41,7 +41,7 @@ LOCAL_HEADER = 30  # bytes of a member's own header, before its name and padding
 
 
 class Reader:
-    """What a folder holds; of tensors only what is asked for is read.
+    """The reader of a folder; of tensors only what is asked for is read.
 
     about: what `save` knew besides the tensors; None: another program wrote the folder, without checksums.
     files: their SHA-256, by name. digest: of the whole checkpoint.
@@ -142,14 +142,14 @@ class Reader:
         return tensor
 
     def value(self, name: str) -> Any:
-        """What is no tensor: numbers, text, and lists and the like of them."""
+        """A value that is no tensor: numbers, text, and lists and the like of them."""
         place: FileSpan = self.description.values[name]
         content = self._read(place.file, place.offset, place.length)
         with self.sense(place.file):
             return torch.load(io.BytesIO(content), weights_only=True)
 
     def _read(self, name: str, offset: int, most: int) -> bytes:
-        """What is in a file from there on, at most so many bytes."""
+        """The bytes of a file from there on, at most so many."""
         try:
             with (self.folder / name).open("rb") as file:
                 left = os.fstat(file.fileno()).st_size - offset

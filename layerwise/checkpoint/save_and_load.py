@@ -218,7 +218,7 @@ def _check_about(reader: Reader, module: ParallelModule) -> None:
 
 
 def _check_model(reader: Reader, ours: Mapping[str, Any]) -> str:
-    """What stands before the model's names in the checkpoint. `ours`: every tensor's shape, type and further names.
+    """The prefix of the model's names in the checkpoint. `ours`: every tensor's shape, type and further names.
 
     LayerwiseError unless it is of this model.
     """

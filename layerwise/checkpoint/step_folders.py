@@ -88,7 +88,7 @@ def commit(temporary: Path, steps: int, keep: int) -> Path:
 
 
 def _described(path: Path) -> bool:
-    """Whether this folder is itself a checkpoint: ours, or one of torch.distributed.checkpoint's own."""
+    """True if this folder is itself a checkpoint: ours, or one of torch.distributed.checkpoint's own."""
     return (path / SEAL).is_file() or (path / METADATA).is_file()
 
 

@@ -83,9 +83,7 @@ def describe(model: CostModel, shares: Basis) -> str:
 
 
 def warnings(model: CostModel) -> Iterator[str]:
-    """What cannot be trained; and where measured times are not of what is planned for: another element type, device or
-    version.
-    """
+    """Warnings of what cannot be trained, and of measured times for another element type, device or version."""
     if single := [layer.name for layer in model.graph.layers if any(map(_of_one_number, layer.stages))]:
         yield (
             f"WARNING: PyTorch will not train layer {single[0]!r}: its batch norm has one number of each channel, and "

@@ -24,9 +24,7 @@ SINK = "outputs"  # the name of the sink
 
 
 class StageGradients(NamedTuple):
-    """What the backward pass of a stage does: `inputs`, it makes a gradient of what it reads; `result`, it receives
-    one.
-    """
+    """Facts of a stage's backward pass: `inputs`, it makes a gradient of what it reads; `result`, it receives one."""
 
     inputs: bool
     result: bool

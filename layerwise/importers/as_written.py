@@ -64,7 +64,7 @@ def as_written(module: nn.Module, call: Call, batch: int, why: LayerwiseError) -
 
 
 def _returns_rows(module: nn.Module, call: Call, samples: int) -> bool:
-    """Whether all that it returns has a row a sample, at two batches. Raises what the model raises."""
+    """True if all that it returns has a row a sample, at two batches. Raises what the model raises."""
     positional, named = call
     first = _rows(module(*positional, **named))
     try:

@@ -70,7 +70,7 @@ def _cosmoflow(model: Model) -> LayerGraph:
 
 
 def _unet3d(model: Model) -> LayerGraph:
-    """That of the other cube: no operator of it names a size."""
+    """The graph of the other cube: no operator of it names a size."""
     written, done = written_graph("unet3d"), dict[str, Layer]()
     assert written is not None
     for layer in written.layers:

@@ -14,7 +14,7 @@ CLASSES: dict[int, tuple[str | None, ...]] = {3: ("n", "h", "w"), 4: ("n", "d", 
 
 
 def asked_labels(name: str, rank: int, asked: Labels) -> tuple[str | None, ...]:
-    """What the user has said of an input, checked."""
+    """The labels that the user has given an input, checked."""
     named = [d for d in asked if d is not None]
     if len(asked) != rank:
         raise LayerwiseError(f"dims: input {name!r} has {rank} dimensions, not {len(asked)} {tuple(asked)}")
@@ -24,7 +24,7 @@ def asked_labels(name: str, rank: int, asked: Labels) -> tuple[str | None, ...]:
 
 
 def usual_labels(rank: int, dtype: str, *, signal: bool) -> tuple[str | None, ...]:
-    """By rank and element type; signal: the first operator that uses the input slides along its last dimension."""
+    """The labels by rank and element type; signal: the first operator on the input slides along its last dimension."""
     if rank == 2:
         return ("n", "c") if "float" in dtype else ("n", "s")
     if rank in CLASSES and dtype in ("int32", "int64"):

@@ -134,7 +134,7 @@ def planned_shape(input_shape: object) -> tuple[int, ...] | None:
 
 
 def names_code(spec: str) -> bool:
-    """Whether MODEL is package.module:callable, to import and to call."""
+    """True if MODEL is package.module:callable, to import and to call."""
     module, colon, _ = spec.partition(":")
     return bool(colon) and Path(spec).suffix.lower() not in SUFFIXES and module not in ("mlp", "cosmoflow", "unet3d")
 
@@ -195,7 +195,7 @@ def network_of(
 
 
 def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> tuple[Imported, frozenset[str], frozenset[str]]:
-    """What the module's code makes of a call; no values but constants. Also `Network.called` and `Network.written`."""
+    """The network that the module's code makes; no values but constants. Also its `called` and `written`."""
     from layerwise.importers.torch.batches import import_for_batches, import_once
 
     with calls_of(module) as called, writes_of(module) as written:

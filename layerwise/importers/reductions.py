@@ -31,7 +31,7 @@ def reduction(mode: Mode, x: Tensor, spec: TensorSpec, dims: Sequence[int], keep
 
 
 def loss(op: Loss, *inputs: Operand) -> Built:
-    """Of a prediction, a target, and what `op.weighted` names."""
+    """A loss of a prediction, a target, and what `op.weighted` names."""
     each = op.each(inputs[0].spec, inputs[1].spec)
     parts = _parts(each, range(1, len(each.shape)))
     if op.loss is None or not parts or max(parts) == 1:

@@ -112,7 +112,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a call becomes: `op` on `inputs`, with `parameters` in the order of `op.parameters`.
+    """The layer that a call becomes: `op` on `inputs`, with `parameters` in the order of `op.parameters`.
 
     An input may be a Built itself, where one call makes several layers (they share the layer's name). An input that is
     a parameter or constant becomes a source node of the graph; as one of `parameters` it lives in the layer.

@@ -22,7 +22,7 @@ class Rows:
 
     @property
     def spec(self) -> TensorSpec:
-        """As the model sees it."""
+        """The tensor as the model sees it."""
         named = "n" if "n" in self.whole.spec.dims else None
         return TensorSpec(self.shape, (named, None), self.whole.spec.dtype)
 

@@ -166,7 +166,7 @@ def picked(x: Operand, dim: int, index: Operand, *, wraps: bool = False) -> Tens
 
 
 def pieces(places: NDArray[np.int64]) -> int:
-    """How many slices take these places."""
+    """The number of slices that take these places."""
     steps = np.diff(places)
     return 1 if len(set(steps.tolist())) <= 1 and (steps > 0).all() else int((steps != 1).sum()) + 1
 

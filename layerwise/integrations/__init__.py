@@ -1,1 +1,1 @@
-"""Where layerwise meets the tools that people train and predict with; each needs its package."""
+"""Integrations with the tools that people train and predict with; each needs its package."""

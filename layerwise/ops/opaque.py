@@ -82,7 +82,7 @@ class _Storages:
 
     @contextmanager
     def made(self) -> Iterator[dict[int, int]]:
-        """What is made within it."""
+        """Yields a dict that is filled with the bytes of what is made within it, by storage."""
         sizes = dict[int, int]()
         with _observer()(lambda tensor: self.note(tensor, sizes)):
             yield sizes
@@ -249,7 +249,7 @@ class TorchOp(Op):
 
 @lru_cache(maxsize=4096)
 def made_by(op: TorchOp, inputs: tuple[TensorSpec, ...]) -> Made:
-    """What the operator makes of tensors of these shapes. LayerwiseError where PyTorch does not take them."""
+    """The result of the operator on tensors of these shapes. LayerwiseError where PyTorch does not take them."""
     count = len(inputs)
     shapes = [*((x.shape, x.dtype) for x in inputs), *op.held]
     try:

@@ -117,7 +117,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
-    """By layer, the bytes of all tensors made up to it and used after it: what a cut behind it passes on."""
+    """Bytes of all tensors made up to a layer and used after it, by layer: what a cut behind it passes on."""
     order = {layer.name: i for i, layer in enumerate(graph.layers)}
     last = {name: max((order[user] for user in users), default=-1) for name, users in graph.consumers().items()}
     fed = {layer.name for layer in graph.layers if layer.end}

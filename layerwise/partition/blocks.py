@@ -124,7 +124,7 @@ def _sizes(graph: LayerGraph, layers: list[Layer]) -> tuple[Floats, Floats, Ints
 
 
 def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
-    """What a layer's backward pass reads: elements that are made inside, and the layers whose outputs it reads."""
+    """The reads of a layer's backward pass: elements that are made inside, and the layers whose outputs it reads."""
     inside, sources, results = 0.0, set[str](), set[int]()
     for number, (stage, gradients) in enumerate(zip(layer.stages, graph.gradients(layer), strict=True)):
         if not (graph.has_gradient[layer.name] and gradients.result):
@@ -141,7 +141,7 @@ def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
 
 
 def saved_within(graph: LayerGraph) -> dict[str, EdgeEnd]:
-    """By layer, the reader that may save its output within what it receives.
+    """The reader that may save a layer's output within what it receives, by layer.
 
     A ReLU's output is kept for its own backward pass. A convolution that needs a halo keeps a larger tensor, which has
     this box in it, too. Where such a tensor arrives, the box need not be kept beside it. A matrix product is no such

@@ -51,7 +51,7 @@ def replicas(cells: LayoutCells, keys: Sequence[int]) -> Ints:
 
 
 def statistics(layer: Layer, place: Place, device: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
-    """By stage of a layer, the devices that share its statistics with this one; () where it has all it needs."""
+    """The devices that share a stage's statistics with this one, for each stage; () where it has all it needs."""
     groups = []
     for stage in layer.stages:
         summed = stage.statistics(local_batch_norm=local_batch_norm)

@@ -61,7 +61,7 @@ def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> 
 
 
 def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
-    """For the parts [lo, hi) of one dimension: how much each box has in total, and whether all of it is contiguous.
+    """Elements that each box has of the parts [lo, hi) of one dimension, and whether all of them are contiguous.
 
     As they are where nothing lies outside that dimension, or they are all of the box.
     """

@@ -72,7 +72,7 @@ def states_of(layer: Layer, config: Config) -> States:
 def shardings(
     layer: Layer, p: Parameter, configs: Sequence[Config], devices: int, *, unfed: bool = False
 ) -> list[Sharding | None]:
-    """By configuration, how devices that hold a parameter of a layer alike would share it; None: they do not.
+    """The sharding of a parameter among the devices that hold it alike, by configuration; None: there is none.
 
     Of what is trained only: buffers and frozen parameters have no state.
     """

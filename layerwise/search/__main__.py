@@ -270,7 +270,7 @@ def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostMo
 def _searched(
     model: CostModel, space: SearchSpace, limit: float, offer: Sequence[str], args: argparse.Namespace
 ) -> tuple[CostModel, SearchResult, list[Remedy]]:
-    """What is found, of the network that it is for; and what would help where nothing fits."""
+    """The network, the result for it, and remedies where nothing fits."""
     with progress_bar("pricing transfers", quiet=args.json) as progress:
         find = partial(
             search,

@@ -184,7 +184,7 @@ def _whole(tables: MemoryTables) -> Costs:
 
 
 def _all_but(choice: Choice, base: Mapping[str, Ints], limit: float) -> Costs:
-    """What is above the limit for this choice, and at most the limit for all others."""
+    """A row that is above the limit for this choice, and at most the limit for all others."""
     chosen = {name: np.arange(len(variants)) == choice[name] for name, variants in base.items()}
     several = sum(len(variants) > 1 for variants in base.values())
     share = float(limit // max(1, several - 1))

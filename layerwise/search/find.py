@@ -199,7 +199,7 @@ def _limited(
     limit: float,
     known: Sequence[Mapping[str, Config]],
 ) -> tuple[Within, Least[Strategy] | None]:
-    """What fits; where nothing was found, the least memory, and what fits if it does. searching: with what on offer."""
+    """The strategies that fit; where none was found, the least memory, and what fits if that does."""
     search = searching(offer=offer)
     within = search.under(limit, known)
     if within.strategies:

@@ -49,7 +49,7 @@ def make_plan(
 
 
 def _bound(result: SearchResult) -> dict[str, object]:
-    """For provenance, where the memory limit left the best plan out: what that takes, and what a byte is worth."""
+    """Provenance where the memory limit left the best plan out: what that takes, and what a byte is worth."""
     if result.within is None:
         return {}
     free = result.unlimited

@@ -51,13 +51,13 @@ class Difference:
         return {name: value for name, value in asdict(self).items() if name != "worst"}
 
     def beyond(self, allowed: float) -> list[str]:
-        """What differs by more than that, or is not a number."""
+        """The names of what differs by more than that, or is not a number."""
         return [name for name, value in self.as_dict().items() if not value <= allowed]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What training ended with: every loss, and the whole tensors by the names of the model's state dict."""
+    """The end of a training: every loss, and the full tensors by the names of the model's state dict."""
 
     losses: Sequence[float]
     gradients: Mapping[str, Tensor]
@@ -87,7 +87,7 @@ def whole_gradients(module: ParallelModule) -> dict[str, Tensor]:
 
 
 def difference(single: Outcome, planned: Outcome, trained: set[str]) -> Difference:
-    """How far `planned` is from `single`. trained: which names are parameters; the others are buffers."""
+    """The difference of `planned` from `single`. trained: names of parameters; the others are buffers."""
     pairs: dict[str, list[tuple[str, Tensor, Tensor]]] = {
         "loss": [("loss", _column(single.losses), _column(planned.losses))],
         "gradients": [(n, g, planned.gradients[n]) for n, g in single.gradients.items() if n in trained],

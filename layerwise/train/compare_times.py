@@ -35,7 +35,7 @@ class Part:
     last: int = 0  # the rank that comes last
 
     def beyond(self, step_s: float) -> bool:
-        """Whether it is off by more than a tenth, and by enough of the step to matter."""
+        """True if it is off by more than a tenth, and by enough of the step to matter."""
         off = abs(self.measured_s - (self.predicted_s or 0.0))
         return self.predicted_s is not None and off > OFF * self.predicted_s and off > SMALL * step_s
 
@@ -105,7 +105,7 @@ def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float]
 
 
 def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
-    """Which layer and part a span of this rank is of, by its category and name."""
+    """The layer and part that a span of this rank is of, by its category and name."""
     yield f"sync {WAITING}", ("", "exposed_sync_s")
     for scheduled in module.schedule.layers:
         name = scheduled.layer.name

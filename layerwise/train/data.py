@@ -64,7 +64,7 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Which samples every step takes: a new permutation every epoch, cut into batches, of which the last may be short.
+    """The samples of every step: a new permutation every epoch, cut into batches, of which the last may be short.
 
     It is left out where it has fewer samples than `least`, and joins the one before where it has fewer than `join`.
     """
@@ -93,7 +93,7 @@ class StepSampler:
 
     @property
     def _joins(self) -> bool:
-        """Whether the last batch joins the one before."""
+        """True if the last batch joins the one before."""
         return 0 < (self.count - self.left_out) % self.batch < self.join and self.count > self.batch
 
     @property
@@ -103,7 +103,7 @@ class StepSampler:
         return -(-batches // self.accumulate)
 
     def epoch(self, step: int) -> int:
-        """Which epoch step `step` (from 0) belongs to."""
+        """The epoch that step `step` (from 0) belongs to."""
         return step // self.per_epoch
 
     def steps(self, epoch: int) -> list[list[Tensor]]:
@@ -147,7 +147,7 @@ def parted(count: int) -> tuple[Tensor, Tensor]:
 
 
 def _split(value: object, training_task: TrainingTask, where: str) -> tuple[NumberedSamples, NumberedSamples | None]:
-    """What the user's callable returned: samples to split, or a pair that is split already."""
+    """The result of the user's callable: samples to split, or a pair that is split already."""
     if isinstance(value, tuple | list) and len(value) == 2 and not isinstance(value[1], torch.Tensor):
         train, held_out = (
             _samples(part, training_task, f"{where}, {name}") for part, name in zip(value, PARTS, strict=True)

@@ -27,7 +27,7 @@ FLUSH_S = 0.5  # about how often losses are gathered: it costs a message from ev
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to train."""
+    """The settings of a training."""
 
     optimizer: str = "sgd"
     lr: float | None = None  # None: the optimizer's usual one
@@ -78,14 +78,14 @@ class _Local:
 
 
 class Objective(Protocol[LocalBatch]):
-    """What is minimised, and what of."""
+    """The loss that is minimised, and the samples that it is of."""
 
     @property
     def summed(self) -> bool:
-        """Whether the loss is a sum over samples; else it is a mean."""
+        """True if the loss is a sum over samples; else it is a mean."""
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[LocalBatch]:
-        """What this rank is given of each of these batches (numbers of samples), on its device."""
+        """The part of each of these batches (numbers of samples) that this rank gets, on its device."""
 
     def loss(self, local: LocalBatch, batch: int) -> Tensor:
         """The loss of that; batch: samples of all ranks together. Io sample: of this rank's, else of all of them."""
@@ -135,7 +135,7 @@ class Trainer(Generic[LocalBatch]):
                 waiting = []
 
     def _read(self, first: int, steps: int) -> Iterator[tuple[int, list[tuple[int, LocalBatch]]]]:
-        """Each step's batches: how many samples all ranks have of one, and what this rank is given of it."""
+        """The batches of each step: how many samples all ranks have of one, and this rank's part of it."""
         each = self.sampler.per_epoch
         while first < steps:
             epoch, done = divmod(first, each)

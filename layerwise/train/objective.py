@@ -35,7 +35,7 @@ class TaskObjective:
 
     @property
     def summed(self) -> bool:
-        """Whether the model's own loss is one of PyTorch's that sums."""
+        """True if the model's own loss is one of PyTorch's that sums."""
         return self.task.loss is not None and self.task.loss.reduction == "sum"
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Fed]:
@@ -87,6 +87,6 @@ def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedS
 
 
 def target_box(module: ParallelModule) -> Box:
-    """What belongs to this rank's box of the output, of a target of classes; nothing where it has none."""
+    """The part of a target of classes that belongs to this rank's box of the output; nothing where it has none."""
     (box,) = module.output_boxes()
     return without_classes(box or Box((0,) * len(shape := module.graph.layers[-1].specs[0].shape), (0,) * len(shape)))

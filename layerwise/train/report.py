@@ -1,4 +1,4 @@
-"""What a run prints: its beginning, a line or a bar for its steps, its end; and the same for programs."""
+"""The report of a run: its beginning, a line or a bar for its steps, its end; and the same for programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = ("transfers", "sync", "gathers", "statistics")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to."""
+    """The result of a run."""
 
     plan: Plan
     steps: list[Step]
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def predicted(self) -> dict[Kind, float | None]:
-        """What the plan says of `sent`."""
+        """The bytes that the plan predicts, to compare with `sent`."""
         return {k: None if (each := self.planned[k]) is None else _integer(each) for k in KINDS}
 
     def as_dict(self) -> dict[str, object]:
@@ -89,7 +89,7 @@ def _halos(plan: Plan) -> dict[str, object] | None:
 
 
 def beginning(plan: Plan, *, data: str, training: str) -> Table:
-    """What will be run."""
+    """The lines on what will be run."""
     predicted = plan.predicted
     halos = f", halos of {', '.join(plan.halos_sent)} sent" if plan.halos_sent else ""
     rows = [("plan", f"{plan.model} on {plan.gpus} ranks, {plan.batch} samples a batch, io {plan.io}{halos}")]
@@ -100,7 +100,7 @@ def beginning(plan: Plan, *, data: str, training: str) -> Table:
 
 
 def ending(result: Result, allowed: float, dtype: str) -> Table:
-    """What it came to."""
+    """The table of the result."""
     return facts(_ending(result, allowed, dtype))
 
 

@@ -116,7 +116,7 @@ def _of_all_classes(config: Config) -> Config:
 
 
 def _target_samples(module: ParallelModule) -> slice:
-    """Which of the samples that this rank shares in its target is of."""
+    """The samples, of those that this rank shares in, that its target is of."""
     return target_box(module).slices()[0] if module.io == "boxes" else slice(None)
 
 

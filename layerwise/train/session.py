@@ -87,7 +87,7 @@ class Session:
         return Trainer(module, objective, self.sampler, self.settings.build(module.parameters()), self.settings.clip)
 
     def _facts(self) -> dict[str, str | int]:
-        """What must be the same where a checkpoint is gone on from."""
+        """The facts that must be the same where a checkpoint is gone on from."""
         return {
             "data": self.data.name,
             "samples a step": self.sampler.batch * self.sampler.accumulate,
@@ -174,7 +174,7 @@ class Session:
         )
 
     def notes(self) -> list[str]:
-        """What was written, and what the user should know."""
+        """Notes on what was written, and on what the user should know."""
         notes = []
         if self.folder is not None and self.steps:
             notes.append(f"checkpoint written to {checkpoint.latest(self.folder)}")

@@ -1,4 +1,4 @@
-"""Where samples come from: random numbers by position, tensors and data sets of the user's, subsets of them."""
+"""Sources of samples: random numbers by position, tensors and data sets of the user's, subsets of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NumberedSamples(Protocol):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of samples."""
 
     def batch(self, numbers: Tensor) -> Batch:
         """These samples, first dimension (len(numbers),), on the CPU."""

@@ -32,7 +32,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class TrainingTask:
-    """What a model is fed with, and what its loss is taken of.
+    """The task of a model: what it is fed with, and what its loss is taken of.
 
     A model that ends in a loss of its own takes its target as an input. Else the loss is cross-entropy, and its target
     is class indices of the prediction's shape without dimension 1.
@@ -48,12 +48,12 @@ class TrainingTask:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the model makes its loss itself."""
+        """True if the model makes its loss itself."""
         return self.target is not None
 
     @property
     def classes(self) -> int:
-        """How many classes the prediction tells apart; 0 where it is no classifier."""
+        """The number of classes of the prediction; 0 where it is no classifier."""
         if not self.predictions:
             assert self.target is not None
             return 0 if self.target.spec.differentiable else self.target.values
@@ -67,7 +67,7 @@ class TrainingTask:
 
     @property
     def labels(self) -> bool:
-        """Whether a target is class indices."""
+        """True if a target is class indices."""
         return bool(self.classes) and (self.target is None or not self.target.spec.differentiable)
 
     @property
@@ -81,7 +81,7 @@ class TrainingTask:
     def feed(
         self, inputs: tuple[Tensor, ...], target: Tensor, floats: torch.dtype
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What the module is called with, and the target of the loss that is left to take.
+        """The arguments of the module, and the target of the loss that is left to take.
 
         Data sets have floating-point numbers of any type, and integers: inputs are `floats`, and what the model says.
         """
@@ -96,7 +96,7 @@ class TrainingTask:
 
 
 def task(graph: LayerGraph) -> TrainingTask:
-    """What `graph` wants. LayerwiseError where it is neither a classifier nor ends in a loss."""
+    """The task of `graph`. LayerwiseError where it is neither a classifier nor ends in a loss."""
     uses = graph.consumers()
     feeds = [
         ModelInput(layer.name, layer.out, _values(graph, uses, layer.name))
@@ -150,7 +150,7 @@ def _with_written_loss(graph: LayerGraph, feeds: list[ModelInput], answer: int) 
 
 
 def _values(graph: LayerGraph, uses: dict[str, list[str]], name: str) -> int:
-    """How many values an integer input has: the smallest vocabulary that looks it up, through views."""
+    """The number of values of an integer input: the smallest vocabulary that looks it up, through views."""
     counts = []
     for use in uses[name]:
         op = graph[use].main

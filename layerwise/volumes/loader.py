@@ -101,12 +101,14 @@ class BoxLoader:
 
     @property
     def as_they_are(self) -> bool:
-        """Whether samples come in their order, whole and unchanged."""
+        """True if samples come in their order, whole and unchanged."""
         reading = self._reading
         return not (self.shuffle or reading.crop or reading.flip or reading.intensity)
 
     def set_epoch(self, epoch: int, done: int = 0) -> None:
-        """Which one the next pass over the samples is, and how many of its batches are left out, as they are done."""
+        """Sets which epoch the next pass over the samples is, and how many of its batches are left out, as they are
+        done.
+        """
         self.epoch, self._done = epoch, done
 
     def order(self) -> list[int]:

@@ -41,7 +41,7 @@ class Classes:
 
 
 def classes_of(graph: LayerGraph, name: str) -> tuple[Classes, ...]:
-    """What the losses and one-hot encodings that an input goes into, all of it as it is, make of its numbers."""
+    """The numbers of classes that losses and one-hot encodings, which an input goes into as it is, make of it."""
     found_classes = []
     for layer in _users(graph, name):
         op = layer.main
@@ -78,14 +78,14 @@ class BoxInput:
     classes: tuple[Classes, ...] = ()  # which its numbers must be
 
     def named(self, index: int) -> str:
-        """What errors call one of its samples."""
+        """The name of one of its samples in errors."""
         file = self.source.file(index)
         return f"input {self.name!r}, sample {index}" + (f" (file {file!r})" if file else "")
 
 
 @dataclass(frozen=True)
 class BatchReader:
-    """How a batch is read."""
+    """A reader of batches."""
 
     inputs: tuple[BoxInput, ...]
     crop: Crop | None
@@ -133,7 +133,7 @@ class BatchReader:
         return _Drawn(begins, {label for label in self.flip if rng.random() < 0.5})
 
     def _room(self, feed: BoxInput, index: int, others: dict[str, int]) -> dict[str, int]:
-        """How much longer a sample is than what the model takes of it, by label."""
+        """The excess of a sample over what the model takes of it, by label."""
         shape, needed, labels = feed.source.shape(index), feed.spec.shape[1:], feed.spec.dims[1:]
         fits = len(shape) == len(needed)
         rooms: dict[str, int] = {}

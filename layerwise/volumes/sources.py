@@ -184,7 +184,7 @@ class SampleRegion:
         return np.flip(padded, tuple(self.mirrored))
 
     def _place(self, dim: int, s: slice) -> tuple[int, int]:
-        """Where in a sample a slice of the region lies."""
+        """The place of a slice of the region in a sample."""
         if dim in self.mirrored:
             return self.box.hi[dim] - s.stop, self.box.hi[dim] - s.start
         return self.box.lo[dim] + s.start, self.box.lo[dim] + s.stop
@@ -194,7 +194,7 @@ SampleSource = StackedArray | File | SeparateSamples | Computed | SampleRegion
 
 
 def source_of(value: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:
-    """What the user gives for an input, `name`. samples, shape: of a function's. LayerwiseError for anything else."""
+    """The source that the user gives for an input, `name`. samples, shape: of a function's. LayerwiseError else."""
     if isinstance(value, str | os.PathLike):
         return File(os.fspath(value))
     if hasattr(value, "shape") and hasattr(value, "__getitem__"):
@@ -268,5 +268,5 @@ class _Nifti:
 
 
 def in_a_line(error: BaseException) -> str:
-    """What it says, of which 200 characters; its class where it says nothing."""
+    """The first 200 characters of an error, in a line; its class where it says nothing."""
     return " ".join(str(error).split())[:200] or type(error).__name__

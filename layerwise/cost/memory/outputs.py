@@ -22,7 +22,7 @@ Drop = Callable[[Sequence[T]], None]
 
 
 def returned(new: New[T], drop: Drop[T], sizes: Sequence[Floats], received: Sequence[T]) -> None:
-    """In inference, returns outputs as copies of what is received; they stay."""
+    """Returns outputs, in inference, as copies of what is received; they stay."""
     for slot, size in enumerate(sizes):
         new(slot, size)
     drop(received)

@@ -134,7 +134,7 @@ class ParameterStorages:
         self._coming[what] = self.tracker.new(travelling, "gathered")
 
     def arrive(self, instruction: Arrive) -> None:
-        """What travelled has been copied to its place."""
+        """Gives up what travelled: it has been copied to its place."""
         self.tracker.drop(self._coming.pop(instruction.what))
 
     def release(self, instruction: Release) -> None:

@@ -33,7 +33,7 @@ def place_of(model: CostModel, layer: Layer, config: Config) -> Place:
 
 
 def moved_between(model: CostModel, layer: Layer, slot: int, owner: Place, target: Place) -> Moved:
-    """What travels to one of a layer's inputs, by the place of the layer that makes it and its own."""
+    """The transfer to one of a layer's inputs, by the place of the layer that makes it and its own."""
     io, graph = model.options.io, model.graph
     if layer.role is Role.SINK and io != "sample":
         loss = layer.inputs[slot] in graph.losses
@@ -82,7 +82,7 @@ class TensorSizes:
         return model.once(key, lambda: parameters_of(model, layer, config, place_of(model, layer, config)))
 
     def edge(self, layer: Layer, slot: int) -> Moved:
-        """What travels to one of a layer's inputs."""
+        """The transfer to one of a layer's inputs."""
         end = layer.name, slot
         if end not in self._edges:
             model, name, target = self.model, layer.inputs[slot], self.strategy[layer.name]

@@ -94,7 +94,7 @@ class _Storages:
     # ---- transfers ----
 
     def begin(self, instruction: Begin) -> None:
-        """What arrives has its memory from now on, and what is sent from a copy keeps that."""
+        """Allocates what arrives; what is sent from a copy keeps that."""
         layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
         edge, item_bytes = self._edge(layer, slot)
         if instruction.way == "forward":
@@ -108,7 +108,7 @@ class _Storages:
         self.in_flight[layer.name, slot] = flight
 
     def end(self, instruction: End) -> None:
-        """What was sent is given up."""
+        """Gives up what was sent."""
         layer, slot = self.model.graph[instruction.layer], instruction.slot
         flight = self.in_flight.pop((layer.name, slot))
         self.tracker.drop(flight.copies)
@@ -118,7 +118,7 @@ class _Storages:
             self._add(layer.inputs[slot], self._edge(layer, slot)[0], flight.gradient, flight.arrived)
 
     def move(self, instruction: Move) -> None:
-        """Where nothing travels the layer reads its source's own storage."""
+        """Passes a tensor on: where nothing travels the layer reads its source's own storage."""
         layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
         edge, item_bytes = self._edge(layer, slot)
         if instruction.way == "backward":
@@ -186,7 +186,9 @@ class _Storages:
         self.tracker.drop(self.values.pop(instruction.value))
 
     def keep(self, instruction: Keep) -> None:
-        """What a block is recomputed from, as far as that is not recomputed with it; running statistics of before."""
+        """Holds what a block is recomputed from, as far as that is not recomputed with it; running statistics of
+        before.
+        """
         layer, block = self.model.graph[instruction.layer], instruction.block
         sources = self.sources.setdefault(block, {})
         for source in layer.inputs:
@@ -234,7 +236,7 @@ class _Storages:
         self._drop(given)
 
     def _keep_within(self, layer: Layer, given: Ref, where: Devices) -> None:
-        """What an input's maker has kept of it is kept in what this layer was given, on the devices `where`."""
+        """Saves an input, which its maker has saved, within what this layer has received, on the devices `where`."""
         source = layer.inputs[0]
         out, rest = self.values[source], self.saved[source]
         made = {id(storage) for storage, _ in out}
@@ -308,7 +310,7 @@ class _Storages:
         self.parameters.hand_out(layer)
 
     def _gradient(self, layer: Layer, slot: int, through: Ref | None) -> Ref:
-        """That of an input: a view of the output's, or made."""
+        """The gradient of an input: a view of the output's, or made."""
         if through is not None:
             return self.tracker.hold(through)
         return self.tracker.new(self.sizes.received(layer, slot), "gradients")

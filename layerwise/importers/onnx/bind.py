@@ -17,7 +17,7 @@ Schema = onnx.defs.OpSchema
 
 
 def schema_of(node: NodeProto, opset: int) -> Schema | None:
-    """What ONNX says of an operator in a version; None of operators that are not its own."""
+    """The schema of an operator in a version; None of operators that are not ONNX's own."""
     if not standard(node.domain):
         return None
     try:

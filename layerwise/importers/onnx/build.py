@@ -123,7 +123,7 @@ class _Importer:
         )
 
     def constant(self, node: NodeProto) -> bool:
-        """Whether a node computes the same at every step; then its outputs are known now."""
+        """True if a node computes the same at every step; then its outputs are known now."""
         given = [self.values[name] if name else None for name in node.input]
         if not standard(node.domain):
             return False
@@ -307,7 +307,7 @@ class _Importer:
             )
 
     def name(self, node: NodeProto) -> str:
-        """As given, or the operator with its number among those of its kind."""
+        """The node's name, or the operator with its number among those of its kind."""
         number = self.kinds[node.op_type]
         self.kinds[node.op_type] += 1
         name = "".join(c if c.isprintable() else "?" for c in node.name)[:LONGEST_NAME].strip()

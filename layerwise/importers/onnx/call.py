@@ -70,7 +70,7 @@ def weights(call: Call, name: str) -> Operand:
 
 
 def optional(call: Call, *names: str) -> tuple[Operand, ...]:
-    """Those of the stored weights that are given."""
+    """The stored weights that are there, of those that may be."""
     return tuple(weights(call, name) for name in names if call.get(name) is not None)
 
 

@@ -66,7 +66,7 @@ class FoldedConstant:
 
     @property
     def small(self) -> bool:
-        """Whether reading it costs nothing worth mentioning."""
+        """True if reading it costs nothing worth mentioning."""
         return prod(self.shape) <= 65536
 
 
@@ -157,7 +157,7 @@ def fold(
 
 
 def _scattered(node: NodeProto, inputs: Sequence[FoldedConstant | None], budget: FoldingBudget) -> bool:
-    """Whether this looks up rows of a learned table in no plain order: an embedding of constant ids, still a layer."""
+    """True if this looks up rows of a learned table in no plain order: an embedding of constant ids, still a layer."""
     if node.op_type != "Gather" or len(inputs) < 2 or inputs[0] is None or inputs[1] is None or not inputs[0].weight:
         return False
     ids = thin(budget.value(inputs[1])).ravel()
@@ -213,7 +213,7 @@ def thin(array: Array) -> Array:
 def _run(
     node: NodeProto, inputs: Sequence[Array | None], opset: int, budget: FoldingBudget | None = None
 ) -> list[Array]:
-    """What the node computes. Sizes are checked beforehand, broadcast results stay broadcast."""
+    """The values that the node computes. Sizes are checked beforehand, broadcast results stay broadcast."""
     with np.errstate(all="ignore"):
         try:
             needed = _within(node, inputs)
@@ -336,7 +336,7 @@ def _within(node: NodeProto, inputs: Sequence[Array | None]) -> int:
 
 
 def too_large(node: NodeProto, count: int) -> str:
-    """What is said of a constant that would not fit."""
+    """The message on a constant that would not fit."""
     name = node.name or node.output[0]
     return (
         f"layer {name!r} ({node.op_type}) computes with a constant of {count:,} elements, more than "

@@ -24,7 +24,7 @@ OF_SEQUENCES = ("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "Sequen
 
 
 class Walk(Protocol):
-    """What an importer has and does; nodes that are visited become layers as if the file had them here."""
+    """An importer's part in control flow: nodes that are visited become layers as if the file had them here."""
 
     values: dict[str, FoldedConstant | Operand | Rows]
     needed: set[str]
@@ -116,7 +116,7 @@ class Control:
                 self._joined(row, target, name, 0, new=True)
 
     def _read(self, node: NodeProto, name: str) -> None:
-        """What a sequence makes a tensor of."""
+        """The tensor that a sequence becomes."""
         parts, output = self._sequence(node, name), node.output[0]
         if node.op_type == "SequenceLength":
             self.walk.values[output] = constant(output, np.array(len(parts), np.int64))

@@ -46,7 +46,7 @@ def read_onnx(path: str | Path) -> ModelProto:
 
 
 def standard(domain: str) -> bool:
-    """Whether a domain is that of ONNX's own operators."""
+    """True if a domain is that of ONNX's own operators."""
     return domain in ("", "ai.onnx")
 
 
@@ -122,7 +122,7 @@ _PACKED = tuple(
 
 
 def first_line(error: BaseException) -> str:
-    """What onnx has to say, on one line."""
+    """The message of an error of onnx, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:500]
 

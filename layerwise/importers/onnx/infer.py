@@ -1,4 +1,4 @@
-"""What onnx's shape inference says of a model: a check of ours. For user-defined operators, what the file says."""
+"""onnx's shape inference of a model: a check of ours. For user-defined operators, what the file says."""
 
 from __future__ import annotations
 

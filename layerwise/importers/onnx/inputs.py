@@ -21,7 +21,7 @@ PASSED = ("Cast", "Dropout", "Identity", "Pad")  # on the way to the first use
 
 @dataclass(frozen=True, slots=True)
 class OnnxInputs:
-    """What is fed. `fixed`: the model is written for this batch only."""
+    """The inputs that are fed. `fixed`: the model is written for this batch only."""
 
     specs: Mapping[str, TensorSpec]
     batch: int
@@ -92,7 +92,7 @@ def _spec(info: ValueInfoProto, shape: Sequence[Extent], labels: Labels) -> Tens
 
 
 def _labels(graph: GraphProto, info: ValueInfoProto, rank: int, asked: Labels | None) -> tuple[str | None, ...]:
-    """Those that are asked for, or by rank and first use."""
+    """The labels that are asked for, or by rank and first use."""
     if asked is not None:
         return asked_labels(info.name, rank, asked)
     use = _first_use(graph, info.name)

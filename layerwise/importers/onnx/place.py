@@ -25,7 +25,7 @@ Sharing = Literal["tied", "source", "apart"]
 
 @dataclass(frozen=True, slots=True)
 class PlacedValue:
-    """Where the values of a parameter are, and the shape in which its layer has it."""
+    """The place of a parameter's values, and the shape in which its layer has it."""
 
     constant: FoldedConstant
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Use:
 
 
 def sharing_of(root: FoldedConstant, uses: list[Use]) -> Sharing:
-    """How layers share a parameter."""
+    """The way in which layers share a parameter."""
     if sum(use.trainable for use in uses) < 2:
         return "apart"
     if root.small or len(root.shape) == 1:

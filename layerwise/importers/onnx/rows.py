@@ -1,4 +1,4 @@
-"""Which nodes of an ONNX model take row by row, and which reshapes make rows of a tensor and back."""
+"""Nodes of an ONNX model that take row by row, and reshapes that make rows of a tensor and back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def merged_rows(result: Result) -> tuple[int, ...] | None:
 
 
 def takes_rows(node: NodeProto, values: Sequence[FoldedConstant | Operand | Rows | None]) -> bool:
-    """Whether a node does the same to every row of its first input (the only one that is made of rows)."""
+    """True if a node does the same to every row of its first input (the only one that is made of rows)."""
     first, *others = values
     stored = all(v is None or isinstance(v, FoldedConstant) for v in others)
     if node.op_type in WITH_STORED and isinstance(first, FoldedConstant) and len(values) == 2:

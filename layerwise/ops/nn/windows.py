@@ -70,7 +70,7 @@ def closed(stride: Sequence[int], lattices: Lattices) -> tuple[int, ...]:
 
 
 def margins(cell: Interval, need: Interval, stride: int, first: int, last: int) -> tuple[int, int]:
-    """How many positions of those from lo*stride + first to (hi - 1)*stride + last `need` lacks, low and high.
+    """The number of positions from lo*stride + first to (hi - 1)*stride + last that `need` lacks, low and high.
 
     They are padding: what exists of them is given. Where nothing is given, all count as low.
     """

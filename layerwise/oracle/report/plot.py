@@ -81,7 +81,7 @@ def _times(most: float) -> Iterator[float]:
 
 
 def _rows(asked: Asked) -> dict[str, list[Answer | None]]:
-    """By strategy with an answer, its answers at all numbers of GPUs."""
+    """The answers of each strategy at all numbers of GPUs."""
     rows = {name: [asked.answers.get((name, gpus)) for gpus in asked.gpus] for name in NAMES}
     return {name: row for name, row in rows.items() if any(row)}
 

@@ -35,7 +35,7 @@ class Costs:
         return own + sum(float(cost[base[u][choice[u]], base[v][choice[v]]]) for (u, v, _), cost in self.edge.items())
 
     def spread(self) -> dict[str, float]:
-        """By layer, how far its variants are apart."""
+        """The distance between the variants of each layer."""
         spread = {name: float(np.ptp(cost)) for name, cost in self.node.items()}
         for (u, v, _), cost in self.edge.items():
             spread[u] += float(np.ptp(cost, axis=0).mean())

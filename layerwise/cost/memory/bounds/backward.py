@@ -198,7 +198,7 @@ class Backward(Forward):
         self.ledger.drop(gradient.claims)
 
     def _arrive(self, layer: Layer, slot: int) -> None:
-        """What was sent comes back, from copies; then it is added up, beside what it is made of."""
+        """Receives what was sent, from copies; then it is added up, beside what it is made of."""
         edge = (layer.inputs[slot], layer.name, slot)
         if edge in self.travels:
             arrived, copies = self._part(edge, "sent"), self._part(edge, "back")

@@ -127,7 +127,7 @@ def _largest(claims: tuple[Claim, ...]) -> Claim:
 
 
 def _rows_of(sizes: Floats, keep: Mask) -> Floats:
-    """Of (V, N), or of (1, N) for all."""
+    """The rows of (V, N), or of (1, N) for all."""
     return sizes[keep] if len(sizes) > 1 else sizes
 
 

@@ -214,7 +214,7 @@ class Travel:
         return wanted
 
     def _scattered(self, u: Ints, v: Ints, d: Ints) -> Mask:
-        """Whether the parts of what a device needs that others own are not contiguous."""
+        """A mask: true if the parts of what a device needs that others own are not contiguous."""
         found: Mask = np.zeros(np.broadcast_shapes(u.shape, v.shape, d.shape), np.bool_)
         for scattered, column in self._cuts:
             found = found | scattered[v, d, column[u]]
@@ -222,7 +222,7 @@ class Travel:
 
     @cached_property
     def _lengths(self) -> list[tuple[Floats, Ints]]:
-        """For each dimension (C_u, N, degrees) sums over the target's cells, and which degree each of its C_v has."""
+        """Sums over the target's cells for each dimension (C_u, N, degrees), and the degree of each of its C_v."""
         rows, degrees = [], self.target.degrees(self.epilogue)
         for j, axis in enumerate(self.maps):
             column = np.ones(len(degrees), np.int64) if axis.source is None else degrees[:, axis.source]
@@ -239,7 +239,7 @@ class Travel:
 
     @cached_property
     def _cuts(self) -> list[tuple[Mask, Ints]]:
-        """For each dimension (C_v, N, degrees) whether the source's cells cut what is needed so, and their degrees."""
+        """A mask for each dimension (C_v, N, degrees): the source's cells cut what is needed; and their degrees."""
         rows, degrees = [], self.source.degrees(True)
         for j in range(len(self.maps)):
             values, which = np.unique(degrees[:, j], return_inverse=True)
@@ -258,7 +258,7 @@ class Travel:
 
 
 def _scattered(boxes: Boxes, dim: int, cuts: Ints) -> Mask:
-    """Whether parts of boxes between these cuts of one dimension are not contiguous, as `moved` has it."""
+    """A mask: true if parts of boxes between these cuts of one dimension are not contiguous, as `moved` has it."""
     ends, row = intervals(boxes, dim)
     lengths = interval_overlap(ends[:, :1], ends[:, 1:], cuts[:-1], cuts[1:])
     whole = ((lengths == 0) | (lengths == ends[:, 1:] - ends[:, :1])).all(1)

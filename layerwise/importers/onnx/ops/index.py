@@ -53,7 +53,7 @@ def scatter_elements(call: Call) -> Result:
 
 
 def _scatter(call: Call, dim: int) -> Scatter:
-    """With the reduction of ONNX, whose "none" writes."""
+    """A scatter with the reduction of ONNX, whose "none" writes."""
     reduction = text(call, "reduction", "none")
     if reduction not in ("none", "add", *REDUCED):
         raise LayerwiseError(f"{call.target}: there is no reduction {reduction!r}, only none, add, mul, max and min")
@@ -110,7 +110,7 @@ def one_hot(call: Call) -> Result:
 
 
 def _apart(x: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
-    """With a dimension of extent 1 at `dim`."""
+    """The tensor with a dimension of extent 1 at `dim`."""
     return reshaped(x, (*shape[:dim], 1, *shape[dim:]))
 
 
@@ -121,7 +121,7 @@ def _counted(index: Tensor, extent: int) -> Built:
 
 
 def top_k(call: Call) -> Result:
-    """Of equal elements those that come first, as ONNX has it: a stable sort."""
+    """The largest elements; of equal ones those that come first, as ONNX has it: a stable sort."""
     x, count = call.operand("X"), int(number(call, "K", 1))
     dim = axis(call, len(x.shape))
     arguments: dict[str, Argument] = {"stable": True, "dim": dim, "descending": bool(call.get("largest", 1))}
@@ -141,7 +141,7 @@ def position(fn: str) -> Build:
 
 
 def _position(fn: str, x: Tensor, shape: tuple[int, ...], dim: int, *, last: bool = False) -> Built:
-    """Of the first of equal elements along `dim`, or of the last: the first from the end."""
+    """The position of the first of equal elements along `dim`, or of the last: the first from the end."""
     rank, extent = len(shape), shape[dim]
     made = _torch(fn, _turned(x, dim, extent) if last else x, dim, {"dim": dim, "keepdim": True}, rank=rank)
     return Built(Unary("rsub_scalar", (extent - 1,)), (made,)) if last else made

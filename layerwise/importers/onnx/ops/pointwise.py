@@ -117,7 +117,7 @@ def where(call: Call) -> Result:
 
 
 def binary(fn: str, scalar: str = "", swapped: str = "") -> Build:
-    """Of two tensors; `scalar` fn(x, number), `swapped` fn(number, x)."""
+    """A row of two tensors; `scalar` fn(x, number), `swapped` fn(number, x)."""
 
     def build(call: Call) -> Result:
         first, second = call.tensors
@@ -182,7 +182,7 @@ def _scalar(operand: Operand, rank: int) -> float | None:
 
 
 def chain(fn: str, scalar: str) -> Build:
-    """Of any number of tensors: the first two, then the result with the third, ..."""
+    """A row of any number of tensors: the first two, then the result with the third, ..."""
 
     def build(call: Call) -> Result:
         tensors: tuple[Tensor, ...] = operands(next(iter(call.arguments.values())))

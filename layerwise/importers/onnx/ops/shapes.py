@@ -269,7 +269,7 @@ def _interpolation(
 
 
 def _is_torch_cubic(call: Call) -> bool:
-    """Whether the weights of a cubic are PyTorch's, and its border."""
+    """True if the weights of a cubic are PyTorch's, and its border."""
     return number(call, "cubic_coeff_a", -0.75) == -0.75 and not call.get("exclude_outside", 0)
 
 

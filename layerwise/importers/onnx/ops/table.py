@@ -18,7 +18,7 @@ TABLE: Table = {**LAYERS, **NORMS, **SHAPES, **INDEXING, **RECURRENT, **POINTWIS
 
 
 def row(domain: str, op_type: str, since: int = 0) -> Build | None:
-    """How to build a layer of an operator, in the form that it has since that opset: a user's own row goes first."""
+    """The row that builds an operator's layer, in its form since that opset: a user's own goes first."""
     if (own := lookup(f"{domain or 'ai.onnx'}::{op_type}")) is not None:
         return own
     if domain not in ("", "ai.onnx"):
