@@ -16,7 +16,7 @@ from layerwise.search.report.tables import short
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The parser of the command's flags."""
     p = Parser(prog="layerwise diff", description="Compares two plans of the same network, layer by layer.")
     p.add_argument("a", metavar="A.json")
     p.add_argument("b", metavar="B.json")

@@ -40,7 +40,7 @@ ALTERNATIVES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The parser of the command's flags."""
     p = Parser(
         prog="layerwise explain",
         description="Says why a layer has its configuration: the step time (equation 1, no overlap) of the best "

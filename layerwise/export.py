@@ -26,7 +26,7 @@ class Exported:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The parser of the command's flags."""
     p = Parser(
         prog="layerwise export",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -9,13 +9,14 @@ import sys
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace, is_legal, parse
 from layerwise.errors import LayerwiseError
 from layerwise.ops.facts import Dim, Space
 from tests.cost import brute
+from tests.examples import examples
 
 LABELS = ("n", "c", "h", "w", "k")
 READ = """
@@ -28,7 +29,7 @@ print({Config.of({"n": 2}): "found"}[pickle.load(sys.stdin.buffer)])
 @given(
     brute.spaces(), st.sampled_from([1, 2, 4, 6, 8, 12]), st.sets(st.sampled_from(LABELS)), st.booleans(), st.booleans()
 )
-@settings(max_examples=200)
+@examples(100)
 def test_the_space_is_every_factorisation_of_every_divisor(
     where: Space, devices: int, dims: set[str], powers: bool, spread: bool
 ) -> None:

@@ -49,7 +49,7 @@ class NodeCost:
 
     @property
     def total(self) -> Floats:
-        """(C,)."""
+        """Seconds by configuration, (C,)."""
         return reduce(np.add, self.seconds.values())
 
     @property

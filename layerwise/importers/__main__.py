@@ -13,7 +13,7 @@ from layerwise.models import names
 
 
 def main() -> None:
-    """All of them."""
+    """Writes the graphs of all built-in networks."""
     folder = Path(str(resources.files("layerwise.models") / "graphs"))
     folder.mkdir(exist_ok=True)
     for name in names():

@@ -66,7 +66,7 @@ a list; or "epoch_s" and "samples"; "inside" (GPUs a group of df, ds),
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The parser of the command's flags."""
     p = Parser(
         prog="layerwise oracle",
         description="Says how long an epoch takes and how much memory it needs under every\nparallel strategy, "

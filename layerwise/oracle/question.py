@@ -129,7 +129,7 @@ class Oracle:
 
     @cached_property
     def node(self) -> int:
-        """Devices a node."""
+        """The number of devices of a node."""
         return self.question.gpus_per_node or self.question.profile.gpus_per_node
 
     @cached_property

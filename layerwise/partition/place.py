@@ -49,7 +49,7 @@ class Boxes:
 
     @cached_property
     def each(self) -> Each:
-        """One by one, by device."""
+        """The boxes one by one, by device."""
         boxes = map(Box, map(tuple, self.lo.tolist()), map(tuple, self.hi.tolist()))
         return tuple(box if active else None for box, active in zip(boxes, self.active.tolist(), strict=True))
 

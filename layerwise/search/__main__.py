@@ -79,7 +79,7 @@ and the baselines."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The parser of the command's flags."""
     p = Parser(
         prog="layerwise search",
         description="Finds the cheapest way to split every layer of a network over N\ndevices, and proves it.",

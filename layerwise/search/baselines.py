@@ -111,7 +111,7 @@ class ProcessGrid:
 
     @property
     def processes(self) -> int:
-        """P."""
+        """The number of processes, P."""
         return self.batch_groups * self.model_parts
 
     def __str__(self) -> str:

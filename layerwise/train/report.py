@@ -39,7 +39,7 @@ class Result:
 
     @property
     def step_time_s(self) -> float | None:
-        """The median."""
+        """The median of the steps' times, in seconds."""
         return median(step.seconds for step in self.steps) if self.steps else None
 
     @property

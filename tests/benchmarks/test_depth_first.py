@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks.common.depth_first import depth_first
 from layerwise.config import Config
 from layerwise.cost.model import CostTables
+from tests.examples import examples
 from tests.search.exhaustive import exhaustive
 from tests.search.tables import complete_tables, random_tables
 
 
-@settings(max_examples=200)
+@examples(100)
 @given(random_tables(nodes=6))
 def test_depth_first_search_finds_the_optimum(t: CostTables) -> None:
     found = depth_first(t, limit_s=60)

@@ -6,7 +6,7 @@ from math import log2
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -30,6 +30,7 @@ from layerwise.partition.groups import replicas
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.examples import examples
 
 NETWORKS = networks.windows() | networks.branches() | networks.sequences()
 
@@ -122,7 +123,7 @@ def test_unequal_groups_take_as_long_as_the_slowest_of_them() -> None:
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=50)
+@examples(50)
 def test_no_all_reduce_is_faster_than_the_links(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Whatever the algorithm: out of a node and into it, each group that reaches beyond moves the buffer once; and all
     nodes together move it 2(f-1) times, f being the nodes of the group. The same holds for racks, and for devices."""

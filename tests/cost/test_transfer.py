@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -302,7 +302,7 @@ def test_they_are_those_of_every_pair_of_cells(
 
 
 @given(st.lists(st.integers(1, 6), max_size=3), st.integers(1, 6), brute.machines(), st.data())
-@settings(max_examples=150)
+@examples(75)
 def test_boxes_are_the_cells_of_each_group(
     extents: list[int], depth: int, graph: DeviceGraph, data: st.DataObject
 ) -> None:

@@ -264,7 +264,7 @@ def hull(needs: Positions, lo: int, hi: int, extent: int) -> list[int]:
     return list(range(max(min(read), 0), min(max(read) + 1, extent))) if read else []
 
 
-@examples(400)
+@examples(200)
 @given(transfers())
 def test_transfers_are_the_elements_counted(case: tuple[Grid, Grid, tuple[AxisMap, ...], list[Positions]]) -> None:
     producer, consumer, maps, needs = case

@@ -45,7 +45,7 @@ def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=seeded, dtype=torch.float64)
 
 
-@examples(150)
+@examples(80)
 @given(networks())
 def test_the_function_and_the_parameters_stay(graph: LayerGraph) -> None:
     assert_same(graph)
@@ -65,7 +65,7 @@ def _parameters(graph: LayerGraph) -> list[str]:
     return [name for layer in graph.layers for name, _ in layer.own_parameters()]
 
 
-@examples(150)
+@examples(80)
 @given(networks())
 def test_layers_stay_in_topological_order_and_nothing_can_be_fused_again(graph: LayerGraph) -> None:
     fused, seen = fuse(graph), set[str]()
@@ -75,7 +75,7 @@ def test_layers_stay_in_topological_order_and_nothing_can_be_fused_again(graph: 
     assert fuse(fused) == fused
 
 
-@examples(150)
+@examples(80)
 @given(networks())
 def test_the_batch_may_be_changed_before_or_after(graph: LayerGraph) -> None:
     before, after = fuse(graph.rebatch(6)), fuse(graph).rebatch(6)

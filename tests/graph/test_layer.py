@@ -15,7 +15,7 @@ from unittest import mock
 import networkx as nx
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from layerwise.models import names
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from layerwise.ops.tensor.view import Expand, Reshape
 from layerwise.run.load import load
 from layerwise.tensor import TensorSpec
 from tests.comm.thread import run_threads
+from tests.examples import examples
 from tests.importers.networks import Net, chain, inception, networks
 from tests.run.plans import random_plan
 
@@ -407,7 +408,7 @@ def test_attention_of_one_head_returns_a_ranks_own_samples(heads: int, batch_fir
     same_on_ranks(Attending(heads, batch_first))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4))
 @example(["the first two exchanged", "rows merged"])
 def test_a_network_returns_a_ranks_own_samples_or_is_refused(names: list[str]) -> None:

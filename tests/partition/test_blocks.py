@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from layerwise.ops.tensor.pointwise import Binary, Unary
 from layerwise.partition.blocks import LIMITS, _starts, blocks, recomputable, saved_within
 from layerwise.tensor import TensorSpec
 from tests.cost.networks import add
+from tests.examples import examples
 
 
 def residual(layers: int) -> LayerGraph:
@@ -64,7 +65,7 @@ def test_layers_that_keep_nothing_are_recomputed_for_those_that_read_them() -> N
 
 
 @given(st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_about_least_is_held(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
     sizes = st.lists(st.integers(0, 9), min_size=count, max_size=count)

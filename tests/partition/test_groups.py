@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -17,6 +17,7 @@ from layerwise.partition.layout import layout
 from layerwise.partition.place import place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.examples import examples
 
 NETWORKS = networks.windows() | networks.branches() | networks.sequences()
 
@@ -32,7 +33,7 @@ def boxes(layer: Layer, config: Config, devices: int) -> list[dict[int, Box]]:
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=100)
+@examples(50)
 def test_replicas_are_the_devices_whose_parameter_boxes_are_equal(
     network: LayerGraph, graph: DeviceGraph, data: st.DataObject
 ) -> None:

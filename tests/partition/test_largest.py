@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -22,12 +22,13 @@ from layerwise.partition.layout import layout
 from layerwise.partition.place import place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.examples import examples
 
 NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=100)
+@examples(50)
 def test_boxes_are_those_of_the_cells(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """The largest, and the sum over devices, of what cells need of inputs and parameters."""
     for layer in network.inner:
@@ -58,7 +59,7 @@ def keys(layer: Layer, *degrees: dict[str, int], devices: int = 8, wanted: tuple
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=100)
+@examples(50)
 def test_it_is_a_cell_and_none_is_larger(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     for layer in network.inner:
         configs = data.draw(brute.configs(layer.space, graph.count, most=3))
@@ -71,7 +72,7 @@ def test_it_is_a_cell_and_none_is_larger(network: LayerGraph, graph: DeviceGraph
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_extents_are_of_what_the_cell_needs(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     for layer in network.inner:
         configs = data.draw(brute.configs(layer.space, graph.count, most=3))
@@ -128,7 +129,7 @@ def test_shared_statistics_are_another_kernel() -> None:
 
 
 @given(networks.branches(), brute.machines(), st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_statistics_are_shared_as_the_groups_say(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     for layer in network.inner:
         (config,) = data.draw(brute.configs(layer.space, graph.count, most=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -14,13 +14,14 @@ from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.place import Boxes, data_parallel, of_all_classes, place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.examples import examples
 
 NETWORKS = st.one_of(networks.windows(), networks.views(), networks.sequences())
 DEVICES = 6
 
 
 @given(NETWORKS, st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data: st.DataObject) -> None:
     for layer in network.inner:
         (config,) = data.draw(brute.configs(layer.space, DEVICES, 1))
@@ -35,7 +36,7 @@ def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data
 
 
 @given(NETWORKS, st.permutations(range(DEVICES)))
-@settings(max_examples=20)
+@examples(20)
 def test_devices_in_another_order(network: LayerGraph, order: list[int]) -> None:
     """As a plan numbers its ranks."""
     layer = network.inner[-1]

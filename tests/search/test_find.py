@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
@@ -27,6 +27,7 @@ from layerwise.search.solve.eliminate import Optimum
 from layerwise.search.solve.narrow import Narrowed
 from layerwise.tensor import TensorSpec
 from tests.cost.networks import add, pointwise_conv
+from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
 
 Network = Callable[[int], LayerGraph]
@@ -182,7 +183,7 @@ times = st.sampled_from([1.0, 0.9995, 0.985, 0.975, 0.96, 0.5, 2.0])
 candidates = st.lists(st.builds(made, st.just("layerwise"), times, st.booleans()), max_size=4)
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(candidates, st.builds(made, st.just("data"), times, st.booleans()), candidates)
 def test_the_choice(found: list[Candidate], data: Candidate, others: list[Candidate]) -> None:
     best = choose(found, {"data": data} | {f"other{i}": c for i, c in enumerate(others)})

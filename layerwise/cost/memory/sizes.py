@@ -75,7 +75,7 @@ class TensorSizes:
         return [first.given_padded() if travels else first, *rest]
 
     def parameters(self, layer: Layer) -> list[ParameterMemory]:
-        """Its parameters."""
+        """The memory of a layer's parameters."""
         # What is sharded has its place in buckets, and so is each layer's own.
         model, config = self.model, self.strategy[layer.name]
         key = "parameters", model.kind(layer) if config.states == "replicated" else layer.name, config

@@ -241,7 +241,7 @@ TIMES_OF = (
 def as_dict(
     name: str, oracle: Oracle, asked: Asked, samples: int, suggestion: Suggestion | None, compared: Sequence[Compared]
 ) -> dict[str, Any]:
-    """Everything."""
+    """Everything that the oracle says, for programs."""
     q = oracle.question
     capacity = q.profile.processor.memory_bytes
     measured = [

@@ -86,7 +86,7 @@ def check_room(model: CostModel, configs: Configs) -> None:
 
 
 def memory_of_host() -> int:
-    """Bytes."""
+    """Bytes of the host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.paradl.facts import Facts, facts_of
@@ -19,6 +19,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import LinkLevel, Profile, load
 from layerwise.oracle.strategies import Shape, Wishes, gather_layer
 from layerwise.oracle.tables import STRATEGIES, Phases, Projection
+from tests.examples import examples
 
 TIMES = [f.name for f in fields(Phases) if f.name.endswith("_s")]
 FORMS: tuple[Formulas, ...] = ("published", "as-run")
@@ -98,7 +99,7 @@ def test_spatial_by_hand() -> None:
     assert at.compute_s == pytest.approx(BATCH * ((f.compute_s - after_s) / 2 + after_s))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(p=st.integers(2, 16), batch=st.integers(1, 64), widths=st.lists(st.integers(16, 64), min_size=3, max_size=5))
 def test_published_filter_sends_half_as_much_again_as_ours(p: int, batch: int, widths: list[int]) -> None:
     """An all-gather and an all-reduce, against an all-gather and its adjoint."""
@@ -107,7 +108,7 @@ def test_published_filter_sends_half_as_much_again_as_ours(p: int, batch: int, w
     assert published == pytest.approx(1.5 * project(case_of("filter", f, p, batch), "as-run").phases.communication_s)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     strategy=st.sampled_from(STRATEGIES[1:]),
     form=st.sampled_from(FORMS),

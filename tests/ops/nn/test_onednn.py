@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -19,6 +19,7 @@ from layerwise.ops.nn import onednn
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.stages import needed_box
 from layerwise.tensor import TensorSpec
+from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN here")
 HOW = (1, 1, 1), (1, 1, 1), (1, 1, 1), 1
@@ -42,7 +43,7 @@ def close(mine: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5 * float(other.detach().abs().max()))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_numbers_are_those_of_pytorch(data: st.DataObject) -> None:
     """Forward and backward; odd extents, padding and strides; inputs that are parts of other tensors."""

@@ -23,7 +23,7 @@ def limit_at(r: Random, share: float) -> float:
     return least + share * max(fastest - least, 1e8)
 
 
-@examples(300)
+@examples(150)
 @given(random_problems(), SHARES)
 def test_it_equals_exhaustive_search(r: Random, share: float) -> None:
     limit = limit_at(r, share)
@@ -38,7 +38,7 @@ def test_it_equals_exhaustive_search(r: Random, share: float) -> None:
         assert r.problem.time.of(found.choice, r.problem.base) == pytest.approx(best)
 
 
-@examples(100)
+@examples(60)
 @given(random_problems(), SHARES, st.sampled_from([1, 50, 500]), st.sampled_from([0, 10, 100]))
 def test_where_little_is_enumerated_the_bounds_are_still_true(r: Random, share: float, room: int, checks: int) -> None:
     limit = limit_at(r, share)
@@ -53,7 +53,7 @@ def test_where_little_is_enumerated_the_bounds_are_still_true(r: Random, share: 
     assert least.bytes >= r.peaks.min()
 
 
-@examples(100)
+@examples(60)
 @given(random_problems())
 def test_the_least_memory_is_that_of_exhaustive_search(r: Random) -> None:
     least = least_memory(r.problem)
@@ -62,7 +62,7 @@ def test_the_least_memory_is_that_of_exhaustive_search(r: Random) -> None:
     assert r.problem.peak(least.best) == least.bytes
 
 
-@examples(100)
+@examples(60)
 @given(random_problems())
 def test_a_limit_that_does_not_bind_has_no_price(r: Random) -> None:
     found = fastest_within(r.problem, float(r.peaks.max()))

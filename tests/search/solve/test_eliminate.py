@@ -26,7 +26,7 @@ from tests.search.exhaustive import exhaustive
 from tests.search.tables import complete_tables, random_tables, tables
 
 
-@examples(250)
+@examples(120)
 @given(random_tables())
 def test_it_equals_exhaustive_search(t: CostTables) -> None:
     found, best = eliminate(t), exhaustive(t)
@@ -37,7 +37,7 @@ def test_it_equals_exhaustive_search(t: CostTables) -> None:
     assert t.price(strategy) == pytest.approx(found.cost_s)
 
 
-@examples(150)
+@examples(80)
 @given(random_tables(nodes=9, most=2))
 def test_the_order_is_one_of_node_and_edge_eliminations_to_a_fixed_point(t: CostTables) -> None:
     """Replayed on a graph (the paper's algorithm 1): a digraph merges parallel edges by itself."""

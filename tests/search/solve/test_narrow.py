@@ -76,7 +76,7 @@ def test_optima_are_those_of_exact_tables(network: LayerGraph, graph: DeviceGrap
 
 @pytest.mark.slow
 @given(SMALL | BUILT, machines(), st.data())
-@examples(600)
+@examples(300)
 def test_optima_are_those_of_exact_tables_on_many(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     same_optima(network, graph, data)
 

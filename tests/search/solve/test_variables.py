@@ -7,11 +7,12 @@ from itertools import product
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.cost.model import CostTables
 from layerwise.search.solve.eliminate import Factor, eliminate, eliminate_variables, join, min_fill_order
+from tests.examples import examples
 from tests.search.exhaustive import exhaustive
 from tests.search.tables import complete_tables, random_tables
 
@@ -36,7 +37,7 @@ def cheapest(factors: list[Factor], sizes: dict[str, int]) -> float:
     return min(cost(factors, choice) for choice in every)
 
 
-@settings(max_examples=200)
+@examples(100)
 @given(problems(), st.randoms(use_true_random=False))
 def test_any_order_finds_the_cheapest_choice(problem: Problem, random: object) -> None:
     factors, sizes = problem
@@ -47,7 +48,7 @@ def test_any_order_finds_the_cheapest_choice(problem: Problem, random: object) -
     assert bound == pytest.approx(cheapest(factors, sizes))
 
 
-@settings(max_examples=200)
+@examples(100)
 @given(problems(), st.integers(0, 1000))
 def test_with_too_little_memory_the_optimum_lies_between_bound_and_choice(problem: Problem, memory: int) -> None:
     factors, sizes = problem
@@ -60,7 +61,7 @@ def test_with_too_little_memory_the_optimum_lies_between_bound_and_choice(proble
     assert sorted(choice) == sorted(sizes)
 
 
-@settings(max_examples=200)
+@examples(100)
 @given(random_tables(nodes=8), st.integers(1, 2000))
 def test_only_what_is_equal_to_its_bound_counts_as_proven(t: CostTables, memory: int) -> None:
     found, best = eliminate(t, memory_bytes=memory), exhaustive(t)

@@ -155,7 +155,7 @@ class Ledger:
         self.instants.append(name)
 
     def storage(self) -> ClaimedStorage:
-        """A new one."""
+        """A new storage."""
         self.storages.append(ClaimedStorage())
         return self.storages[-1]
 
