@@ -103,8 +103,7 @@ class Setting:
         return self._measurements[dtype]
 
     def dtype(self, layer: Layer) -> str:
-        """The type that a layer computes in, one of machine.DTYPES: the step's, or that of the model's own autocast
-        around it.
+        """The type that a layer computes in, of machine.DTYPES: the step's, or that of the model's own autocast.
 
         The step's, too, where the profile has no rate for the other.
         """

@@ -35,9 +35,7 @@ class GradientSum:
 def step_facts(
     model: CostModel, strategy: Strategy, bucket_bytes: float = BUCKET_BYTES
 ) -> tuple[StrategyFacts, list[GradientSum]]:
-    """The facts that the program of a complete strategy follows from, and the sums behind its gradients, in their
-    order.
-    """
+    """The facts that the program of a complete strategy follows from, and the sums behind its gradients."""
     graph, gradients, sums = model.graph, list[Gradient](), list[GradientSum]()
     for layer in gradient_order(graph):
         for one in gradient_sums(model, layer, strategy[layer.name]):

@@ -95,9 +95,7 @@ class Links:
         return max(curves, key=lambda c: c.load, default=None)
 
     def overlap(self, fan: Sequence[int], load: int, operation: Operation = "all_reduce") -> Overlap | None:
-        """The overlap of that shape, or the largest that spans as many levels; an all-reduce's where it was not
-        measured.
-        """
+        """The overlap of that shape, or the largest of as many levels; an all-reduce's where none was measured."""
         fan = trimmed(fan)
         of_it = [o for o in self.overlaps if o.operation == operation]
         measured = of_it or [o for o in self.overlaps if o.operation == "all_reduce"]

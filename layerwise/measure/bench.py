@@ -171,9 +171,7 @@ def _partial(spec: CellSpec) -> bool:
 
 
 def _reduction(spec: CellSpec) -> Callable[[Tensor], Tensor]:
-    """The work of a device in a reduce-scatter beside sending: it cuts its partial sums, and adds the others' to its
-    own.
-    """
+    """A device's work in a reduce-scatter beside sending: it cuts its partial sums, and adds the others'."""
     layer = spec.layer
     rank = len(layer.out.shape)
     cell = Box(spec.cell.lo[:rank], spec.cell.hi[:rank])

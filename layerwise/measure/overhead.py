@@ -1,6 +1,4 @@
-"""Measures what the runtime takes beside kernels: for every layer, and for every step. Measured on chains of short
-layers.
-"""
+"""Measures the runtime beside kernels, for every layer and for every step, on chains of short layers."""
 
 from __future__ import annotations
 

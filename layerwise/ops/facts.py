@@ -81,9 +81,7 @@ class Statistics:
     exact: bool = True  # whether float64 adds them up forward: a variance is what is left of two large sums
 
     def item_bytes(self, of_output: int) -> tuple[int, int]:
-        """Bytes of an element, forward and back. of_output: that many bytes has one of the output; 16 bits add up in
-        32.
-        """
+        """Bytes of an element, forward and back. of_output: bytes of one of the output; 16 bits add up in 32."""
         wide = max(of_output, 4)
         return 8 if self.exact else wide, wide
 

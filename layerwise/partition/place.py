@@ -118,9 +118,7 @@ class Place:
     everywhere: bool = False
 
     def at(self, epilogue: bool) -> Boxes:
-        """The boxes that the needs of an input or a parameter follow from: the epilogue comes after the reduction over
-        k.
-        """
+        """The boxes that the needs of an input or a parameter follow from: the epilogue follows the reduction."""
         return self.owned if epilogue else self.computed
 
     def holds(self, p: Parameter) -> Boxes:
@@ -180,9 +178,7 @@ def data_parallel(layer: Layer, devices: int) -> Config:
 
 
 def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
-    """The maps to the box of input `slot` that a layer needs, and whether it follows what it owns (epilogue) or
-    computes.
-    """
+    """The maps to the box of input `slot` that a layer needs, and whether it follows what it owns (epilogue)."""
     space = layer.space
     if slot < len(layer.specs):
         return space.needs[slot], space.epilogue_inputs[slot]

@@ -170,9 +170,7 @@ def _of_devices(values: NDArray[T], holders: Ints, devices: int) -> NDArray[T]:
 
 
 def _axes(dims: tuple[Dim, ...], p: Parameter, config: Config) -> Iterator[tuple[int, int | None]]:
-    """The axes of the mesh of the cells, in the order of `layout`: the size, and the dimension of the parameter that
-    each cuts.
-    """
+    """The axes of the mesh of the cells, in the order of `layout`: size, and the dimension of the parameter."""
     of = {m.source: j for j, m in enumerate(p.maps) if m.source is not None}
     order = sorted((i for i in range(len(dims)) if dims[i].label), key=lambda i: dims[i].label != "n")
     for i in order:

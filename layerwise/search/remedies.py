@@ -33,8 +33,7 @@ def remedies(
     more_devices: DeviceGraph | None = None,
     with_k: str = "k in --dims",
 ) -> list[Remedy]:
-    """Remedies, each alone, with the least memory that was found with it: more choices, k, twice the devices, half the
-    batch.
+    """Remedies, each with its least memory: more choices, k, twice the devices, half the batch.
 
     more_devices: twice as many as now, where they are known. with_k: what is said of letting contractions be split.
     """

@@ -96,9 +96,7 @@ class SearchResult:
 
     @property
     def fastest(self) -> Candidate:
-        """The fastest of the simulated plans, by `preferred`: where `best` is data parallelism, what it was kept
-        against.
-        """
+        """The fastest simulated plan, by `preferred`: where `best` is data parallelism, what it was kept against."""
         return preferred(self.simulated)
 
     @property

@@ -106,9 +106,7 @@ class BoxLoader:
         return not (self.shuffle or reading.crop or reading.flip or reading.intensity)
 
     def set_epoch(self, epoch: int, done: int = 0) -> None:
-        """Sets which epoch the next pass over the samples is, and how many of its batches are left out, as they are
-        done.
-        """
+        """Sets the epoch of the next pass over the samples, and how many of its batches are done and left out."""
         self.epoch, self._done = epoch, done
 
     def order(self) -> list[int]:

@@ -160,9 +160,7 @@ class Measurements:
         return _time(forward, backward, update)
 
     def sink_time(self, layer: Layer, layout: Layout) -> ComputeTime:
-        """The time that a step takes beside its layers: the loss, and the runtime itself. 0 where that was not
-        measured.
-        """
+        """The time of a step beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
         rows = extents(layer, layout, largest_cell(layer, layout), local_batch_norm=False)
         training = self.kind == "training"
         cells_known = self.times.cells.get(loss_name(layer), {}) if training else {}

@@ -186,9 +186,7 @@ class _Storages:
         self.tracker.drop(self.values.pop(instruction.value))
 
     def keep(self, instruction: Keep) -> None:
-        """Holds what a block is recomputed from, as far as that is not recomputed with it; running statistics of
-        before.
-        """
+        """Holds what a block is recomputed from, unless that is recomputed too; running statistics of before."""
         layer, block = self.model.graph[instruction.layer], instruction.block
         sources = self.sources.setdefault(block, {})
         for source in layer.inputs:

@@ -179,9 +179,7 @@ class Conv(_Convolution):
         return torch.cat([conv(p, w, b, self.stride, native, self.dilation, n) for p, w, b, (n, _) in parts], 1)
 
     def _padding(self, local: Local) -> tuple[list[int], dict[int, tuple[int, int]]]:
-        """The padding that the library adds on both sides, by dimension, and the (low, high) that must be padded
-        before.
-        """
+        """The padding that the library adds on both sides, by dimension; and (low, high) to be padded before."""
         native, explicit = [], {}
         for i, k, s, d, (low, _) in self.windows(2):
             lo, hi = given(local, i)

@@ -82,9 +82,7 @@ class Pool(Windowed):
         return Op.flops(self, inputs, extents) * prod(self.kernel)
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """Memory: positions of maxima, of 64 bits; cells at a border that torch's padding does not serve save a padded
-        input.
-        """
+        """Memory: positions of maxima, of 64 bits; padded inputs of cells at a border unlike torch's padding."""
         (x,) = inputs
         made = (hi - lo).astype(np.float64).prod(-1)
         read = volumes(self.needs(inputs, self.output(x))[0], lo, hi) * x.item_bytes

@@ -129,9 +129,7 @@ class Interpolate(Op):
         return Op.flops(self, inputs, extents) * (2 * taps ** len(self.size) if taps else 0)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """Resamples by torch where it finds in the received positions what it would in all, else dimension by
-        dimension.
-        """
+        """Resamples by torch where it finds in these positions what it would in all, else by dimension."""
         (x,) = inputs
         lead, dtype = x.dim() - len(self.size), x.dtype
         dims = list(zip(range(lead, x.dim()), local.specs[0].shape[lead:], self.size, strict=True))

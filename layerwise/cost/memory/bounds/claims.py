@@ -189,9 +189,7 @@ class Ledger:
                 claim.last = self.now
 
     def entries(self, shared: bool, holds: Holds = lambda _: False) -> Iterator[Claim]:
-        """The entries of all storages that are `shared`, or of all others. holds: who is likely to hold what several
-        may hold.
-        """
+        """The entries of all storages that are `shared`, or of all others. holds: who is likely to hold one."""
         for storage in self.storages:
             if storage.shared == shared:
                 yield from storage.entries(self.now, holds)
