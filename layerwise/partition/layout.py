@@ -121,7 +121,7 @@ class Layout:
     configs: tuple[Config, ...] = ()  # that it is of, with what they choose beside cells
 
     def at(self, epilogue: bool) -> LayoutCells:
-        """The bounds that the needs of an input or a parameter follow from: the epilogue follows the reduction."""
+        """The cells that the needs of an input or a parameter follow from: the epilogue follows the reduction."""
         return self.owned if epilogue else self.computed
 
     def everywhere(self) -> Layout:
