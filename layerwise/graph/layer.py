@@ -57,16 +57,16 @@ class Layer:
 
     name: str
     op: Op
-    inputs: tuple[str, ...]  # the layers that feed it: the operator's inputs, then parameters that others use, too
-    specs: tuple[TensorSpec, ...]  # of the operator's own inputs
-    parameters: tuple[str, ...] = ()  # the model's names of the operator's parameters, in the operator's order
-    tied: tuple[int, ...] = ()  # which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i]
-    epilogue: tuple[str, ...] = ()  # names of its operators, in order
-    frozen: tuple[str, ...] = ()  # of `parameters` (of a Tied, its own name): what is not trained
-    types: Types | None = None  # where they are others than the operators say by themselves (see `graph.mixed`)
-    autocast: Regions = ()  # of the model's own that it is computed in
-    space: Space = field(init=False, repr=False, compare=False)  # shared by all layers of equal operator and shapes
-    stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)  # the main operator, then the epilogue
+    inputs: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    parameters: tuple[str, ...] = ()
+    tied: tuple[int, ...] = ()
+    epilogue: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    types: Types | None = None
+    autocast: Regions = ()
+    space: Space = field(init=False, repr=False, compare=False)
+    stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -203,9 +203,9 @@ class LayerGraph:
 
     layers: tuple[Layer, ...]
     name: str = "model"
-    differentiated: frozenset[str] = frozenset()  # inputs whose gradient is wanted, beside those of parameters
-    unseen: tuple[str, ...] = ()  # what the model does, and its layers do not: a phrase each
-    mixed: bool = False  # whether the layers' types are those of a run or of a plan (see `graph.mixed`)
+    differentiated: frozenset[str] = frozenset()
+    unseen: tuple[str, ...] = ()
+    mixed: bool = False
     by_name: dict[str, Layer] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

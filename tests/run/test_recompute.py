@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -79,8 +80,7 @@ def test_random_plans_with_recompute(seed: int) -> None:
             same(found, expected)
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("name", "seed"), zip(SMALL, cycle([1, 2]), strict=False))
 def test_networks(name: str, seed: int) -> None:
     given, single = known(name)
     ranks = 2 + 2 * (seed % 2)
