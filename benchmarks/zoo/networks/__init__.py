@@ -15,6 +15,7 @@ PACKAGES = {
     "timm": "timm",
     "transformers": "transformers",
     "diffusers": "diffusers",
+    "decoders": "diffusers",
     "monai": "monai.networks.nets",
     "nnunet": "dynamic_network_architectures",
     "smp": "segmentation_models_pytorch",
