@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING
@@ -14,6 +14,8 @@ from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+POSITIONS = ("d", "h", "w", "l", "s")  # labels of what can be cut amid a unit: then more is read than the cut's part
 
 
 def same(spec: TensorSpec, full: Collection[int] = ()) -> Maps:
@@ -31,17 +33,17 @@ def broadcast(spec: TensorSpec | tuple[int, ...], out: TensorSpec) -> Maps:
 
 
 def merge_labels(shape: tuple[int, ...], candidates: Sequence[TensorSpec], dtype: str) -> TensorSpec:
-    """A spec of `shape`, each dimension labelled by the first candidate (aligned right) that spans it."""
+    """A spec of `shape`, each dimension labelled by the first candidate (aligned right) that spans it.
+
+    What a view binds in one candidate and another one names is cut as that one is: of the view more is read then.
+    """
     dims: list[str | None] = []
     units: list[int] = []
     for i, extent in enumerate(shape):
-        label: str | None = None
-        unit = 1
-        for spec in candidates:
-            j = i - (len(shape) - len(spec.shape))
-            if j >= 0 and spec.shape[j] == extent:
-                label = label or spec.dims[j]
-                unit = lcm(unit, spec.units[j])  # also of a dimension without a label: a view may bind it
+        spans = [(spec, i - len(shape) + len(spec.shape)) for spec in candidates]
+        spans = [(spec, j) for spec, j in spans if j >= 0 and spec.shape[j] == extent]
+        label = next((spec.dims[j] for spec, j in spans if spec.dims[j]), None)
+        unit = lcm(*(spec.units[j] for spec, j in spans if label is None or not bound(spec, j)))
         if label in dims:
             label = None
         dims.append(label)
@@ -49,17 +51,21 @@ def merge_labels(shape: tuple[int, ...], candidates: Sequence[TensorSpec], dtype
     return TensorSpec(shape, tuple(dims), dtype, tuple(units))
 
 
-def resized(spec: TensorSpec, extents: tuple[int, ...]) -> TensorSpec:
-    """`spec` with other extents of its last dimensions, of which positions need windows.
+def bound(spec: TensorSpec, dim: int) -> bool:
+    """Whether a view leaves no cut of a dimension that has a box behind it: whoever cuts it reads all of it."""
+    return spec.dims[dim] is None and 1 < spec.units[dim] == spec.shape[dim]
 
-    A merged dimension among them is not split any more: windows do not end at multiples of its unit.
+
+def resized(spec: TensorSpec, extents: Mapping[int, int]) -> TensorSpec:
+    """`spec` with other extents of these dimensions, of which positions need windows.
+
+    Merged positions among them are cut anywhere, as windows end amid units anyhow; merged samples or channels nowhere.
     """
-    lead = len(spec.shape) - len(extents)
-    labels = (None if unit > 1 else d for d, unit in zip(spec.dims[lead:], spec.units[lead:], strict=True))
-    ones = (1,) * len(extents)
-    return TensorSpec(
-        (*spec.shape[:lead], *extents), (*spec.dims[:lead], *labels), spec.dtype, (*spec.units[:lead], *ones)
-    )
+    shape, dims, units = list(spec.shape), list(spec.dims), list(spec.units)
+    for i, extent in extents.items():
+        shape[i], units[i] = extent, extent if bound(spec, i) else 1
+        dims[i] = None if spec.units[i] > 1 and dims[i] not in POSITIONS else dims[i]
+    return TensorSpec(tuple(shape), tuple(dims), spec.dtype, tuple(units))
 
 
 def at_batch(spec: TensorSpec, old: int, new: int) -> TensorSpec:

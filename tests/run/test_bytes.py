@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from layerwise.comm.base import Comm
 from layerwise.config import Config
@@ -59,6 +60,27 @@ class Images(nn.Module):
         x = torch.cat([torch.relu(self.plain(x)), self.scaled(x), self.grouped(x)], 1)
         x = self.instance(self.first(x))
         return self.last(torch.relu(self.after(self.second(x))).flatten(1))
+
+
+class Frames(nn.Module):
+    """A decoder of videos: causal in time, attention within a frame, channels shuffled into time and space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.qkv, self.second = nn.Conv3d(2, 4, 3), nn.Conv2d(4, 12, 1), nn.Conv2d(4, 3, 3, padding=1)
+        self.third, self.last = nn.Conv3d(3, 16, 1), nn.Conv3d(2, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(functional.pad(x, (1, 1, 1, 1, 2, 0), mode="replicate"))
+        n, _, d, h, w = x.shape
+        q, k, v = self.qkv(x.transpose(1, 2).flatten(0, 1)).flatten(2).transpose(1, 2).chunk(3, -1)
+        y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        x = x + y.unflatten(2, (h, w)).unflatten(0, (n, d)).transpose(1, 2)
+        y = functional.interpolate(x.transpose(1, 2).flatten(0, 1), scale_factor=2.0, mode="nearest-exact")
+        x = self.third(self.second(y).unflatten(0, (n, d)).transpose(1, 2))
+        x = x.reshape(n, 2, 2, 2, 2, d, 2 * h, 2 * w).permute(0, 1, 5, 2, 6, 3, 7, 4)
+        x = x.flatten(6, 7).flatten(4, 5).flatten(2, 3)[:, :, 1:]
+        return self.last(functional.pad(x, (1, 1, 1, 1, 2, 0)))
 
 
 @cache

@@ -21,23 +21,24 @@ from layerwise.machine import load as load_profile
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
-from tests.run.plans import difference, random_plan
-from tests.run.test_bytes import Images, Words
+from tests.run.plans import case, difference, random_plan, train
+from tests.run.test_bytes import Frames, Images, Words
 
 
 @cache
 def trained(name: str) -> tuple[nn.Module, Tensor, Network]:
     """A module whose running statistics are not those of the batch, and a batch."""
     torch.manual_seed(0)
-    model = (Words() if name == "words" else Images()).double()
-    x = torch.randint(12, (4, 6)) if name == "words" else torch.randn(4, 4, 6, 6, dtype=torch.float64)
+    model = {"words": Words, "images": Images, "frames": Frames}[name]().double()
+    shape = (4, 2, 3, 4, 4) if name == "frames" else (4, 4, 6, 6)
+    x = torch.randint(12, (4, 6)) if name == "words" else torch.randn(shape, dtype=torch.float64)
     if name == "images":
         model(3 * x + 1)
     return model, x, network_of(copy.deepcopy(model), (x[:2],), 4, name)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["words", "images"])
+@pytest.mark.parametrize("name", ["words", "images", "frames"])
 def test_outputs_and_bytes(name: str, seed: int) -> None:
     model, x, network = trained(name)
     ranks = 2 + 2 * (seed % 2)

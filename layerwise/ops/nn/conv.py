@@ -17,12 +17,14 @@ from layerwise.ops.base import volumes
 from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Local, Maps, Parameter, Saved
 from layerwise.ops.nn import onednn
 from layerwise.ops.nn.windows import Windowed, given, interval, margins, padded, skipping
+from layerwise.ops.specs import bound, resized
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Pads = tuple[tuple[int, int], ...]  # (low, high) a spatial dimension
+SPATIAL = {1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w")}  # usual labels, by how many there are
 
 
 class _Convolution(Windowed):
@@ -53,10 +55,14 @@ class _Convolution(Windowed):
     def made(self, x: TensorSpec, spatial: tuple[int, ...], unit: int = 1) -> TensorSpec:
         """The output of these extents.
 
-        Output channels are new: they can be split whatever the input's were (unless their label went elsewhere). A
-        merged spatial dimension is not split: windows do not end at multiples of its unit.
+        Output channels are new: they can be split whatever the input's were (unless their label went elsewhere). So
+        can positions that a view of the input binds: they are named as those of images and volumes are.
         """
-        labels = tuple(None if unit > 1 else label for label, unit in zip(x.dims[2:], x.units[2:], strict=True))
+        out = resized(x, dict(enumerate(spatial, 2)))
+        labels = [
+            usual if bound(x, i) and usual not in x.dims else out.dims[i]
+            for i, usual in enumerate(SPATIAL[len(spatial)], 2)
+        ]
         dims = (x.dims[0], None if "c" in (x.dims[0], *labels) else "c", *labels)
         units = (x.units[0], unit, *(1 for _ in spatial))
         return TensorSpec((x.shape[0], self.out_channels, *spatial), dims, x.dtype, units)

@@ -61,7 +61,7 @@ class Pool(Windowed):
         spatial = tuple(_windows(x.shape[i], k, s, pads, d, self.ceil_mode) for i, k, s, d, pads in rows)
         if min(spatial) < 1:
             raise LayerwiseError(f"a window of {self.kernel} does not fit into an input of {x.describe()}")
-        return resized(x, spatial)
+        return resized(x, dict(enumerate(spatial, len(x.shape) - len(spatial))))
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         (x,) = inputs
@@ -171,7 +171,7 @@ class AdaptivePool(Op):
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
         _check(x, len(self.size))
-        return resized(x, self.size)
+        return resized(x, dict(enumerate(self.size, len(x.shape) - len(self.size))))
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         (x,) = inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -44,14 +44,12 @@ class Pad(Op):
         (x,) = inputs
         if len(self.pads) != len(x.shape):
             raise LayerwiseError(f"{len(self.pads)} pairs of pads for an input of {x.describe()}")
-        shape, dims, units = list(x.shape), list(x.dims), list(x.units)
-        for i, (low, high) in enumerate(self.pads):
-            if low or high:
-                # Padded samples are no samples; and a merged dimension would be cut off its unit.
-                dims[i] = None if dims[i] == "n" or units[i] > 1 else dims[i]
-                shape[i], units[i] = shape[i] + low + high, 1
-                self._check(x.shape[i], low, high)
-        return TensorSpec(tuple(shape), tuple(dims), x.dtype, tuple(units))
+        padded = {i: (low, high) for i, (low, high) in enumerate(self.pads) if low or high}
+        for i, (low, high) in padded.items():
+            self._check(x.shape[i], low, high)
+        out = resized(x, {i: x.shape[i] + low + high for i, (low, high) in padded.items()})
+        dims = (None if label == "n" and i in padded else label for i, label in enumerate(out.dims))
+        return replace(out, dims=tuple(dims))  # padded samples are no samples
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return (tuple(self._map(i, extent, out.shape[i]) for i, extent in enumerate(inputs[0].shape)),)
@@ -117,7 +115,7 @@ class Interpolate(Op):
         (x,) = inputs
         if len(x.shape) <= len(self.size):
             raise LayerwiseError(f"cannot resample {len(self.size)} dimensions of {x.describe()}")
-        return resized(x, self.size)
+        return resized(x, dict(enumerate(self.size, len(x.shape) - len(self.size))))
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         (x,) = inputs

@@ -12,7 +12,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, window
 from layerwise.ops.base import Op
 from layerwise.ops.facts import Local, Maps, Saved
-from layerwise.ops.specs import dim_index, merge_labels, only
+from layerwise.ops.specs import POSITIONS, dim_index, merge_labels, only
 from layerwise.ops.tensor.pointwise import promoted
 from layerwise.tensor import TensorSpec
 
@@ -46,9 +46,11 @@ class Concat(Op):
         )
         dims, units, shape = list(others.dims), list(others.units), list(others.shape)
         label = next((x.dims[dim] for x in inputs if x.dims[dim]), None)
-        # Every input must be cut at multiples of its own unit, wherever it begins.
+        # Every input is cut at multiples of its own unit, wherever it begins, or read beyond it.
         unit = lcm(*(x.units[dim] for x in inputs))
-        if label in dims or any(x.shape[dim] % unit for x in inputs):
+        if any(x.shape[dim] % unit for x in inputs):
+            label, unit = label if label in POSITIONS else None, 1
+        if label in dims:
             label, unit = None, 1
         dims.insert(dim, label)
         units.insert(dim, unit)

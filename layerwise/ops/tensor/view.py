@@ -1,9 +1,10 @@
 """Views: reshape, permute, slice, select, expand. They move nothing; fuse.py folds them into what consumes them.
 
-Whoever reads a view gathers a box of the tensor behind it. So a dimension of a view may be cut only where that
-leaves a box behind it, which `unit` says: of (n=4, c=6, 5, 5) flattened to (n=4, c=150), c is cut at multiples of 25.
-A dimension that can be cut nowhere has no label and a unit of its whole extent ("bound"); one without a label and
-with unit 1 is merely unnamed, and a consumer may well reduce over parts of it.
+Whoever reads a view gathers a box of the tensor behind it. So a dimension of a view is cut only where that leaves a
+box behind it, which `unit` says: of (n=4, c=6, 5, 5) flattened to (n=4, c=150), c is cut at multiples of 25.
+A dimension that can be cut nowhere has no label and a unit of its extent ("bound"); one without a label and with unit 1
+is merely unnamed, and a consumer may well reduce over parts of it. Consumers whose own cells end elsewhere read more
+than their part: windows over merged positions, convolutions and sums over what is bound (`specs`).
 https://pytorch.org/docs/stable/tensor_view.html
 """
 
@@ -21,7 +22,7 @@ from layerwise.geometry import AxisMap, Lattice, Lattices, fixed, identity, whol
 from layerwise.geometry.axis import IntervalMap
 from layerwise.ops.base import Op
 from layerwise.ops.facts import Local, Maps, Saved
-from layerwise.ops.specs import broadcast, dim_index, only
+from layerwise.ops.specs import POSITIONS, broadcast, dim_index, only
 from layerwise.ops.tensor.merge import heads, ones, reshaped, starts
 from layerwise.tensor import TensorSpec
 
@@ -136,10 +137,11 @@ class Slice(View):
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
         dim, taken = self._taken(x)
-        unit = x.units[dim]
+        unit = gcd(x.units[dim], taken.start, len(taken))
         label = x.dims[dim]
-        if taken.step < 0 or (unit > 1 and (taken.step > 1 or taken.start % unit or len(taken) % unit)):
-            label, unit = None, len(taken)  # reversed, or its cells would end amid the units of the input
+        amid = unit < x.units[dim]  # a cell can end amid a unit of the input
+        if taken.step < 0 or (x.units[dim] > 1 and taken.step > 1) or (amid and label not in POSITIONS):
+            label, unit = None, len(taken)
         return _changed(x, dim, len(taken), label, unit)
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:

@@ -59,10 +59,12 @@ def test_adaptive_work(extent: int, size: int) -> None:
 
 
 def test_labels() -> None:
-    """A merged dimension is not cut through its windows; sample and channel stay as they are; n may be missing."""
+    """Merged positions are cut anywhere; sample and channel stay as they are, and what a view binds; n may be missing."""
     merged = TensorSpec((2, 8, 12), ("n", "c", "l"), units=(1, 4, 3))
-    out = Pool("max", (2,), (2,), ((0, 0),), (1,)).output(merged)
-    assert (out.dims, out.units) == (("n", "c", None), (1, 4, 1))
+    pool = Pool("max", (2,), (2,), ((0, 0),), (1,))
+    assert (pool.output(merged).dims, pool.output(merged).units) == (("n", "c", "l"), (1, 4, 1))
+    bound = TensorSpec((2, 8, 12), ("n", "c", None), units=(1, 4, 12))
+    assert (pool.output(bound).dims, pool.output(bound).units) == (("n", "c", None), (1, 4, 6))
     assert AdaptivePool("max", (1, 1)).output(TensorSpec((8, 4, 4), ("c", "h", "w"))).shape == (8, 1, 1)
 
 

@@ -36,7 +36,9 @@ def test_pads_of_borders_need_a_halo_not_everything() -> None:
 def test_pad_labels() -> None:
     x = TensorSpec((4, 6, 10, 5), ("n", "c", "h", "w"), units=(1, 2, 5, 1))
     out = Pad(((1, 0), (0, 0), (0, 5), (1, 1))).output(x)
-    assert out == TensorSpec((5, 6, 15, 7), (None, "c", None, "w"), units=(1, 2, 1, 1))
+    assert out == TensorSpec((5, 6, 15, 7), (None, "c", "h", "w"), units=(1, 2, 1, 1))
+    channels = Pad(((0, 0), (0, 2), (0, 0), (0, 0))).output(x)
+    assert channels == TensorSpec((4, 8, 10, 5), ("n", None, "h", "w"), units=(1, 1, 5, 1))
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest_exact"])
@@ -57,7 +59,7 @@ def test_nearest_neighbours_as_rounded(mode: str) -> None:
 
 def test_interpolation_labels() -> None:
     x = TensorSpec((4, 6, 10, 5), ("n", "c", "h", "w"), units=(1, 2, 5, 1))
-    assert Interpolate((20, 10)).output(x) == TensorSpec((4, 6, 20, 10), ("n", "c", None, "w"), units=(1, 2, 1, 1))
+    assert Interpolate((20, 10)).output(x) == TensorSpec((4, 6, 20, 10), ("n", "c", "h", "w"), units=(1, 2, 1, 1))
 
 
 @given(st.data())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,15 +10,19 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from layerwise.geometry import Box
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local
 from layerwise.ops.fused import Fused, through_views, viewed_spec
+from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.pool import Pool
+from layerwise.ops.nn.resample import Interpolate, Pad
 from layerwise.ops.tensor.combine import Concat
 from layerwise.ops.tensor.merge import reshaped
-from layerwise.ops.tensor.pointwise import Unary
+from layerwise.ops.tensor.pointwise import Binary, Unary
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import cells, check_needs, check_reduction, needed
@@ -227,6 +231,51 @@ def test_pixel_shuffle() -> None:
     assert (dims, units) == (("n", "c", "h", "w"), (1, 1, 2, 2))
 
 
+WINDOWS: dict[str, tuple[Op, Callable[[Tensor], Tensor]]] = {
+    "pool": (Pool("max", (3,), (2,), ((1, 1),), (1,)), lambda t: functional.max_pool1d(t, 3, 2, 1)),
+    "pad": (Pad(((0, 0), (0, 0), (2, 1)), "replicate"), lambda t: functional.pad(t, (2, 1), "replicate")),
+    "interpolate": (Interpolate((31,)), lambda t: functional.interpolate(t, 31)),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("sliced", [False, True])
+@given(st.data())
+def test_windows_end_amid_the_units_of_a_view(name: str, sliced: bool, data: st.DataObject) -> None:
+    """Merged positions are cut anywhere: more is read there than a cell's part."""
+    op, reference = WINDOWS[name]
+    chain = (Reshape((2, 3, 20)), Slice(2, 3, 18))[: 1 + sliced]
+    x, fused = TensorSpec((2, 3, 5, 4), IMAGE), Fused(op, (chain,))
+    where = space(fused, (x,))
+    assert where.max_degree("h") == where.out.shape[2]
+    check_needs(fused, [x], data.draw(cells(where)), lambda t: reference(look_through(chain, t)), tight=False)
+
+
+FRAMES = Reshape((2, 4, 3, 5, 2)), Permute((0, 2, 1, 3, 4))  # as many as units of the samples have
+
+
+@given(st.data())
+def test_a_convolution_names_what_a_view_binds(data: st.DataObject) -> None:
+    op = Fused(Conv(2, (3, 1, 1), (1, 1, 1), ((1, 1), (0, 0), (0, 0)), (1, 1, 1)), (FRAMES,))
+    x = TensorSpec((8, 3, 5, 2), IMAGE, units=(4, 1, 1, 1))
+    where = space(op, (x,))
+    assert where.max_degree("d") == 4
+
+    def reference(t: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.conv3d(look_through(FRAMES, t), weight, bias, padding=(1, 0, 0))
+
+    check_needs(op, [x], data.draw(cells(where)), reference, tight=False)
+
+
+@given(st.data())
+def test_a_sum_is_cut_as_the_operand_that_no_view_binds(data: st.DataObject) -> None:
+    op, apart = Fused(Binary("add"), (FRAMES, ())), TensorSpec((2, 3, 4, 5, 2), ("n", "c", "d", "h", "w"))
+    specs = [TensorSpec((8, 3, 5, 2), IMAGE, units=(4, 1, 1, 1)), apart]
+    where = space(op, tuple(specs))
+    assert where.max_degree("d") == 4
+    check_needs(op, specs, data.draw(cells(where)), lambda a, b: look_through(FRAMES, a) + b, tight=False)
+
+
 def test_windows_of_a_shifted_window_transformer() -> None:
     windows = (Reshape((2, 4, 7, 2, 7, 6)), Permute((0, 1, 3, 2, 4, 5)), Reshape((16, 49, 6)))
     back = (Reshape((2, 4, 2, 7, 7, 6)), Permute((0, 1, 3, 2, 4, 5)), Reshape((2, 28, 14, 6)))
@@ -256,6 +305,8 @@ def test_labels_of_slices() -> None:
     flat = Reshape((8, 120))
     assert seen0((8, 6, 5, 4), IMAGE, flat, Slice(1, 40, 80)) == (("n", "c"), (1, 20))
     assert seen0((8, 6, 5, 4), IMAGE, flat, Slice(1, 30, 80)) == (("n", None), (1, 50))
+    rows = Permute((0, 2, 3, 1)), Reshape((8, 20, 6))
+    assert seen0((8, 6, 5, 4), IMAGE, *rows, Slice(1, 2, 12)) == (("n", "h", "c"), (1, 2, 1))
     assert seen0((8, 6, 5, 4), IMAGE, Slice(-1, 0, 4, 2)) == (IMAGE, (1, 1, 1, 1))
     assert seen0((8, 6, 5, 4), IMAGE, Slice(2, -1, -99, -1)) == (("n", "c", None, "w"), (1, 1, 5, 1))
     assert seen0((8, 6, 5, 4), IMAGE, Select(1, -1)) == (("n", "h", "w"), (1, 1, 1))
@@ -283,7 +334,7 @@ def test_labels_of_concats() -> None:
     assert joined((4, "c", 2), (6, "c", 3)) == (None, 1)
     assert joined((6, "c", 2), (6, "c", 3)) == ("c", 6)
     assert joined((1, None, 1), (6, "s", 1)) == ("s", 1)  # a class token
-    assert joined((1, None, 1), (6, "h", 3)) == (None, 1)
+    assert joined((1, None, 1), (6, "h", 3)) == ("h", 1)  # more is read than a cell's part
     samples = Concat(0).output(TensorSpec((2, 3), ("n", "c")), TensorSpec((1, 3), ("n", "c")))
     assert samples.dims == ("n", "c")
     mixed = Concat(1).output(TensorSpec((2, 3), ("n", "c"), "float16"), TensorSpec((2, 3), ("n", "c"), "float32"))

@@ -1,0 +1,102 @@
+"""Fifty networks that no other table has, taken by a rule and run once, as the code was on 2026-11-26.
+
+timm: of every module that no table has a network of, the variant with the fewest parameters, where those are at most
+30 million once blocks that repeat are left out. transformers: of the families that no table has, in alphabetical order,
+the first of every stretch of equal length whose small configuration (`SMALL`, whatever the family) PyTorch itself runs.
+`python -m benchmarks.zoo.fresh` names them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.zoo.example import SAMPLES, Build, Example, images, shallow, text
+from benchmarks.zoo.networks.of_transformers import LENGTH, WORDS
+
+SIZE = 64  # of timm's images, where PyTorch takes that
+SMALL = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "word_embed_proj_dim", "projection_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "top_k"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "max_position_embeddings", "n_positions"), 64),
+    **{"head_dim": 8, "vocab_size": WORDS, "image_size": 32, "patch_size": 8, "pad_token_id": 0, "bos_token_id": 1},
+    "eos_token_id": 2,
+}
+
+
+def timm_network(name: str) -> Example:
+    """The variant with blocks that repeat left out: at 64 x 64 pixels where PyTorch takes those, else at its own size."""
+    import timm
+
+    for options, size in (({"img_size": SIZE}, SIZE), ({}, SIZE), ({}, None)):
+        try:
+            model = shallow(timm.create_model(name, pretrained=False, num_classes=7, **options))
+            example = images(model, size or model.default_cfg["input_size"][-1])
+            _runs(example)
+        except Exception:  # whatever this variant says of a size that is not its own
+            if size is None:
+                raise
+            continue
+        return example
+    raise AssertionError
+
+
+def transformers_network(family: str) -> Example:
+    """The family's base model in a small configuration, called with its main input."""
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING
+
+    config = _small(CONFIG_MAPPING[family])
+    kind = MODEL_MAPPING[type(config)]
+    model: nn.Module = (kind[0] if isinstance(kind, tuple) else kind)(config)
+    name = model.main_input_name
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        example = images(model, getattr(vision, "image_size", 32), getattr(vision, "num_channels", 3))
+    elif name == "input_ids":
+        example = text(model, WORDS, LENGTH)
+        if config.is_encoder_decoder:
+            ids = (*example.inputs, torch.randint(3, WORDS, (SAMPLES, LENGTH - 3)))
+            example = Example(model, ids, ("input_ids", "decoder_input_ids"))
+    else:
+        raise ValueError(f"its main input is {name}")
+    _runs(example)
+    return example
+
+
+def _small(kind: type, made: Any = None) -> Any:
+    """A configuration with small sizes, in its parts too; nothing dropped, and no keys and values returned."""
+    made = kind() if made is None else made
+    options: dict[str, Any] = {}
+    for name, value in vars(made).items():
+        if hasattr(value, "to_dict"):
+            options[name] = _small(type(value), value)
+        elif name in SMALL and isinstance(value, int):
+            options[name] = SMALL[name]
+        elif isinstance(value, float) and "drop" in name:
+            options[name] = 0.0
+        elif name == "use_cache":
+            options[name] = False
+    return kind(**options)
+
+
+def _runs(example: Example) -> None:
+    """Raises whatever PyTorch raises."""
+    positional, named = example.call(example.inputs)
+    with torch.no_grad():
+        example.model.eval()(*positional, **named)
+
+
+TIMM: tuple[str, ...] = ()
+TRANSFORMERS: tuple[str, ...] = ()
+
+NETWORKS: dict[str, Build] = {
+    **{f"timm {name}": partial(timm_network, name) for name in TIMM},
+    **{f"transformers {family}": partial(transformers_network, family) for family in TRANSFORMERS},
+}
