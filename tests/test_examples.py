@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.comm.launch import launch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LEARNING = [path for path in EXAMPLES if path.name != "decode_video.py"]
 LOSS = re.compile(r"loss (?:of its own texts )?(\d+\.\d+)")
 
 
@@ -37,7 +39,7 @@ def alone(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return SAID.setdefault((name, *flags), capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", LEARNING, ids=lambda path: path.name)
 def test_an_example_learns_on_one_process(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +83,23 @@ def test_volumes_have_the_losses_and_the_dice_of_one_process(
     wanted = alone("segment_volume.py", monkeypatch, capsys, *flags)
     assert losses(done.stdout[0]) == pytest.approx(losses(wanted), abs=2e-4)
     assert held_out(done.stdout[0]) == pytest.approx(held_out(wanted), abs=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_decoded_video_is_one_devices(ranks: int, tmp_path: Path) -> None:
+    zoo = Path(sys.prefix) / "zoo" / "diffusers"  # where `make zoo` puts it; of the zoo this package alone
+    if zoo.is_dir():
+        (tmp_path / "diffusers").symlink_to(zoo)
+    elif find_spec("diffusers") is None:
+        pytest.skip("diffusers is not installed")
+    script, example = tmp_path / "run.py", str(ROOT / "examples" / "decode_video.py")
+    found = f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r})"
+    script.write_text(f"{found}; runpy.run_path({example!r}, None, '__main__')")
+    done = launch([str(script)], ranks)
+    assert done.codes == [0] * ranks, done.stderr
+    split, difference = re.findall(r": (\d+) layers are split; difference (\S+)", done.stdout[0])[0]
+    assert (int(split) > 10) == (ranks > 1)
+    assert float(difference) <= 1e-9
 
 
 def held_out(said: str) -> list[float]:

@@ -46,7 +46,7 @@ def _row(name: str, pipe: Connection, process: BaseProcess, limit_s: float) -> R
         told = pipe.recv()
     except EOFError:
         process.join(limit_s)
-        return Row(name, "process", f"the process ended with {process.exitcode}", loud=False)
+        return Row(name, "process", said=f"the process ended with {process.exitcode}", loud=False)
     process.join(limit_s)
     return row_of(told)
 
@@ -54,4 +54,4 @@ def _row(name: str, pipe: Connection, process: BaseProcess, limit_s: float) -> R
 def _late(name: str, process: BaseProcess, limit_s: float) -> Row:
     process.kill()
     process.join()
-    return Row(name, "process", f"not through after {limit_s:g} s", loud=False)
+    return Row(name, "process", said=f"not through after {limit_s:g} s", loud=False)

@@ -21,7 +21,7 @@ from layerwise.machine import load as load_profile
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
-from tests.run.plans import case, difference, random_plan, train
+from tests.run.plans import difference, random_plan
 from tests.run.test_bytes import Frames, Images, Words
 
 

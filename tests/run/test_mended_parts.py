@@ -20,6 +20,7 @@ from layerwise.importers.load import network_of
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import case, check_equal, priced, random_plan, train
+from tests.run.test_bytes import Frames
 
 
 class Two(nn.Module):
@@ -160,3 +161,16 @@ def test_functions_that_were_others(name: str) -> None:
 def test_a_write_through_a_view_of_another_type_is_refused() -> None:
     with pytest.raises(LayerwiseError, match="writes in place into a view of a tensor that is used again"):
         network_of(After(written).double(), (torch.randn(4, 5, 5).double(),), 4, "test")
+
+
+@pytest.mark.parametrize("label", ["d", "h", "w"])
+def test_positions_that_a_view_merges_or_binds(label: str) -> None:
+    """A decoder of videos, cut along what was merged before, with samples or with each other."""
+    torch.manual_seed(0)
+    given = case(Frames(), (2, 3, 4, 4), 2, 2)
+    single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+    plan = random_plan(given.graph, 2, 0, "sample", choose=cut_along(label))
+    split = [config[label] for config in plan.strategy.values()]
+    assert split[-1] == 2
+    assert split.count(1) == {"d": 5, "h": 0, "w": 2}[label]  # where they are merged
+    check_equal(run_threads(2, lambda comm: train(given, plan, comm)), single, plan)

@@ -20,6 +20,7 @@ PACKAGES = {
     "nnunet": "dynamic_network_architectures",
     "smp": "segmentation_models_pytorch",
     "audio": "torch",
+    "fresh": "timm",
 }
 
 torchvision_operators()  # before any of them, as most import torchvision

@@ -19,7 +19,8 @@ from benchmarks.zoo.networks.of_transformers import LENGTH, WORDS
 
 SIZE = 64  # of timm's images, where PyTorch takes that
 SMALL = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "word_embed_proj_dim", "projection_dim"), 32),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim"), 32),
+    **dict.fromkeys(("word_embed_proj_dim", "projection_dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "num_experts", "num_local_experts", "n_routed_experts"), 4),
@@ -32,7 +33,7 @@ SMALL = {
 
 
 def timm_network(name: str) -> Example:
-    """The variant with blocks that repeat left out: at 64 x 64 pixels where PyTorch takes those, else at its own size."""
+    """The variant with blocks that repeat left out, at 64 x 64 pixels where PyTorch takes those, else at its own."""
     import timm
 
     for options, size in (({"img_size": SIZE}, SIZE), ({}, SIZE), ({}, None)):
@@ -93,8 +94,60 @@ def _runs(example: Example) -> None:
         example.model.eval()(*positional, **named)
 
 
-TIMM: tuple[str, ...] = ()
-TRANSFORMERS: tuple[str, ...] = ()
+TIMM = (
+    "convit_tiny",
+    "convmixer_768_32",
+    "cpubone_nano",
+    "csatv2",
+    "cspnext_tiny",
+    "efficientvim_m1",
+    "fasternet_t0",
+    "hardcorenas_b",
+    "sam2_hiera_tiny",
+    "iformer_t",
+    "inception_resnet_v2",
+    "lcnetv2_small",
+    "lowformer_b0",
+    "naflexvit_base_patch16_parfac_gap",
+    "repghostnet_050",
+    "legacy_seresnet18",
+    "shvit_s1",
+    "swiftformer_xs",
+    "tresnet_m",
+    "vit_tiny_r_s16_p8_224",
+    "vitamin_small_224",
+    "xception41p",
+)
+TRANSFORMERS = (
+    "afmoe",
+    "bert-generation",
+    "clip_text_model",
+    "cpmant",
+    "deepseek_vl",
+    "embedding_gemma2",
+    "exaone_moe",
+    "gemma4_unified",
+    "glmasr",
+    "gpt_oss",
+    "helium",
+    "ijepa",
+    "jina_embeddings_v3",
+    "lfm3",
+    "mbart",
+    "minimax_m2",
+    "molmo2_text",
+    "mvp",
+    "olmo3",
+    "pegasus_x",
+    "prophetnet",
+    "qwen3_5",
+    "radio",
+    "sam3_vision_model",
+    "siglip_vision_model",
+    "timm_wrapper",
+    "video_llama_3",
+    "xglm",
+)
 
 NETWORKS: dict[str, Build] = {
     **{f"timm {name}": partial(timm_network, name) for name in TIMM},

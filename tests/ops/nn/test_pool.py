@@ -59,7 +59,7 @@ def test_adaptive_work(extent: int, size: int) -> None:
 
 
 def test_labels() -> None:
-    """Merged positions are cut anywhere; sample and channel stay as they are, and what a view binds; n may be missing."""
+    """Merged positions are cut anywhere; samples, channels and what a view binds stay as they are; n may be missing."""
     merged = TensorSpec((2, 8, 12), ("n", "c", "l"), units=(1, 4, 3))
     pool = Pool("max", (2,), (2,), ((0, 0),), (1,))
     assert (pool.output(merged).dims, pool.output(merged).units) == (("n", "c", "l"), (1, 4, 1))
