@@ -1,4 +1,4 @@
-"""Fifty networks that no other table has, taken by a rule and run once, as the code was on 2026-11-26.
+"""Fifty networks that no other table has, taken by a rule before any was run (2026-11-26).
 
 timm: of every module that no table has a network of, the variant with the fewest parameters, where those are at most
 30 million once blocks that repeat are left out. transformers: of the families that no table has, in alphabetical order,
