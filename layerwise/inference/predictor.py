@@ -16,9 +16,9 @@ from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
-from layerwise.inference.blend import Blend
+from layerwise.inference.blend import Blend, slab
 from layerwise.inference.cases import Cases
-from layerwise.inference.windows import profile, starts
+from layerwise.inference.windows import LEAST, LEAST_OF_NNUNET, Gaussian, profile, starts
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.sized import Sized, Sizes
@@ -43,6 +43,7 @@ class Predictor:
         overlap: The share of a window that its neighbour covers, too.
         mirror: Labels of the dimensions along which the mean over mirrored samples is taken.
         limit_bytes: What a pass may take on a device.
+        gaussian: Whose weights windows have.
     """
 
     model: ParallelModule
@@ -54,6 +55,7 @@ class Predictor:
     overlap: float
     mirror: str
     limit_bytes: float
+    gaussian: Gaussian = "monai"
 
     def __post_init__(self) -> None:
         cases = self.cases
@@ -118,9 +120,10 @@ class Predictor:
             if len(places) * len(ways) == 1:
                 return _cut(boxes, x, full, self.comm.rank)
             if blend is None:
-                owned = tuple(_slab(full, rank, self.comm.size) for rank in range(self.comm.size))
-                blend = Blend(self.comm, owned, torch.empty(0, dtype=self.model.dtype, device=self.comm.device))
-            weights = [torch.from_numpy(profile(size[i])) if len(places) > 1 else None for i in along]
+                owned = tuple(slab(full, rank, self.comm.size, 2) for rank in range(self.comm.size))
+                like = torch.empty(0, dtype=self.model.dtype, device=self.comm.device)
+                blend = Blend(self.comm, owned, like, LEAST if self.gaussian == "monai" else LEAST_OF_NNUNET)
+            weights = [torch.from_numpy(profile(size[i], self.gaussian)) if len(places) > 1 else None for i in along]
             blend.add(boxes, x, region_box, weights)
         assert blend is not None
         return blend.owned, blend.mean()
@@ -158,7 +161,8 @@ class Predictor:
 
     def _pass(self, numbers: Sequence[int], sized: Sized, regions: Sequence[SampleRegion]) -> Boxed:
         read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, regions), None))[0]
-        return sized.run(read)[self.output]
+        boxes, x = sized.run(read)[self.output]
+        return boxes, None if boxes[self.comm.rank] is None else x  # a rank without a box has an empty tensor
 
     def _reduced(self, boxes: Each, x: Tensor | None) -> Boxed:
         """What is written of a prediction: float32 where it is no whole number."""
@@ -223,12 +227,3 @@ def _cut(boxes: Each, x: Tensor | None, full: Box, rank: int) -> Boxed:
     cut = tuple(None if box is None or not (box & full).volume else box & full for box in boxes)
     box, kept = boxes[rank], cut[rank]
     return cut, None if x is None or box is None or kept is None else x[kept.slices(box)]
-
-
-def _slab(full: Box, rank: int, ranks: int) -> Box | None:
-    """The part of a mean that a rank keeps: of the longest dimension of positions."""
-    dim = max(range(2, len(full.hi)), key=full.hi.__getitem__)
-    lo, hi = list(full.lo), list(full.hi)
-    lo[dim], hi[dim] = (full.hi[dim] * (rank + more) // ranks for more in (0, 1))
-    box = Box(tuple(lo), tuple(hi))
-    return box if box.volume else None
