@@ -305,3 +305,62 @@ def test_results_are_called_so_that_files_are_told_apart(tmp_path: Path) -> None
         np.save(file, volumes()[1])
     done = predict(module_of(SoloComm()), [str(file) for file in files], tmp_path / "out", progress=False)
     assert done.written == ("a_x-0.5mm", "a_x-0.7mm", "b_x-0.5mm")
+
+
+class Two(nn.Module):
+    """Takes an image, another of its extents, and numbers of the sample as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(2, 4, 2, stride=2)
+        self.up, self.of_all = nn.ConvTranspose3d(4, 4, 2, stride=2), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, other: Tensor, numbers: Tensor) -> Tensor:
+        made: Tensor = torch.relu(self.first(x)) + self.up(torch.relu(self.second(other)))
+        return made * self.of_all(numbers)[:, :, None, None, None]
+
+
+@pytest.mark.parametrize("window", [None, (8, 6, 8)])
+def test_several_inputs(window: tuple[int, ...] | None, tmp_path: Path) -> None:
+    """Padded, mirrored and cut into windows alike; what has no positions goes to every window in full."""
+    torch.manual_seed(0)
+    model, rng, shape = Two().double().eval(), np.random.default_rng(0), (13, 9, 16)
+    samples = [rng.normal(size=(1, *each)) for each in ((1, *shape), (2, *shape), (3,))]
+
+    def run_rank(comm: Comm) -> Predicted:
+        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
+        example = tuple(torch.zeros(1, *each, dtype=torch.float64) for each in ((1, 8, 8, 8), (2, 8, 8, 8), (3,)))
+        made = layerwise.parallelize(
+            copy.deepcopy(model), example, strategy={"first": {"d": comm.size}}, inference=True, io="boxes",
+            verbose=False, options=options,
+        )  # fmt: skip
+        loader = layerwise.BoxLoader(made, *samples)
+        return predict(made, loader, tmp_path / "a", window=window, mirror="w", progress=False)
+
+    run_threads(2, run_rank)
+
+    @torch.no_grad()
+    def one(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        """The mean of both ways, of extents that are padded to even ones on both sides."""
+        rest = [n % 2 for n in parts[0].shape[2:]]
+        padded = [np.pad(p, [(0, 0), (0, 0), *((r // 2, r - r // 2) for r in rest)]) for p in parts[:2]]
+        made = [
+            np.flip(model(*(torch.from_numpy(np.flip(p, way).copy()) for p in padded), given).numpy(), way)
+            for way in ((), (4,))
+        ]
+        inside = tuple(slice(r // 2, r // 2 + n) for r, n in zip(rest, parts[0].shape[2:], strict=True))
+        result: np.ndarray[Any, Any] = (sum(made) / 2)[(0, slice(None), *inside)]
+        return result
+
+    given = torch.from_numpy(samples[2])
+    if window is None:
+        wanted = one(samples[:2])
+    else:
+        total, weight = np.zeros((4, *shape)), np.zeros(shape)
+        gaussian = np.maximum(np.einsum("a,b,c->abc", *map(profile, window)), LEAST)
+        for place in starts(shape, window, 0.5):
+            here = tuple(slice(p, p + n) for p, n in zip(place, window, strict=True))
+            total[(slice(None), *here)] += one([s[(slice(None), slice(None), *here)] for s in samples[:2]]) * gaussian
+            weight[here] += gaussian
+        wanted = total / weight
+    np.testing.assert_allclose(np.load(tmp_path / "a" / "sample_00000.npy"), wanted, rtol=1e-5, atol=1e-6)
