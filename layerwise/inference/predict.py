@@ -16,9 +16,10 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.inference.blend import move
 from layerwise.inference.cases import Cases
+from layerwise.inference.digest import model_digest
 from layerwise.inference.predictor import Reduce
 from layerwise.inference.results import results_of
-from layerwise.inference.rounds import compute_round, evaluating, predictor_of, rounds_of
+from layerwise.inference.rounds import compute_round, evaluating, predictor_of, rounds_of, written_before
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import DTYPE_OF, dtype_name
@@ -76,7 +77,8 @@ def predict(
         overlap: The share of a window that its neighbour covers, too, in [0, 1).
         mirror: Dimensions such as "dhw": the mean over all ways to mirror a sample along them is taken.
         memory_limit: Bytes of a device, or a text such as "14GB". None: what a GPU has; no limit on a CPU.
-        overwrite: Also samples that an earlier run has written are computed.
+        overwrite: Also samples that an earlier run has written are computed. Without it those of other weights or
+            options are refused.
         progress: A bar on rank 0. None: where it writes to a terminal.
 
     Returns:
@@ -100,7 +102,8 @@ def predict(
     results = results_of(out, len(cases.names), cases.files)
     with evaluating(model):
         predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
-        there = agree(world, lambda: (None, [] if overwrite else list(filter(results.complete, cases.names))))[1][0]
+        results.digest = model_digest(model, output, _named(reduce), window, overlap, mirror, cases.planned)
+        there = written_before(world, results, [] if overwrite else cases.names)
         numbers = [number for number, name in enumerate(cases.names) if name not in there]
         failed = dict[str, str]()
         bar = Progress(console=Console(stderr=True), transient=True)
@@ -148,6 +151,11 @@ def answer(
         for numbers in cases.batches(range(len(cases.names)), model.plan.batch):
             made += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]
     return torch.stack(made)
+
+
+def _named(reduce: object) -> object:
+    """What tells it from another between runs: of a function its name."""
+    return f"{reduce.__module__}.{getattr(reduce, '__qualname__', '')}" if callable(reduce) else reduce
 
 
 def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, str]) -> Predicted:

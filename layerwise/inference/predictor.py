@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -11,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm
+from layerwise.comm.base import Comm, CommError
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
@@ -22,6 +23,7 @@ from layerwise.inference.windows import LEAST, LEAST_OF_NNUNET, Gaussian, profil
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.sized import Sized, Sizes
+from layerwise.train.session import ON_CPU
 from layerwise.volumes.sources import SampleRegion, foreign
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides ask for
@@ -152,8 +154,22 @@ class Predictor:
 
     def _pass(self, numbers: Sequence[int], sized: Sized, regions: Sequence[SampleRegion]) -> Boxed:
         read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, regions), None))[0]
-        boxes, x = sized.run(read)[self.output]
+        with self._enough_memory():
+            boxes, x = sized.run(read)[self.output]
         return boxes, None if boxes[self.comm.rank] is None else x  # a rank without a box has an empty tensor
+
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        """torch's errors of too little memory become a sentence; ranks that compute together all end with it."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and ON_CPU not in str(error):
+                raise
+            kind = CommError if self.comm.size > 1 else LayerwiseError
+            raise kind(
+                f"rank {self.model.comm.rank} ran out of memory: give a smaller memory limit or window, or more ranks"
+            ) from error
 
     def _reduced(self, boxes: Each, x: Tensor | None) -> Boxed:
         """What is written of a prediction: float32 where it is no whole number."""

@@ -49,9 +49,19 @@ def predictor_of(
 ) -> Predictor:
     """How samples are computed here: by all ranks together, or by each rank alone where samples alone are split."""
     alone = model.sized(cases.planned).alone
+    if memory_limit is not None and window is None and "memory_bytes" not in model.plan.predicted:
+        raise LayerwiseError(
+            "memory_limit= rests on the memory that is predicted, and of a model that is run as it is written none is: "
+            "give window="
+        )
     limits = agree(model.comm, lambda: (None, min(_limit(memory_limit, model.device), sys.float_info.max)))[1]
     comm = SoloComm(model.device) if alone else model.comm
     return Predictor(model, cases, comm, output, reduce, window, overlap, mirror, min(limits), gaussian)
+
+
+def written_before(world: Comm, results: Results, names: Sequence[str]) -> list[str]:
+    """Which of these samples an earlier run has written, as rank 0 sees them. Every rank calls it."""
+    return list(agree(world, lambda: (None, [] if world.rank else list(filter(results.complete, names))))[1][0])
 
 
 def rounds_of(predictor: Predictor, world: Comm, numbers: Sequence[int]) -> list[list[int]]:

@@ -24,10 +24,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.inference.cases import Cases
+from layerwise.inference.digest import model_digest
 from layerwise.inference.predict import Predicted, predicted
 from layerwise.inference.resample import resampled
 from layerwise.inference.results import NiftiFolder
-from layerwise.inference.rounds import compute_round, evaluating, predictor_of, rounds_of
+from layerwise.inference.rounds import compute_round, evaluating, predictor_of, rounds_of, written_before
 from layerwise.integrations.nnunet_cases import PreparedCase, Volume, prepare
 from layerwise.integrations.nnunet_folder import TrainedFolder
 from layerwise.partition.place import Each
@@ -96,9 +97,10 @@ def predict(
     )
     world = model.comm
     results = LabelFolder(os.fspath(out), [files[0] for files in cases.values()], trained)
-    there = agree(world, lambda: (None, [] if overwrite else list(filter(results.complete, cases))))[1][0]
-    todo = [name for name in cases if name not in there]
     extents = trained.patch if window == "patch" else window
+    results.digest = model_digest(model, extents, overlap, mirror, trained.plans, trained.regions, trained.mirror)
+    there = written_before(world, results, [] if overwrite else list(cases))
+    todo = [name for name in cases if name not in there]
     failed = dict[str, str]()
     bar = Progress(console=Console(stderr=True), transient=True)
     bar.disable = world.rank > 0 or not (bar.console.is_terminal if progress is None else progress)

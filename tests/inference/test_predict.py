@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -17,12 +19,13 @@ import zarr
 from torch import Tensor, nn
 
 import layerwise
-from layerwise.comm.base import Comm
+from layerwise.comm.base import Comm, CommError
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
+from layerwise.inference import results
 from layerwise.inference.predict import Predicted, answer, predict
 from layerwise.inference.windows import LEAST, profile, starts
 from layerwise.run.load import load
@@ -187,11 +190,72 @@ def test_a_case_that_fails_is_named_and_an_interrupted_run_goes_on(tmp_path: Pat
         with pytest.raises(LayerwiseError, match=r"1 of 3 samples failed, . are written: b: .*b\.npy"):
             run(2, [str(file) for file in files], out)
         before = (out / "a.npy").stat().st_mtime_ns
-        assert sorted(path.name for path in out.iterdir()) == ["a.npy", "c.npy"]
+        assert sorted(path.name for path in out.iterdir()) == [".layerwise", "a.npy", "c.npy"]
     np.save(files[1], volumes()[1])
     assert run(2, [str(file) for file in files], out) == [Predicted(("b",), ("a", "c"))] * 2
     assert (out / "a.npy").stat().st_mtime_ns == before
     assert run(1, [str(file) for file in files], out, overwrite=True) == [Predicted(("a", "b", "c"), ())]
+
+
+@pytest.mark.parametrize("kind", ["zarr", "npy"])
+def test_results_of_others_are_not_taken(kind: str, tmp_path: Path) -> None:
+    """By other ranks the same: other weights, or another reduction, need another folder."""
+    out = tmp_path / ("labels.zarr" if kind == "zarr" else "labels")
+    run(2, volumes(), out, reduce="argmax")
+    assert run(3, volumes(), out, reduce="argmax")[0].written == ()
+
+    def other(comm: Comm) -> Predicted:
+        module = module_of(comm)
+        for shard in module.shards():
+            if shard.name == "head.bias":
+                shard.tensor.view(-1)[-1] += 1e-9
+        return predict(module, volumes(), out, reduce="argmax", progress=False)
+
+    for again in (lambda: run_threads(2, other), lambda: run(2, volumes(), out, reduce="softmax")):
+        with pytest.raises(LayerwiseError, match="not known to be of these weights and options"):
+            again()
+    assert len(run(1, volumes(), out, reduce="softmax", overwrite=True)[0].written) == len(SHAPES)
+    assert run(2, volumes(), out, reduce="softmax")[0].written == ()
+
+
+def test_ranks_of_two_nodes_never_hold_a_page_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NFS each node's file is closed before the next one opens it."""
+    there, opened = threading.local(), list[str]()
+    put = results._put_into_file
+
+    def recorded(*args: Any) -> None:
+        opened.append(there.host)
+        put(*args)
+
+    monkeypatch.setattr(results, "_host", lambda: there.host)
+    monkeypatch.setattr(results, "_put_into_file", recorded)
+
+    def rank(comm: Comm) -> Predicted:
+        there.host = "ab"[comm.rank % 2]
+        return predict(module_of(comm), [volumes()[1]] * 2, tmp_path / "a.npy", progress=False)
+
+    run_threads(4, rank)
+    assert opened == [*"aabb"] * 2
+    np.testing.assert_allclose(np.load(tmp_path / "a.npy")[1], one_pass(volumes()[1]), rtol=1e-5, atol=1e-6)
+
+
+def test_one_rank_without_memory_ends_all(tmp_path: Path) -> None:
+    def rank(comm: Comm) -> Predicted:
+        module = module_of(comm)
+        if comm.rank == 1:
+            sized = module.sized
+
+            def short(*args: Any) -> Any:
+                def fail(given: object) -> Any:
+                    raise torch.OutOfMemoryError("no memory")
+
+                return replace(sized(*args), run=fail)
+
+            module.__dict__["sized"] = short
+        return predict(module, volumes(), tmp_path / "a", progress=False)
+
+    with pytest.raises(CommError, match="rank 1 ran out of memory"):
+        run_threads(2, rank)
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
@@ -272,7 +336,7 @@ def test_ranks_that_see_other_samples_never_mix_them(tmp_path: Path) -> None:
             predict(module, mine, tmp_path / "a", progress=False)
 
     run_threads(2, both, timeout_s=60)
-    written = list((tmp_path / "a").iterdir())
+    written = list((tmp_path / "a").glob("*.npy"))
     assert {path.stem for path in written} >= {"sample_00002", "sample_00003"}
     for path in written:
         wanted = one_pass(samples[int(path.stem[-1])])
