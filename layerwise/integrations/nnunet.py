@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
-from layerwise.comm.together import agree
+from layerwise.comm.together import agree, patiently
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
@@ -203,7 +203,7 @@ def _prepared(
         except LayerwiseError as error:
             return None, str(error)
 
-    told = agree(world, act)[1]
+    told = patiently(world, act)[1]
     failed |= {name: reason for name, reason in zip(cases, told, strict=False) if isinstance(reason, str)}
     return {
         name: PreparedCase(case[0], *map(tuple, case[1:]))

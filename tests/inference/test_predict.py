@@ -146,6 +146,21 @@ def test_mirrored(ranks: int, tmp_path: Path) -> None:
         assert np.isfinite(found).all()
 
 
+def test_mirrored_where_a_rank_has_no_part(tmp_path: Path) -> None:
+    def on_one_device(comm: Comm) -> Predicted:
+        _, network = trained()
+        plan = random_plan(
+            fuse(network.graph), comm.size, 0, "boxes", lambda configs: min(configs, key=lambda c: c.total)
+        )
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        return predict(module, [volumes()[1]], tmp_path / "a", mirror="d", progress=False)
+
+    run_threads(2, on_one_device)
+    x = volumes()[1]
+    wanted = (one_pass(x) + one_pass(x[:, ::-1].copy())[:, ::-1]) / 2
+    np.testing.assert_allclose(np.load(tmp_path / "a" / "sample_00000.npy"), wanted, rtol=1e-5, atol=1e-6)
+
+
 REDUCED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "argmax": ("argmax", lambda y: y.argmax(0)),
     "softmax": ("softmax", lambda y: np.exp(y) / np.exp(y).sum(0)),
