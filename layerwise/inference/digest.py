@@ -20,7 +20,7 @@ FACTORS = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x27BB2EE687B0B0FD)  # odd, b
 
 
 def model_digest(model: ParallelModule, *settings: object) -> str:
-    """Of the values of all parameters and buffers, and of `settings`, by their text. Every rank calls it alike.
+    """Of the values of all parameters and buffers, of autocast, and of `settings`, by their text. Every rank calls it.
 
     The sum, modulo 2^64, of a number that each element and its position in the full tensor make: boxes add up.
     """
@@ -34,7 +34,8 @@ def model_digest(model: ParallelModule, *settings: object) -> str:
     for sums in agree(model.comm, act)[1]:
         total.update(sums)
     values = {name: value % (1 << 64) for name, value in sorted(total.items())}
-    return hashlib.sha256(json.dumps([values, *map(str, settings)]).encode()).hexdigest()[:16]
+    text = json.dumps([values, str(model.options.autocast), *map(str, settings)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @torch.no_grad()
