@@ -27,7 +27,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.inference.blend import move
 from layerwise.partition.place import Each
-from layerwise.volumes.sources import foreign
+from layerwise.volumes.sources import foreign, mapped
 
 LEAST_CHUNK = 16  # positions along a dimension of a Zarr chunk: smaller ones are many small files
 MOST_CHUNK = 128
@@ -311,7 +311,7 @@ def _put(array: Any, box: Box | None, x: Tensor | None, *before: int) -> None:
 
 def _put_into_file(file: Path, box: Box | None, x: Tensor | None, *before: int) -> None:
     """Writes a box into a .npy file that is opened for it, so that ranks elsewhere find it there when it is closed."""
-    array = np.lib.format.open_memmap(file, mode="r+")
+    array = mapped(file, "r+")
     _put(array, box, x, *before)
     array.flush()
 
