@@ -32,6 +32,7 @@ def show_capacity(
 ) -> int:
     """The least number of devices for the model; of a network of cubes, the largest one for all devices."""
     wrong = [f"--{name.replace('_', '-')}" for name in OTHERS if getattr(args, name)]
+    wrong += ["--replicas"] * (args.replicas > 1)
     if wrong:
         raise LayerwiseError(f"--capacity is about many plans: leave out {' and '.join(wrong)}")
     profile = load(args.profile)
