@@ -59,6 +59,16 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {error}"
 
 
+def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]]) -> tuple[T, list[Any]]:
+    """`agree`, however long a rank takes: it acts in a thread, while all meet every second, as in `alone`."""
+    future: Future[tuple[T, JSON]] = Future()
+    threading.Thread(target=_settle, args=(future, act), daemon=True).start()
+    while True:
+        wait([future], timeout=BEAT_S)
+        if "busy" not in comm.all_gather_text("done" if future.done() else "busy"):
+            return agree(comm, future.result)
+
+
 def alone(comm: Comm, work: Callable[[], T]) -> T | None:
     """Rank 0 does `work` in a thread, while all ranks meet every second so that none takes another for stuck.
 

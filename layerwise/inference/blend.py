@@ -10,7 +10,6 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.geometry import Box
-from layerwise.inference.windows import LEAST
 from layerwise.partition.place import Each
 from layerwise.partition.transfer import Transfer, transfer
 from layerwise.run.schedule.redistribute import Redistribution
@@ -31,6 +30,15 @@ def _as_messages(plan: Transfer) -> Transfer:
     return replace(plan, pattern="messages", group=())
 
 
+def slab(full: Box, rank: int, ranks: int, first: int) -> Box | None:
+    """The part of a tensor that a rank has: of its longest dimension from `first` on, that of its positions."""
+    dim = max(range(first, len(full.hi)), key=full.hi.__getitem__)
+    lo, hi = list(full.lo), list(full.hi)
+    lo[dim], hi[dim] = (full.hi[dim] * (rank + more) // ranks for more in (0, 1))
+    box = Box(tuple(lo), tuple(hi))
+    return box if box.volume else None
+
+
 class Blend:
     """Sums what passes return into the boxes that ranks own of the sample.
 
@@ -38,9 +46,11 @@ class Blend:
         comm: The ranks.
         owned: By rank, the box of the sample's output that it keeps.
         like: Has the device of what is summed; sums are float32, or float64 where that is.
+        least: Weight of a number.
     """
 
-    def __init__(self, comm: Comm, owned: Each, like: Tensor) -> None:
+    def __init__(self, comm: Comm, owned: Each, like: Tensor, least: float) -> None:
+        self._least = least
         self.comm, self.owned = comm, owned
         self.box = owned[comm.rank]
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
@@ -62,7 +72,7 @@ class Blend:
             along = slice(box.lo[dim] - region.lo[dim], box.hi[dim] - region.lo[dim])
             own = torch.ones(box.shape[dim]) if values is None else values[along]
             weights = weights.unsqueeze(-1) * own.to(weights)
-        weights = weights.clamp(min=LEAST)
+        weights = weights.clamp(min=self._least)
         place = box.slices(self.box)
         self._total[place] += part * weights
         self._weights[place[2:]] += weights

@@ -17,7 +17,7 @@ from layerwise.run.sized import Sizes
 from layerwise.tensor import TensorSpec
 from layerwise.volumes.loader import BoxLoader
 from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput
-from layerwise.volumes.sources import SampleSource, source_of
+from layerwise.volumes.sources import SampleRegion, SampleSource, source_of
 
 ENDINGS = (".nii.gz", ".nii", ".npy", ".zarr", ".h5", ".hdf5")  # that names of results have not
 
@@ -67,27 +67,60 @@ class Cases:
         """The shape of a sample of each input that the plan is for."""
         return tuple(one.spec.shape[1:] for one in self.inputs)
 
-    @property
-    def along(self) -> tuple[int, ...]:
-        """The dimensions of a sample of the first input that are positions."""
-        return tuple(i for i, label in enumerate(self.inputs[0].spec.dims[1:]) if label in POSITIONS)
+    def along(self, number: int = 0) -> tuple[int, ...]:
+        """The dimensions of a sample of an input that are positions."""
+        return tuple(i for i, label in enumerate(self.inputs[number].spec.dims[1:]) if label in POSITIONS)
 
     @property
     def labels(self) -> str:
-        """Of these, such as "dhw"."""
-        return "".join(str(self.inputs[0].spec.dims[1 + i]) for i in self.along)
+        """Of those of the first, such as "dhw"."""
+        return "".join(str(self.inputs[0].spec.dims[1 + i]) for i in self.along())
 
     @property
     def follows(self) -> bool:
-        """Whether the network has one input, and an output (n, channels, ...) with its positions, one by one."""
-        spec, out = self.inputs[0].spec, self.returned
-        inside = [spec.shape[1 + i] for i in self.along]
+        """Whether an output (n, channels, ...) has the first input's positions, one by one.
+
+        All inputs have those, too, or none.
+        """
+
+        def positions(number: int) -> list[tuple[object, int]]:
+            spec = self.inputs[number].spec
+            return [(spec.dims[1 + i], spec.shape[1 + i]) for i in self.along(number)]
+
+        first, out = positions(0), self.returned
         return (
-            len(self.inputs) == 1
-            and bool(inside)
-            and out.dims[2:] == tuple(self.labels)
-            and list(out.shape[2:]) == inside
+            bool(first)
+            and all(positions(number) in (first, []) for number in range(1, len(self.inputs)))
+            and list(zip(out.dims[2:], out.shape[2:], strict=True)) == first
         )
+
+    def extents(self, shapes: Sizes) -> tuple[int, ...]:
+        """Of the positions of a sample whose inputs have these shapes. LayerwiseError where they differ."""
+        first = tuple(shapes[0][i] for i in self.along())
+        for number, (shape, one) in enumerate(zip(shapes, self.inputs, strict=True)):
+            other = tuple(shape[i] for i in self.along(number))
+            if other not in (first, ()):
+                raise LayerwiseError(f"input {one.name!r} has extents {other}, and {self.inputs[0].name!r} has {first}")
+        return first
+
+    def sized(self, extents: Sequence[int]) -> Sizes:
+        """The shape of a sample of each input, with these extents."""
+        sizes = []
+        for number, planned in enumerate(self.planned):
+            at = dict(zip(self.along(number), extents, strict=False))
+            sizes.append(tuple(at.get(i, n) for i, n in enumerate(planned)))
+        return tuple(sizes)
+
+    def regions(self, extents: Sequence[int], place: Sequence[int], mirrored: Sequence[int]) -> list[SampleRegion]:
+        """What of each input's samples a pass reads: these extents from `place` on; dimensions `mirrored` backwards."""
+        made = []
+        for number, (size, one) in enumerate(zip(self.sized(extents), self.inputs, strict=True)):
+            along = self.along(number)
+            at = dict(zip(along, place, strict=False))
+            lo = tuple(at.get(i, 0) for i in range(len(size)))
+            box = Box(lo, tuple(a + n for a, n in zip(lo, size, strict=True)))
+            made.append(SampleRegion(one.source, box, frozenset(along[d] for d in mirrored if along)))
+        return made
 
     def shapes(self, number: int) -> Sizes:
         """Of a sample's inputs. LayerwiseError where the network takes no such shape, at whatever size."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,18 +10,17 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from layerwise.comm.base import Comm, CommError
-from layerwise.comm.solo import SoloComm
+from layerwise.comm.base import Comm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
-from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.inference.blend import move
 from layerwise.inference.cases import Cases
-from layerwise.inference.predictor import Boxed, Predictor, Reduce
-from layerwise.inference.results import Results, results_of
+from layerwise.inference.digest import model_digest
+from layerwise.inference.predictor import Reduce
+from layerwise.inference.results import results_of
+from layerwise.inference.rounds import compute_round, evaluating, predictor_of, rounds_of, written_before
 from layerwise.partition.place import Each
-from layerwise.quantities import parse_bytes
 from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import DTYPE_OF, dtype_name
 
@@ -80,7 +77,8 @@ def predict(
         overlap: The share of a window that its neighbour covers, too, in [0, 1).
         mirror: Dimensions such as "dhw": the mean over all ways to mirror a sample along them is taken.
         memory_limit: Bytes of a device, or a text such as "14GB". None: what a GPU has; no limit on a CPU.
-        overwrite: Also samples that an earlier run has written are computed.
+        overwrite: Also samples that an earlier run has written are computed. Without it those of other weights or
+            options are refused.
         progress: A bar on rank 0. None: where it writes to a terminal.
 
     Returns:
@@ -102,22 +100,19 @@ def predict(
     world = model.comm
     cases = agree(world, lambda: (Cases.of(model, samples, output), None))[0]
     results = results_of(out, len(cases.names), cases.files)
-    with _evaluating(model):
-        predictor = _predictor(model, cases, output, reduce, window, overlap, mirror, memory_limit)
-        there = agree(world, lambda: (None, [] if overwrite else list(filter(results.complete, cases.names))))[1][0]
+    with evaluating(model):
+        predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
+        results.digest = model_digest(model, output, _named(reduce), window, overlap, mirror, cases.planned)
+        there = written_before(world, results, [] if overwrite else cases.names)
         numbers = [number for number, name in enumerate(cases.names) if name not in there]
         failed = dict[str, str]()
         bar = Progress(console=Console(stderr=True), transient=True)
         bar.disable = world.rank > 0 or not (bar.console.is_terminal if progress is None else progress)
-        rounds = _rounds(predictor, world, numbers)
+        rounds = rounds_of(predictor, world, numbers)
         with results.open(world), bar:
             for numbers in bar.track(rounds, description="predict"):
-                failed |= _round(predictor, world, results, numbers)
-    written = tuple(name for name in cases.names if name not in there and name not in failed)
-    if failed:
-        told = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
-        raise LayerwiseError(f"{len(failed)} of {len(cases.names)} samples failed, {len(written)} are written: {told}")
-    return Predicted(written, tuple(there))
+                failed |= compute_round(predictor, world, results, numbers)
+    return predicted(cases.names, there, failed)
 
 
 def answer(
@@ -151,101 +146,25 @@ def answer(
     """
     cases = Cases.of(model, x.detach().cpu(), output)
     made = list[Tensor]()
-    with _evaluating(model):
-        predictor = _predictor(model, cases, output, reduce, window, overlap, mirror, memory_limit)
+    with evaluating(model):
+        predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
         for numbers in cases.batches(range(len(cases.names)), model.plan.batch):
             made += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]
     return torch.stack(made)
 
 
-@contextmanager
-def _evaluating(model: ParallelModule) -> Iterator[None]:
-    """Within it all of the model is in evaluation mode, and nothing is differentiated."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+def _named(reduce: object) -> object:
+    """What tells it from another between runs: of a function its name."""
+    return f"{reduce.__module__}.{getattr(reduce, '__qualname__', '')}" if callable(reduce) else reduce
 
 
-def _predictor(
-    model: ParallelModule,
-    cases: Cases,
-    output: int,
-    reduce: Reduce | None,
-    window: Sequence[int] | None,
-    overlap: float,
-    mirror: str,
-    memory_limit: float | str | None,
-) -> Predictor:
-    """How samples are computed here: by all ranks together, or by each rank alone where samples alone are split."""
-    alone = model.sized(cases.planned).alone
-    limits = agree(model.comm, lambda: (None, min(_limit(memory_limit, model.device), sys.float_info.max)))[1]
-    comm = SoloComm(model.device) if alone else model.comm
-    return Predictor(model, cases, comm, output, reduce, window, overlap, mirror, min(limits))
-
-
-def _rounds(predictor: Predictor, world: Comm, numbers: Sequence[int]) -> list[list[int]]:
-    """The samples of each round: of all ranks together, or one a rank. All ranks have those of rank 0."""
-    alone = predictor.comm is not world
-
-    def planned() -> tuple[None, list[list[int]]]:
-        if alone:
-            return None, [list(numbers[i : i + world.size]) for i in range(0, len(numbers), world.size)]
-        return None, list(predictor.cases.batches(numbers, predictor.model.plan.batch))
-
-    return list(agree(world, planned)[1][0])
-
-
-def _round(predictor: Predictor, world: Comm, results: Results, numbers: Sequence[int]) -> dict[str, str]:
-    """Computes and writes samples; returns by name why some failed. Every rank of `world` calls it alike."""
-    names, failed = predictor.cases.names, dict[str, str]()
-    together = predictor.comm is world
-    try:
-        if together:
-            made = [*zip(numbers, predictor.batch(numbers), strict=True)]
-        else:
-            made = _one_each(predictor, world, numbers, failed)
-        for number, boxed in made:
-            results.write(number, names[number], *boxed)
-    except CommError:
-        raise
-    except LayerwiseError as error:
-        failed |= {names[number]: str(error) for number in numbers if names[number] not in failed}
-    if failed and not results.separate:
-        raise LayerwiseError("; ".join(failed.values()))
-    return failed
-
-
-def _one_each(
-    predictor: Predictor, world: Comm, numbers: Sequence[int], failed: dict[str, str]
-) -> list[tuple[int, Boxed]]:
-    """Each rank computes a sample of its own; the boxes that the ranks have of each, and what this one has."""
-
-    def act() -> tuple[Tensor | None, JSON]:
-        if world.rank >= len(numbers):
-            return None, None
-        try:
-            ((_, x),) = predictor.batch([numbers[world.rank]])
-        except LayerwiseError as error:
-            return None, str(error)
-        assert x is not None
-        return x, list(x.shape)
-
-    x, told = agree(world, act)
-    made = list[tuple[int, Boxed]]()
-    for rank, number in enumerate(numbers):
-        shape = told[rank]
-        if isinstance(shape, str):
-            failed[predictor.cases.names[number]] = shape
-        else:
-            box = Box((0,) * len(shape), tuple(shape))
-            owned = tuple(box if other == rank else None for other in range(world.size))
-            made.append((number, (owned, x if rank == world.rank else None)))
-    return made
+def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, str]) -> Predicted:
+    """What became of the samples. LayerwiseError where some failed: it names them, and says why."""
+    written = tuple(name for name in names if name not in there and name not in failed)
+    if failed:
+        told = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
+        raise LayerwiseError(f"{len(failed)} of {len(names)} samples failed, {len(written)} are written: {told}")
+    return Predicted(written, tuple(there))
 
 
 def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
@@ -257,10 +176,3 @@ def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
     gathered = move(comm, x, boxes, (full,) * comm.size, like, "an answer")
     assert gathered is not None
     return gathered
-
-
-def _limit(given: float | str | None, device: torch.device) -> float:
-    """Bytes that a pass may take on a device."""
-    if given is not None:
-        return parse_bytes(given, "memory_limit")
-    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else float("inf")

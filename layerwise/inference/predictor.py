@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -11,17 +12,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm
+from layerwise.comm.base import Comm, CommError
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
-from layerwise.inference.blend import Blend
+from layerwise.inference.blend import Blend, slab
 from layerwise.inference.cases import Cases
-from layerwise.inference.windows import profile, starts
+from layerwise.inference.windows import LEAST, LEAST_OF_NNUNET, Gaussian, profile, starts
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.sized import Sized, Sizes
+from layerwise.train.session import ON_CPU
 from layerwise.volumes.sources import SampleRegion, foreign
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides ask for
@@ -43,6 +45,7 @@ class Predictor:
         overlap: The share of a window that its neighbour covers, too.
         mirror: Labels of the dimensions along which the mean over mirrored samples is taken.
         limit_bytes: What a pass may take on a device.
+        gaussian: Whose weights windows have.
     """
 
     model: ParallelModule
@@ -54,6 +57,7 @@ class Predictor:
     overlap: float
     mirror: str
     limit_bytes: float
+    gaussian: Gaussian = "monai"
 
     def __post_init__(self) -> None:
         cases = self.cases
@@ -63,8 +67,8 @@ class Predictor:
         if unknown:
             raise LayerwiseError(f"mirror={self.mirror!r}: {unknown[0]!r} is none of {', '.join(cases.labels)}")
         if (self.mirror or self.window is not None) and not cases.follows:
-            raise LayerwiseError("window= and mirror= need a network of one input whose output has its positions")
-        if self.window is not None and len(self.window) != len(cases.along):
+            raise LayerwiseError("window= and mirror= need a network whose output has the positions of its inputs")
+        if self.window is not None and len(self.window) != len(cases.along()):
             raise LayerwiseError(
                 f"window={tuple(self.window)} must have an extent for each of {', '.join(cases.labels)}"
             )
@@ -79,7 +83,7 @@ class Predictor:
         shapes, told = agree(self.comm, seen)
         if any(other != told[0] for other in told):
             raise LayerwiseError(f"the ranks see other samples, or of other shapes: {told[0]} and others")
-        made = self._mean(numbers, shapes[0]) if self.cases.follows else self._full(numbers, shapes)
+        made = self._mean(numbers, shapes) if self.cases.follows else self._full(numbers, shapes)
         boxes, x = self._reduced(*made)
         for place in range(len(numbers)):
             here = tuple(None if b is None or not b.lo[0] <= place < b.hi[0] else b for b in boxes)
@@ -94,71 +98,78 @@ class Predictor:
         ]
         return self._pass(numbers, self.model.sized(shapes, len(numbers)), regions)
 
-    def _mean(self, numbers: Sequence[int], shape: tuple[int, ...]) -> Boxed:
+    def _mean(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
         """One pass over samples and what pads them, or the mean of passes over windows and mirrored samples."""
-        along, count = self.cases.along, len(numbers)
-        size, places = self._passes(shape, count)
-        sized = self.model.sized((size,), count)
-        full = Box((0,) * (2 + len(along)), (count, sized.outputs[self.output][1], *(shape[i] for i in along)))
-        ways = list(product(*((False, True) if label in self.mirror else (False,) for label in self.cases.labels)))
+        cases, count = self.cases, len(numbers)
+        extents = cases.extents(shapes)
+        size, places = self._passes(extents, count)
+        sized = self.model.sized(cases.sized(size), count)
+        full = Box((0,) * (2 + len(extents)), (count, sized.outputs[self.output][1], *extents))
+        ways = list(product(*((False, True) if label in self.mirror else (False,) for label in cases.labels)))
         blend: Blend | None = None
         for place, way in product(places, ways):
-            lo = [0] * len(shape)
-            for i, begin in zip(along, place, strict=True):
-                lo[i] = begin
-            box = Box(tuple(lo), tuple(a + n for a, n in zip(lo, size, strict=True)))
-            region = SampleRegion(
-                self.cases.inputs[0].source, box, frozenset(i for i, on in zip(along, way, strict=True) if on)
-            )
-            boxes, x = self._pass(numbers, sized, [region])
-            region_box = Box((0, 0, *place), (*full.hi[:2], *(box.hi[i] for i in along)))
-            mirrored = [2 + d for d, on in enumerate(way) if on]
-            boxes = tuple(None if b is None else _placed(b, region_box, mirrored) for b in boxes)
-            x = x if x is None or not mirrored else x.flip(mirrored)
+            mirrored = [d for d, on in enumerate(way) if on]
+            boxes, x = self._pass(numbers, sized, cases.regions(size, place, mirrored))
+            region = Box((0, 0, *place), (*full.hi[:2], *(a + n for a, n in zip(place, size, strict=True))))
+            backwards = [2 + d for d in mirrored]
+            boxes = tuple(None if b is None else _placed(b, region, backwards) for b in boxes)
+            x = x if x is None or not mirrored else x.flip(backwards)
             if len(places) * len(ways) == 1:
                 return _cut(boxes, x, full, self.comm.rank)
             if blend is None:
-                owned = tuple(_slab(full, rank, self.comm.size) for rank in range(self.comm.size))
-                blend = Blend(self.comm, owned, torch.empty(0, dtype=self.model.dtype, device=self.comm.device))
-            weights = [torch.from_numpy(profile(size[i])) if len(places) > 1 else None for i in along]
-            blend.add(boxes, x, region_box, weights)
+                owned = tuple(slab(full, rank, self.comm.size, 2) for rank in range(self.comm.size))
+                like = torch.empty(0, dtype=self.model.dtype, device=self.comm.device)
+                blend = Blend(self.comm, owned, like, LEAST if self.gaussian == "monai" else LEAST_OF_NNUNET)
+            weights = [torch.from_numpy(profile(n, self.gaussian)) if len(places) > 1 else None for n in size]
+            blend.add(boxes, x, region, weights)
         assert blend is not None
         return blend.owned, blend.mean()
 
-    def _passes(self, shape: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-        """The shape of what each pass reads of samples of this shape, and where it begins, along its positions."""
-        along, planned = self.cases.along, self.cases.planned[0]
-        plan = self.model.plan
+    def _passes(self, extents: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+        """The extents of what each pass reads of samples with these, and where it begins."""
+        plan, planned = self.model.plan, self.cases.extents(self.cases.planned)
         samples = plan.batch if self.comm is self.model.comm else max(1, plan.batch // plan.gpus)  # on a device
-        needed = plan.predicted.get("memory_bytes", 0.0) * prod(shape) * count
+        needed = plan.predicted.get("memory_bytes", 0.0) * prod(extents) * count
         windowed = self.window is not None or needed > self.limit_bytes * prod(planned) * samples
-        extents = self.window or [planned[i] for i in along]
-        wanted = list(shape)
-        for i, extent in zip(along, extents, strict=True):
-            wanted[i] = extent if windowed else shape[i]
-        size = self._taken(tuple(wanted), count)
-        large = [max(shape[i], size[i]) for i in along]
-        places = starts(large, [size[i] for i in along], self.overlap) if windowed else [(0,) * len(along)]
-        before = [(n - shape[i]) // 2 for n, i in zip(large, along, strict=True)]  # half of what pads it
+        size = self._taken(tuple(self.window or planned) if windowed else extents, count)
+        large = [max(n, m) for n, m in zip(extents, size, strict=True)]
+        places = starts(large, size, self.overlap) if windowed else [(0,) * len(size)]
+        before = [(n - m) // 2 for n, m in zip(large, extents, strict=True)]  # half of what pads it
         return size, [tuple(a - b for a, b in zip(place, before, strict=True)) for place in places]
 
-    def _taken(self, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The least shape from this one on that the network takes, and returns the positions of."""
+    def _taken(self, extents: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """The least extents from these on that the network takes, and returns the positions of."""
         refused: object = "its output has other positions than its input"
         for multiple in MULTIPLES:
-            size = tuple(-(-n // multiple) * multiple if i in self.cases.along else n for i, n in enumerate(shape))
+            size = tuple(-(-n // multiple) * multiple for n in extents)
             try:
-                returned = self.model.sized((size,), count).outputs[self.output]
+                returned = self.model.sized(self.cases.sized(size), count).outputs[self.output]
             except LayerwiseError as error:
                 refused = error
                 continue
-            if returned[2:] == tuple(size[i] for i in self.cases.along):
+            if returned[2:] == size:
                 return size
+        shape = self.cases.sized(extents)[0]
         raise LayerwiseError(f"the network takes no samples of shape {shape}, nor padded ones: {refused}")
 
     def _pass(self, numbers: Sequence[int], sized: Sized, regions: Sequence[SampleRegion]) -> Boxed:
         read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, regions), None))[0]
-        return sized.run(read)[self.output]
+        with self._enough_memory():
+            boxes, x = sized.run(read)[self.output]
+        return boxes, None if boxes[self.comm.rank] is None else x  # a rank without a box has an empty tensor
+
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        """torch's errors of too little memory become a sentence; ranks that compute together all end with it."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and ON_CPU not in str(error):
+                raise
+            kind = CommError if self.comm.size > 1 else LayerwiseError
+            raise kind(
+                f"rank {self.model.comm.rank} ran out of memory: give a smaller memory limit or window, or more ranks"
+            ) from error
 
     def _reduced(self, boxes: Each, x: Tensor | None) -> Boxed:
         """What is written of a prediction: float32 where it is no whole number."""
@@ -223,12 +234,3 @@ def _cut(boxes: Each, x: Tensor | None, full: Box, rank: int) -> Boxed:
     cut = tuple(None if box is None or not (box & full).volume else box & full for box in boxes)
     box, kept = boxes[rank], cut[rank]
     return cut, None if x is None or box is None or kept is None else x[kept.slices(box)]
-
-
-def _slab(full: Box, rank: int, ranks: int) -> Box | None:
-    """The part of a mean that a rank keeps: of the longest dimension of positions."""
-    dim = max(range(2, len(full.hi)), key=full.hi.__getitem__)
-    lo, hi = list(full.lo), list(full.hi)
-    lo[dim], hi[dim] = (full.hi[dim] * (rank + more) // ranks for more in (0, 1))
-    box = Box(tuple(lo), tuple(hi))
-    return box if box.volume else None

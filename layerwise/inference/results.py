@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import gcd
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from layerwise.comm.base import Comm
@@ -25,9 +27,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.inference.blend import move
 from layerwise.partition.place import Each
-from layerwise.volumes.sources import foreign
+from layerwise.volumes.sources import foreign, mapped
 
-T = TypeVar("T")
 LEAST_CHUNK = 16  # positions along a dimension of a Zarr chunk: smaller ones are many small files
 MOST_CHUNK = 128
 
@@ -36,6 +37,7 @@ class Results(ABC):
     """Where predictions go. The ranks that compute a sample together call the methods alike."""
 
     separate = True  # whether each sample has an array of its own, and is complete where others are not
+    digest = ""  # of the model and of what is made of its outputs
     comm: Comm
 
     @contextmanager
@@ -45,8 +47,17 @@ class Results(ABC):
         yield
 
     def complete(self, name: str) -> bool:
-        """Whether an earlier run has written this sample."""
+        """Whether an earlier run has written this sample. LayerwiseError where that was of another digest."""
         return False
+
+    def _check(self, name: str, recorded: object) -> bool:
+        """`complete`, of a sample that is there."""
+        if recorded != self.digest:
+            raise LayerwiseError(
+                f"the result {name!r} that is there is not known to be of these weights and options: give --overwrite "
+                "(overwrite=True), or another folder"
+            )
+        return True
 
     @abstractmethod
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
@@ -67,14 +78,20 @@ class Results(ABC):
 
         alone(self.comm, guarded)
 
-    def _each(self, act: Callable[[], T], what: str) -> T:
-        """Every rank does this; where it fails on one, all raise."""
+    def _in_turns(self, act: Callable[[], object], what: str, turn: str) -> None:
+        """Ranks of one `turn` do this together, after those of a turn before; where it fails on one, all raise."""
 
-        def guarded() -> tuple[T, None]:
+        def guarded() -> tuple[None, None]:
             with foreign(what):
-                return act(), None
+                act()
+            return None, None
 
-        return agree(self.comm, guarded)[0]
+        for each in sorted(set(self.comm.all_gather_text(turn))):
+            agree(self.comm, guarded if turn == each else lambda: (None, None))
+
+    def _rank(self) -> str:
+        """The turn of this rank alone."""
+        return f"{self.comm.rank:09d}"
 
 
 class NpyFolder(Results):
@@ -86,16 +103,19 @@ class NpyFolder(Results):
         self.folder = Path(folder)
 
     def complete(self, name: str) -> bool:
-        return (self.folder / f"{name}{self.suffix}").exists()
+        file, record = self._files(name)
+        return file.exists() and self._check(name, record.read_text() if record.exists() else None)
+
+    def _files(self, name: str) -> tuple[Path, Path]:
+        """A sample's file, and that of its digest."""
+        return self.folder / f"{name}{self.suffix}", self.folder / ".layerwise" / f"{name}{self.suffix}"
 
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
         shape, dtype = self._array(boxes, x)
-        with _beside(self, self.folder / f"{name}{self.suffix}", folders=True) as file:
+        with _beside(self, *self._files(name)) as file:
             what = f"{name} cannot be written"
             self._first(lambda: np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape), what)
-            array = self._each(lambda: np.lib.format.open_memmap(file, mode="r+"), what)
-            self._each(lambda: _put(array, boxes[self.comm.rank], x), what)
-            self._each(array.flush, what)
+            self._in_turns(lambda: _put_into_file(file, boxes[self.comm.rank], x), what, _host())
 
 
 class NiftiFolder(NpyFolder):
@@ -122,14 +142,17 @@ class NiftiFolder(NpyFolder):
             import nibabel
 
             assert gathered is not None
-            array = gathered.cpu().numpy()
-            volume = np.moveaxis(array, 0, -1) if array.ndim > 3 else array
+            volume = self.volume(number, gathered.cpu().numpy())
             affine = nibabel.load(self.files[number]).affine
-            dtype = np.uint8 if array.dtype == np.bool_ else array.dtype
+            dtype = np.uint8 if volume.dtype == np.bool_ else volume.dtype
             nibabel.save(nibabel.Nifti1Image(volume.astype(dtype), affine, dtype=dtype), file)
 
-        with _beside(self, self.folder / f"{name}{self.suffix}", folders=True) as file:
+        with _beside(self, *self._files(name)) as file:
             self._first(save, f"{name} cannot be written")
+
+    def volume(self, number: int, array: NDArray[Any]) -> NDArray[Any]:
+        """A sample's result as NIfTI has it, (x, y, z) or (x, y, z, channels)."""
+        return np.moveaxis(array, 0, -1) if array.ndim > 3 else array
 
 
 class ZarrGroup(Results):
@@ -139,25 +162,29 @@ class ZarrGroup(Results):
         self.folder = Path(folder)
 
     def complete(self, name: str) -> bool:
-        return (self.folder / name).exists()
+        if not (self.folder / name).exists():
+            return False
+        import zarr
+
+        with foreign(f"{name} cannot be read"):
+            recorded = zarr.open_array(self.folder / name, mode="r").attrs.get("layerwise")
+        return self._check(name, recorded)
 
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
         import zarr
 
         shape, dtype = self._array(boxes, x)
         chunks, apart = _chunks(shape, boxes)
-        rank, what = self.comm.rank, f"{name} cannot be written"
+        what = f"{name} cannot be written"
 
         def create() -> None:
             zarr.open_group(self.folder, mode="a")
-            zarr.create_array(made, shape=shape, dtype=dtype, chunks=chunks)
+            zarr.create_array(made, shape=shape, dtype=dtype, chunks=chunks, attributes={"layerwise": self.digest})
 
-        with _beside(self, self.folder / name, folders=True) as made:
+        with _beside(self, self.folder / name) as made:
             self._first(create, what)
-            array = self._each(lambda: zarr.open_array(made, mode="r+"), what)
-            for turn in range(1 if apart else self.comm.size):
-                box = boxes[rank] if apart or turn == rank else None
-                self._each(lambda box=box: _put(array, box, x), what)  # type: ignore[misc]
+            turn = "" if apart else self._rank()
+            self._in_turns(lambda: _put(zarr.open_array(made, mode="r+"), boxes[self.comm.rank], x), what, turn)
 
 
 class StackedResults(Results):
@@ -167,7 +194,8 @@ class StackedResults(Results):
 
     def __init__(self, out: Any, samples: int) -> None:
         self.out, self.samples = out, samples
-        self.array: Any = None
+        self.shape: tuple[int, ...] | None = None  # of a sample
+        self.file: Path | None = None
         self._files = ExitStack()
 
     @contextmanager
@@ -175,32 +203,34 @@ class StackedResults(Results):
         self.comm = comm
         with self._files:
             yield
-            if hasattr(self.array, "flush"):
-                self.array.flush()
 
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
         shape, dtype = self._array(boxes, x)
-        if self.array is None:
-            self.array = self._opened((self.samples, *shape), dtype)
-        if tuple(self.array.shape[1:]) != shape:
+        if self.shape is None:
+            self._open((self.samples, *shape), dtype)
+            self.shape = shape
+        if self.shape != shape:
             raise LayerwiseError(
-                f"sample {number} makes an array of shape {shape}, and those before of {tuple(self.array.shape[1:])}: "
+                f"sample {number} makes an array of shape {shape}, and those before of {self.shape}: "
                 "give a .zarr or a folder to write into"
             )
-        what = f"samples from {number} cannot be written"
-        self._each(lambda: _put(self.array, boxes[self.comm.rank], x, number), what)
+        what, box, file = f"samples from {number} cannot be written", boxes[self.comm.rank], self.file
+        if file is not None:
+            self._in_turns(lambda: _put_into_file(file, box, x, number), what, _host())
+        else:  # the boxes of several ranks may share a chunk of it
+            self._in_turns(lambda: _put(self.out, box, x, number), what, self._rank())
 
-    def _opened(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def _open(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         if not isinstance(self.out, str | os.PathLike):
             _check(self.out, shape, dtype)
             if type(self.out) is np.ndarray and self.comm.size > 1 and torch.distributed.is_initialized():
                 raise LayerwiseError(
                     "each rank would fill its own array with its own boxes: give a path, or a Zarr array that all see"
                 )
-            return self.out
+            return
         file = self._files.enter_context(_beside(self, Path(self.out), folders=False))
         self._first(lambda: np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape), "it cannot be made")
-        return self._each(lambda: np.lib.format.open_memmap(file, mode="r+"), "rank 0's file is not seen")
+        self.file = file
 
 
 def results_of(out: object, samples: int, files: Sequence[str | None]) -> Results:
@@ -224,10 +254,10 @@ def results_of(out: object, samples: int, files: Sequence[str | None]) -> Result
 
 
 @contextmanager
-def _beside(results: Results, target: Path, *, folders: bool) -> Iterator[Path]:
+def _beside(results: Results, target: Path, record: Path | None = None, *, folders: bool = True) -> Iterator[Path]:
     """A path beside `target`, the same on all ranks, which rank 0 renames to it at the end, and removes on an error.
 
-    folders: those above `target` are made.
+    record: the file that then has the digest; meanwhile there is none. folders: those above `target` are made.
     """
     comm = results.comm
 
@@ -244,9 +274,14 @@ def _beside(results: Results, target: Path, *, folders: bool) -> Iterator[Path]:
 
     def rename() -> tuple[None, None]:
         if comm.rank == 0:
+            if record is not None:
+                record.parent.mkdir(exist_ok=True)
+                record.unlink(missing_ok=True)
             if target.is_dir():
                 _remove(target)
             path.replace(target)
+            if record is not None:
+                record.write_text(results.digest)
         return None, None
 
     try:
@@ -272,6 +307,18 @@ def _put(array: Any, box: Box | None, x: Tensor | None, *before: int) -> None:
         if kind.kind in "iu" and values.dtype.kind in "iu" and int(values.max()) > np.iinfo(kind).max:
             raise LayerwiseError(f"it has a number {int(values.max())}, and what it is to be written into is of {kind}")
         array[(*before, *box.slices())] = values
+
+
+def _put_into_file(file: Path, box: Box | None, x: Tensor | None, *before: int) -> None:
+    """Writes a box into a .npy file that is opened for it, so that ranks elsewhere find it there when it is closed."""
+    array = mapped(file, "r+")
+    _put(array, box, x, *before)
+    array.flush()
+
+
+def _host() -> str:
+    """The turn of the ranks of a node: those of two may hold the same page of a file on a disk that they share."""
+    return socket.gethostname()
 
 
 def _chunks(shape: tuple[int, ...], boxes: Each) -> tuple[tuple[int, ...], bool]:

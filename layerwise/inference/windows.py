@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import ceil
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from layerwise.geometry.arrays import Floats
 
 SIGMA = 1 / 8  # of the Gaussian, in extents of the window
 LEAST = 1e-3  # weight of a number: in a corner, where no other window is, there must be one
+LEAST_OF_NNUNET = 2.0**-24 / 10  # its weights are ten times as large, and of float16
+Gaussian = Literal["monai", "nnunet"]
 
 
 def starts(shape: Sequence[int], window: Sequence[int], overlap: float) -> list[tuple[int, ...]]:
@@ -32,8 +35,9 @@ def starts(shape: Sequence[int], window: Sequence[int], overlap: float) -> list[
     return list(product(*along))
 
 
-def profile(size: int) -> Floats:
-    """The weights of a window's numbers along one dimension, (size,): a Gaussian around its middle."""
-    distance = (np.arange(size) - (size - 1) / 2) / max(1.0, size * SIGMA)
+def profile(size: int, gaussian: Gaussian = "monai") -> Floats:
+    """The weights of a window's numbers along one dimension, (size,): around its middle; nnU-Net's is a number."""
+    middle = size // 2 if gaussian == "nnunet" else (size - 1) / 2
+    distance = (np.arange(size) - middle) / max(1.0, size * SIGMA)
     weights: Floats = np.exp(-0.5 * distance**2)
     return weights

@@ -33,6 +33,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import read_json, write_text
 from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import HELP, load_model, names_code
 from layerwise.importers.with_loss import LOSSES, model_with
 from layerwise.machine import DeviceGraph, load
@@ -41,6 +42,7 @@ from layerwise.program import Kind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Report
 from layerwise.search.baselines import baselines, named_strategy
+from layerwise.search.capacity_command import show_capacity
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
@@ -184,6 +186,12 @@ def _output_flags(g: Flags) -> None:
         metavar="8GB..80GB",
         help="the fastest plan for each of some limits between these, instead of one",
     )
+    g.add_argument(
+        "--capacity",
+        action="store_true",
+        help="instead of a plan the least number of GPUs that hold it; of unet3d and cosmoflow also the largest cube "
+        "that --gpus hold",
+    )
     g.add_argument("--plot", metavar="FILE.svg", help="draw the plan; with --memory-curve that, also as .png or .pdf")
     g.add_argument("--out", metavar="PLAN.json", help="write the plan")
     g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step as a Chrome trace of every device")
@@ -226,6 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     model = _model(args, devices, batch)
     seconds = {"import": time.perf_counter() - started}
+    if args.capacity:
+        return show_capacity(lambda name: _graph(name, batch, args), model.options, space, limit, offer, args)
     if args.price is not None:
         return _price(model, space, limit, args)
     if args.memory_curve is not None:
@@ -260,11 +270,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostModel:
     """The network on the devices, with the assumptions that the flags make."""
-    raw = load_model(args.model, batch, args.input_shape)
     io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
     kind: Kind = "inference" if args.inference else "training"
     options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
-    return CostModel(raw if args.no_fuse else fuse(raw), devices, options)
+    return CostModel(_graph(args.model, batch, args), devices, options)
 
 
 def _searched(
@@ -291,6 +300,11 @@ def _searched(
         if args.memory_limit is not None:  # asked for, and cannot be had
             raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
     return model, result, tried
+
+
+def _graph(name: str, batch: int, args: argparse.Namespace) -> LayerGraph:
+    raw = load_model(name, batch, args.input_shape)
+    return raw if args.no_fuse else fuse(raw)
 
 
 def offered(text: str) -> tuple[str, ...]:

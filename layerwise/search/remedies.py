@@ -41,7 +41,7 @@ def remedies(
     tried: list[Remedy] = []
     for what, other, searched, choices in _others(model, space, offered, more_devices, with_k):
         try:
-            least = _least_bytes(other, searched, choices)
+            least = least_bytes(other, searched, choices)
         except LayerwiseError:  # such as fewer samples than a layer can have
             continue
         tried.append(Remedy(what, least, least <= limit_bytes))
@@ -67,7 +67,8 @@ def _others(
         yield f"a global batch of {batch}", smaller, space, offered
 
 
-def _least_bytes(model: CostModel, space: SearchSpace, offer: tuple[str, ...]) -> float:
+def least_bytes(model: CostModel, space: SearchSpace, offer: tuple[str, ...]) -> float:
+    """Returns the least memory of a device that a plan was found to need."""
     named = baselines(model, space)
     search = LimitedSearch(model, configurations(model, space, named, {}), offer=offer)
     return search.least(list(named.values())).bytes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
@@ -20,6 +21,7 @@ from layerwise.geometry import Box
 Array = NDArray[Any]
 Slices = tuple[slice, ...]
 Reader = Callable[[int, Slices], Array]
+PARSING = threading.Lock()  # CPython 3.11 fails where two threads parse literals, such as a .npy file's header
 KINDS = ".npy, .zarr, .nii, .nii.gz, .h5::name or .hdf5::name"
 
 
@@ -235,7 +237,7 @@ def _opened(name: str, kind: str, inside: str) -> Any:
         with Path(name).open("rb") as file:
             if file.read(len(MAGIC_PREFIX)) != MAGIC_PREFIX:  # else numpy takes it for a pickle
                 raise LayerwiseError(f"file {name!r} cannot be read: it is not in numpy's format")
-        return np.load(name, mmap_mode="r", allow_pickle=False)
+        return mapped(name, "r")
     if kind in (".h5", ".hdf5") and inside:
         import h5py
 
@@ -250,6 +252,13 @@ def _opened(name: str, kind: str, inside: str) -> Any:
         opened = zarr.open(name, mode="r")
         return opened[inside] if inside else opened
     raise LayerwiseError(f"file {name!r}: there are {KINDS}")
+
+
+def mapped(path: str | os.PathLike[str], mode: Literal["r", "r+"]) -> np.memmap[Any, Any]:
+    """The array in a .npy file, of which nothing is read yet."""
+    with PARSING:
+        array: np.memmap[Any, Any] = np.load(path, mmap_mode=mode, allow_pickle=False)
+    return array
 
 
 class _Nifti:

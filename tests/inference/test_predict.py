@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -17,12 +19,13 @@ import zarr
 from torch import Tensor, nn
 
 import layerwise
-from layerwise.comm.base import Comm
+from layerwise.comm.base import Comm, CommError
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
+from layerwise.inference import results
 from layerwise.inference.predict import Predicted, answer, predict
 from layerwise.inference.windows import LEAST, profile, starts
 from layerwise.run.load import load
@@ -143,6 +146,21 @@ def test_mirrored(ranks: int, tmp_path: Path) -> None:
         assert np.isfinite(found).all()
 
 
+def test_mirrored_where_a_rank_has_no_part(tmp_path: Path) -> None:
+    def on_one_device(comm: Comm) -> Predicted:
+        _, network = trained()
+        plan = random_plan(
+            fuse(network.graph), comm.size, 0, "boxes", lambda configs: min(configs, key=lambda c: c.total)
+        )
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        return predict(module, [volumes()[1]], tmp_path / "a", mirror="d", progress=False)
+
+    run_threads(2, on_one_device)
+    x = volumes()[1]
+    wanted = (one_pass(x) + one_pass(x[:, ::-1].copy())[:, ::-1]) / 2
+    np.testing.assert_allclose(np.load(tmp_path / "a" / "sample_00000.npy"), wanted, rtol=1e-5, atol=1e-6)
+
+
 REDUCED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "argmax": ("argmax", lambda y: y.argmax(0)),
     "softmax": ("softmax", lambda y: np.exp(y) / np.exp(y).sum(0)),
@@ -187,11 +205,72 @@ def test_a_case_that_fails_is_named_and_an_interrupted_run_goes_on(tmp_path: Pat
         with pytest.raises(LayerwiseError, match=r"1 of 3 samples failed, . are written: b: .*b\.npy"):
             run(2, [str(file) for file in files], out)
         before = (out / "a.npy").stat().st_mtime_ns
-        assert sorted(path.name for path in out.iterdir()) == ["a.npy", "c.npy"]
+        assert sorted(path.name for path in out.iterdir()) == [".layerwise", "a.npy", "c.npy"]
     np.save(files[1], volumes()[1])
     assert run(2, [str(file) for file in files], out) == [Predicted(("b",), ("a", "c"))] * 2
     assert (out / "a.npy").stat().st_mtime_ns == before
     assert run(1, [str(file) for file in files], out, overwrite=True) == [Predicted(("a", "b", "c"), ())]
+
+
+@pytest.mark.parametrize("kind", ["zarr", "npy"])
+def test_results_of_others_are_not_taken(kind: str, tmp_path: Path) -> None:
+    """By other ranks the same: other weights, or another reduction, need another folder."""
+    out = tmp_path / ("labels.zarr" if kind == "zarr" else "labels")
+    run(2, volumes(), out, reduce="argmax")
+    assert run(3, volumes(), out, reduce="argmax")[0].written == ()
+
+    def other(comm: Comm) -> Predicted:
+        module = module_of(comm)
+        for shard in module.shards():
+            if shard.name == "head.bias":
+                shard.tensor.view(-1)[-1] += 1e-9
+        return predict(module, volumes(), out, reduce="argmax", progress=False)
+
+    for again in (lambda: run_threads(2, other), lambda: run(2, volumes(), out, reduce="softmax")):
+        with pytest.raises(LayerwiseError, match="not known to be of these weights and options"):
+            again()
+    assert len(run(1, volumes(), out, reduce="softmax", overwrite=True)[0].written) == len(SHAPES)
+    assert run(2, volumes(), out, reduce="softmax")[0].written == ()
+
+
+def test_ranks_of_two_nodes_never_hold_a_page_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NFS each node's file is closed before the next one opens it."""
+    there, opened = threading.local(), list[str]()
+    put = results._put_into_file
+
+    def recorded(*args: Any) -> None:
+        opened.append(there.host)
+        put(*args)
+
+    monkeypatch.setattr(results, "_host", lambda: there.host)
+    monkeypatch.setattr(results, "_put_into_file", recorded)
+
+    def rank(comm: Comm) -> Predicted:
+        there.host = "ab"[comm.rank % 2]
+        return predict(module_of(comm), [volumes()[1]] * 2, tmp_path / "a.npy", progress=False)
+
+    run_threads(4, rank)
+    assert opened == [*"aabb"] * 2
+    np.testing.assert_allclose(np.load(tmp_path / "a.npy")[1], one_pass(volumes()[1]), rtol=1e-5, atol=1e-6)
+
+
+def test_one_rank_without_memory_ends_all(tmp_path: Path) -> None:
+    def rank(comm: Comm) -> Predicted:
+        module = module_of(comm)
+        if comm.rank == 1:
+            sized = module.sized
+
+            def short(*args: Any) -> Any:
+                def fail(given: object) -> Any:
+                    raise torch.OutOfMemoryError("no memory")
+
+                return replace(sized(*args), run=fail)
+
+            module.__dict__["sized"] = short
+        return predict(module, volumes(), tmp_path / "a", progress=False)
+
+    with pytest.raises(CommError, match="rank 1 ran out of memory"):
+        run_threads(2, rank)
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
@@ -272,7 +351,7 @@ def test_ranks_that_see_other_samples_never_mix_them(tmp_path: Path) -> None:
             predict(module, mine, tmp_path / "a", progress=False)
 
     run_threads(2, both, timeout_s=60)
-    written = list((tmp_path / "a").iterdir())
+    written = list((tmp_path / "a").glob("*.npy"))
     assert {path.stem for path in written} >= {"sample_00002", "sample_00003"}
     for path in written:
         wanted = one_pass(samples[int(path.stem[-1])])
@@ -305,3 +384,62 @@ def test_results_are_called_so_that_files_are_told_apart(tmp_path: Path) -> None
         np.save(file, volumes()[1])
     done = predict(module_of(SoloComm()), [str(file) for file in files], tmp_path / "out", progress=False)
     assert done.written == ("a_x-0.5mm", "a_x-0.7mm", "b_x-0.5mm")
+
+
+class Two(nn.Module):
+    """Takes an image, another of its extents, and numbers of the sample as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(2, 4, 2, stride=2)
+        self.up, self.of_all = nn.ConvTranspose3d(4, 4, 2, stride=2), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, other: Tensor, numbers: Tensor) -> Tensor:
+        made: Tensor = torch.relu(self.first(x)) + self.up(torch.relu(self.second(other)))
+        return made * self.of_all(numbers)[:, :, None, None, None]
+
+
+@pytest.mark.parametrize("window", [None, (8, 6, 8)])
+def test_several_inputs(window: tuple[int, ...] | None, tmp_path: Path) -> None:
+    """Padded, mirrored and cut into windows alike; what has no positions goes to every window in full."""
+    torch.manual_seed(0)
+    model, rng, shape = Two().double().eval(), np.random.default_rng(0), (13, 9, 16)
+    samples = [rng.normal(size=(1, *each)) for each in ((1, *shape), (2, *shape), (3,))]
+
+    def run_rank(comm: Comm) -> Predicted:
+        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
+        example = tuple(torch.zeros(1, *each, dtype=torch.float64) for each in ((1, 8, 8, 8), (2, 8, 8, 8), (3,)))
+        made = layerwise.parallelize(
+            copy.deepcopy(model), example, strategy={"first": {"d": comm.size}}, inference=True, io="boxes",
+            verbose=False, options=options,
+        )  # fmt: skip
+        loader = layerwise.BoxLoader(made, *samples)
+        return predict(made, loader, tmp_path / "a", window=window, mirror="w", progress=False)
+
+    run_threads(2, run_rank)
+
+    @torch.no_grad()
+    def one(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        """The mean of both ways, of extents that are padded to even ones on both sides."""
+        rest = [n % 2 for n in parts[0].shape[2:]]
+        padded = [np.pad(p, [(0, 0), (0, 0), *((r // 2, r - r // 2) for r in rest)]) for p in parts[:2]]
+        made = [
+            np.flip(model(*(torch.from_numpy(np.flip(p, way).copy()) for p in padded), given).numpy(), way)
+            for way in ((), (4,))
+        ]
+        inside = tuple(slice(r // 2, r // 2 + n) for r, n in zip(rest, parts[0].shape[2:], strict=True))
+        result: np.ndarray[Any, Any] = (sum(made) / 2)[(0, slice(None), *inside)]
+        return result
+
+    given = torch.from_numpy(samples[2])
+    if window is None:
+        wanted = one(samples[:2])
+    else:
+        total, weight = np.zeros((4, *shape)), np.zeros(shape)
+        gaussian = np.maximum(np.einsum("a,b,c->abc", *map(profile, window)), LEAST)
+        for place in starts(shape, window, 0.5):
+            here = tuple(slice(p, p + n) for p, n in zip(place, window, strict=True))
+            total[(slice(None), *here)] += one([s[(slice(None), slice(None), *here)] for s in samples[:2]]) * gaussian
+            weight[here] += gaussian
+        wanted = total / weight
+    np.testing.assert_allclose(np.load(tmp_path / "a" / "sample_00000.npy"), wanted, rtol=1e-5, atol=1e-6)

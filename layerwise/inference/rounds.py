@@ -1,0 +1,131 @@
+"""Rounds: the samples that ranks compute at a time, all together or one each, and what of them failed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Comm, CommError
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.together import agree
+from layerwise.errors import LayerwiseError
+from layerwise.files import JSON
+from layerwise.geometry import Box
+from layerwise.inference.cases import Cases
+from layerwise.inference.predictor import Boxed, Predictor, Reduce
+from layerwise.inference.results import Results
+from layerwise.inference.windows import Gaussian
+from layerwise.quantities import parse_bytes
+from layerwise.run.parallel import ParallelModule
+
+
+@contextmanager
+def evaluating(model: ParallelModule) -> Iterator[None]:
+    """Within it all of the model is in evaluation mode, and nothing is differentiated."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def predictor_of(
+    model: ParallelModule,
+    cases: Cases,
+    output: int,
+    reduce: Reduce | None,
+    window: Sequence[int] | None,
+    overlap: float,
+    mirror: str,
+    memory_limit: float | str | None,
+    gaussian: Gaussian = "monai",
+) -> Predictor:
+    """How samples are computed here: by all ranks together, or by each rank alone where samples alone are split."""
+    alone = model.sized(cases.planned).alone
+    if memory_limit is not None and window is None and "memory_bytes" not in model.plan.predicted:
+        raise LayerwiseError(
+            "memory_limit= rests on the memory that is predicted, and of a model that is run as it is written none is: "
+            "give window="
+        )
+    limits = agree(model.comm, lambda: (None, min(_limit(memory_limit, model.device), sys.float_info.max)))[1]
+    comm = SoloComm(model.device) if alone else model.comm
+    return Predictor(model, cases, comm, output, reduce, window, overlap, mirror, min(limits), gaussian)
+
+
+def written_before(world: Comm, results: Results, names: Sequence[str]) -> list[str]:
+    """Which of these samples an earlier run has written, as rank 0 sees them. Every rank calls it."""
+    return list(agree(world, lambda: (None, [] if world.rank else list(filter(results.complete, names))))[1][0])
+
+
+def rounds_of(predictor: Predictor, world: Comm, numbers: Sequence[int]) -> list[list[int]]:
+    """The samples of each round: of all ranks together, or one a rank. All ranks have those of rank 0."""
+    alone = predictor.comm is not world
+
+    def planned() -> tuple[None, list[list[int]]]:
+        if alone:
+            return None, [list(numbers[i : i + world.size]) for i in range(0, len(numbers), world.size)]
+        return None, list(predictor.cases.batches(numbers, predictor.model.plan.batch))
+
+    return list(agree(world, planned)[1][0])
+
+
+def compute_round(predictor: Predictor, world: Comm, results: Results, numbers: Sequence[int]) -> dict[str, str]:
+    """Computes and writes samples; returns by name why some failed. Every rank of `world` calls it alike."""
+    names, failed = predictor.cases.names, dict[str, str]()
+    together = predictor.comm is world
+    try:
+        if together:
+            made = [*zip(numbers, predictor.batch(numbers), strict=True)]
+        else:
+            made = _one_each(predictor, world, numbers, failed)
+        for number, boxed in made:
+            results.write(number, names[number], *boxed)
+    except CommError:
+        raise
+    except LayerwiseError as error:
+        failed |= {names[number]: str(error) for number in numbers if names[number] not in failed}
+    if failed and not results.separate:
+        raise LayerwiseError("; ".join(failed.values()))
+    return failed
+
+
+def _one_each(
+    predictor: Predictor, world: Comm, numbers: Sequence[int], failed: dict[str, str]
+) -> list[tuple[int, Boxed]]:
+    """Each rank computes a sample of its own; the boxes that the ranks have of each, and what this one has."""
+
+    def act() -> tuple[Tensor | None, JSON]:
+        if world.rank >= len(numbers):
+            return None, None
+        try:
+            ((_, x),) = predictor.batch([numbers[world.rank]])
+        except LayerwiseError as error:
+            return None, str(error)
+        assert x is not None
+        return x, list(x.shape)
+
+    x, told = agree(world, act)
+    made = list[tuple[int, Boxed]]()
+    for rank, number in enumerate(numbers):
+        shape = told[rank]
+        if isinstance(shape, str):
+            failed[predictor.cases.names[number]] = shape
+        else:
+            box = Box((0,) * len(shape), tuple(shape))
+            owned = tuple(box if other == rank else None for other in range(world.size))
+            made.append((number, (owned, x if rank == world.rank else None)))
+    return made
+
+
+def _limit(given: float | str | None, device: torch.device) -> float:
+    """Bytes that a pass may take on a device."""
+    if given is not None:
+        return parse_bytes(given, "memory_limit")
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else float("inf")
