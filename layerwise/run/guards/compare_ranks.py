@@ -12,6 +12,7 @@ import platform
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def hardware() -> int:
 def _processor() -> str:
     """The processor's name (the host's, where Linux does not tell); GPUs are of one kind on all ranks."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             return next(line for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.node()

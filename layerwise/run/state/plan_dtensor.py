@@ -137,6 +137,14 @@ class PlanDTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def storage(self) -> NoReturn:  # what safetensors and Accelerate know shared memory by
+        """LayerwiseError: a file of it would have this rank's part."""
+        raise LayerwiseError(
+            "the memory of a parameter that the plan splits was asked for, as safetensors and Accelerate's save_model "
+            "and save_state do, and each rank has a part of it: give accelerator.save(model.full_state_dict(), file), "
+            "or safetensors' save_file model.full_state_dict(), which every rank calls"
+        )
+
     @property
     def _fsdp_orig_uid(self) -> NoReturn:  # what fully_shard asks a parameter for, from torch 2.13 on
         raise LayerwiseError(
