@@ -64,13 +64,6 @@ def test_saving_a_split_state_dict_by_accelerate_says_what_to_do() -> None:
     assert all(instead in said for said in run_ranks(ranks, f"{HERE}storage_refusal", cuts))
 
 
-@pytest.mark.parametrize("name", ["filters", "mixed"])
-def test_muon_is_one_devices_to_its_16_bits(name: str) -> None:
-    ranks, cuts = PLANS[name]
-    for _, state in run_ranks(ranks, f"{HERE}trained", cuts, "muon", "nothing"):
-        close(state, single("muon", "nothing")[1], 1e-2)
-
-
 def test_an_optimizer_of_ones_own_that_takes_norms_is_one_devices() -> None:
     """Norms of whole parameters, as LAMB has them."""
     ranks, cuts = PLANS["mixed"]
