@@ -1,20 +1,23 @@
-"""A step under a plan on two ranks (threads) against the same step of plain PyTorch on one device."""
+"""Two steps under a plan on two ranks (threads), evaluation and a checkpoint, against plain PyTorch on one device."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.utils import _pytree as pytree
 
 from benchmarks.zoo.example import Example
 from benchmarks.zoo.plans import RANKS
+from layerwise import checkpoint
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
@@ -36,13 +39,19 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}
 # 6e-8.
 NARROW = 1e-6
 TIMEOUT_S = 120.0
+RATE = 1e-2  # of the parameters' norm that a step changes
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device makes of a step: outputs that are numbers, their weights in the loss, the state, gradients."""
+    """What one device makes of a step: outputs that are numbers, their weights in the loss, gradients; the state later.
+
+    rate: with which the optimizer then steps, after this batch and another; loss_after: the other batch's.
+    """
 
     loss: float
+    rate: float
+    loss_after: float
     outputs: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     state: Mapping[str, Tensor]
@@ -68,15 +77,42 @@ def reference(given: Example, inputs: tuple[Tensor, ...], network: Network) -> R
     total = _loss(outputs, weights)
     total.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in own.named_parameters(remove_duplicate=False) if p.grad is not None}
+    norms = _norm(p.detach() for p in own.parameters()), _norm(gradients.values())
+    rate = RATE * norms[0] / max(norms[1], 1e-30)
+    loss_after, _ = _trained_on(own, given, _another(inputs), weights, rate)
     state = {name: value.detach().clone() for name, value in own.state_dict().items()}
     own.eval()
     with torch.no_grad():
         evaluated = {stage: _called(own, given, _first(inputs, size)) for stage, size in stages(inputs).items()}
-    return Reference(total.item(), tuple(out.detach() for out in outputs), weights, state, gradients, random, evaluated)
+    made = tuple(out.detach() for out in outputs)
+    return Reference(total.item(), rate, loss_after, made, weights, state, gradients, random, evaluated)
+
+
+def _norm(values: Iterable[Tensor]) -> float:
+    """Of the elements of all."""
+    return torch.stack([torch.zeros(()), *(torch.linalg.vector_norm(x.to_dense()).cpu() for x in values)]).norm().item()
+
+
+def _another(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Other samples: mirrored where they are numbers, and of other ranks."""
+    return tuple(x if not x.dim() else (x.flip(-1) if x.is_floating_point() else x).roll(1, 0) for x in inputs)
+
+
+def _trained_on(
+    module: nn.Module, given: Example, inputs: Sequence[Tensor], weights: Sequence[Tensor], rate: float
+) -> tuple[float, SGD]:
+    """The loss of another training batch, after a step with the gradients at hand; it steps with those of that, too."""
+    optimizer = SGD(module.parameters(), lr=rate, momentum=0.9)
+    optimizer.step()
+    optimizer.zero_grad()
+    total = _loss(_called(module, given, inputs), weights)
+    total.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return total.item(), optimizer
 
 
 def stages(inputs: tuple[Tensor, ...]) -> dict[str, int]:
-    """What comes after the step, all in evaluation, and of how many samples."""
+    """What comes after the steps, all in evaluation, and of how many samples."""
     return {"evaluation": len(inputs[0]), "another batch": RANKS, "saved and loaded": RANKS}
 
 
@@ -98,21 +134,32 @@ def compared(
     Relative to the largest element of the tensor; what is 1e-3 or less in all its elements counts as 1e-3.
     AssertionError where the ranks send other bytes than were predicted.
     """
-    ranks = run_threads(RANKS, lambda comm: _step(network, plan, comm, given, inputs, wanted), timeout_s=TIMEOUT_S)
-    losses = [rank.pop("loss") for rank in ranks]
+    with TemporaryDirectory() as folder:
+        ranks = run_threads(
+            RANKS, lambda comm: _steps(network, plan, comm, given, inputs, wanted, folder), timeout_s=TIMEOUT_S
+        )
+    losses = {
+        name: (sum(rank.pop(name) for rank in ranks) / RANKS, single)
+        for name, single in (("loss", wanted.loss), ("loss of the next batch", wanted.loss_after))
+    }
     away = {name: max(rank.get(name, 0.0) for rank in ranks) for name in dict.fromkeys(n for r in ranks for n in r)}
     sent = {kind: sum(rank.get(f"sent {kind}", 0.0) for rank in ranks) for kind in KINDS}
     for kind, number in sent.items():
         assert number == round(plan.predicted[PREDICTED[kind]]), f"{kind}: {number:,.0f} bytes sent, not as predicted"
     away = {name: value for name, value in away.items() if not name.startswith("sent ")}
-    mean = sum(losses) / RANKS
-    return away | {"loss": abs(mean - wanted.loss) / max(abs(wanted.loss), 1e-3)}
+    return away | {name: abs(mean - single) / max(abs(single), 1e-3) for name, (mean, single) in losses.items()}
 
 
-def _step(
-    network: Network, plan: Plan, comm: Comm, given: Example, inputs: tuple[Tensor, ...], wanted: Reference
+def _steps(
+    network: Network,
+    plan: Plan,
+    comm: Comm,
+    given: Example,
+    inputs: tuple[Tensor, ...],
+    wanted: Reference,
+    folder: str,
 ) -> dict[str, float]:
-    """What one rank has, compared; its own loss, and the bytes that it sent."""
+    """What one rank has, compared; its own losses, and the bytes that it sent. folder: for a checkpoint."""
     torch.set_num_threads(1)
     module = load(plan, network, comm=comm, dtype=getattr(torch, network.graph.dtype))
     before = dict(comm.sent)
@@ -142,6 +189,8 @@ def _step(
     for name in dict(module.named_parameters()):
         if name in wanted.gradients and name in boxes and name not in found:
             away[f"gradient of {name}"] = float(wanted.gradients[name].abs().max())
+    next_batch = _share(module, _another(inputs))
+    away["loss of the next batch"], optimizer = _trained_on(module, given, next_batch, weights, wanted.rate)
     state = module.full_state_dict()
     if state.keys() != wanted.state.keys():
         raise LayerwiseError(f"the state dict has other names: {sorted(state.keys() ^ wanted.state.keys())[:3]}")
@@ -149,12 +198,23 @@ def _step(
     module.eval()
     for stage, size in stages(inputs).items():
         if stage == "saved and loaded":
-            for shard in module.shards():
-                if state.keys() & {shard.name, *shard.aliases}:  # not a constant of the forward pass
-                    shard.tensor.zero_()
-            module.load_state_dict(state)
+            away |= _saved_and_loaded(module, optimizer, folder)
         away |= _evaluated(module, given, _first(inputs, size), wanted.evaluated[stage], stage)
     return away
+
+
+@torch.no_grad()
+def _saved_and_loaded(module: ParallelModule, optimizer: SGD, folder: str) -> dict[str, float]:
+    """The differences of the optimizer's state; the module's are those of what it computes next."""
+    checkpoint.save(folder, module, optimizer, {})
+    momenta = {p: local_tensor(state["momentum_buffer"]).clone() for p, state in optimizer.state.items()}
+    for tensor in (shard.tensor for shard in module.shards()):
+        tensor.zero_()
+    for state in optimizer.state.values():
+        local_tensor(state["momentum_buffer"]).zero_()
+    checkpoint.load(folder, module, optimizer)
+    loaded = [(local_tensor(optimizer.state[p]["momentum_buffer"]), before) for p, before in momenta.items()]
+    return {f"saved and loaded, momentum {i}": difference(now, before) for i, (now, before) in enumerate(loaded)}
 
 
 @torch.no_grad()

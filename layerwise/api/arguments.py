@@ -6,10 +6,13 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from layerwise.api.options import ParallelOptions
+from layerwise.api.unbatched import LISTS, arguments_of
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.arguments import Call
 from layerwise.plan import Plan
 from layerwise.quantities import parse_bytes
 from layerwise.run.options import plan_digest
@@ -68,10 +71,9 @@ def at_least_1(name: str, value: object) -> None:
         raise LayerwiseError(f"{name} is {value!r}; it must be at least 1, and a whole number")
 
 
-def facts(
-    plan: Plan | None, examples: tuple[Tensor, ...], options: ParallelOptions, arguments: Mapping[str, object]
-) -> dict[str, str]:
-    """What all ranks must be given alike, for the handshake."""
+def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Mapping[str, object]) -> dict[str, str]:
+    """What all ranks must be given alike, for the handshake: of lists whether there are any, not what is in them."""
+    examples = [leaf for x in arguments_of(call) for leaf in ([x] if isinstance(x, LISTS) else pytree.tree_leaves(x))]
     every = {
         "layerwise": __version__,
         "torch": torch.__version__,
@@ -81,9 +83,15 @@ def facts(
         "measure_s > 0": options.measure_s > 0,
         "profile": "by itself" if options.profile is None else "given",
         "plan": "" if plan is None else plan_digest(plan),
-        "example_inputs": ", ".join(f"{dtype_name(x.dtype)} {list(x.shape)}" for x in examples),
+        "example_inputs": ", ".join(filter(None, map(_described, examples))),
     }
     return {name: str(value) for name, value in every.items()}
+
+
+def _described(example: object) -> str:
+    if isinstance(example, Tensor):
+        return f"{dtype_name(example.dtype)} {list(example.shape)}"
+    return "a list" if isinstance(example, LISTS) else ""
 
 
 def _whole(value: object) -> bool:

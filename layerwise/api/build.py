@@ -16,6 +16,7 @@ from layerwise.api.machine import machine_of
 from layerwise.api.options import ParallelOptions
 from layerwise.api.planner import Planner, Request, Strategy, report
 from layerwise.api.source import Model, dtype_of, network, network_as_written
+from layerwise.api.unbatched import Unbatched
 from layerwise.api.world import World
 from layerwise.comm.together import alone
 from layerwise.config import Config
@@ -49,6 +50,7 @@ class Task:
     request: Request
     runtime: RuntimeOptions
     options: ParallelOptions
+    lists: Unbatched | None = None  # where no dimension of a tensor is the samples
 
     def build(self) -> Built:
         """The module by layers, or as it is written where it cannot be taken apart into layers."""
@@ -71,6 +73,8 @@ class Task:
         return self.plan is not None and self.plan.strategy.keys() == {LAYER}
 
     def _import(self) -> tuple[Network, torch.dtype]:
+        if self.lists is not None:
+            raise LayerwiseError(self.lists.why)
         if self._planned_as_written:
             raise LayerwiseError("the plan has it so")
         a_module = isinstance(self.model, nn.Module)
@@ -110,7 +114,7 @@ class Task:
         if self.batch < world.size:
             needs = f"needs a sample on every rank, and there are {self.batch} for {world.size}"
             raise LayerwiseError(f"{why}. The model as it is written {needs}") from why
-        imported = network_as_written(self.model, self.call, self.batch, why)
+        imported = network_as_written(self.model, self.call, self.batch, why, self.lists)
         graph = imported.graph
         world.comm.handshake({"model": graph.digest, "what keeps it from being split": str(why)})
         agreed = self.plan or _data_plan(graph, world, self.request)

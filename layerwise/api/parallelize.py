@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 import torch.distributed as dist
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
@@ -21,6 +21,7 @@ from layerwise.api.build import Task
 from layerwise.api.options import ParallelOptions
 from layerwise.api.planner import Request, Strategy
 from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
+from layerwise.api.unbatched import unbatched
 from layerwise.api.world import join
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
@@ -148,14 +149,16 @@ def parallelize(
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
     check_io(io, user_plan, loaders)
     boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
-    samples = _batch(batch, examples, user_plan, 1 if boxes else world.size)
     arguments = {
-        "batch": samples, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
+        "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
         "names of inputs": ", ".join(call[1]),
     }  # fmt: skip
-    world.comm.handshake(facts(user_plan, examples, options, arguments))  # before the work that they are for
+    world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
+    lists = unbatched(call, world.comm) if isinstance(model, nn.Module) else None
+    counted = examples[0].shape[0] * (1 if boxes else world.size) if examples and lists is None else 0
+    samples = _batch(batch, lists.samples if lists else counted, user_plan)
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm
@@ -163,7 +166,7 @@ def parallelize(
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
-    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options).build()
+    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, lists).build()
     if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
         module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:
@@ -209,14 +212,14 @@ def _accumulate(module: ParallelModule, every: int | Literal["auto"]) -> tuple[s
     return (note,)
 
 
-def _batch(batch: int | None, examples: tuple[Tensor, ...], plan: Plan | None, ranks: int) -> int:
-    """Samples of all ranks together. ranks: of which each has as many as the example."""
+def _batch(batch: int | None, counted: int, plan: Plan | None) -> int:
+    """Samples of all ranks together. counted: those of the examples, 0 where there are none."""
     if batch is None:
         if plan is not None:
             return plan.batch
-        if not examples:
+        if not counted:
             raise LayerwiseError("give example_inputs, or batch=, the number of samples of all ranks together")
-        return examples[0].shape[0] * ranks
+        return counted
     if plan is not None and plan.batch != batch:
         raise LayerwiseError(f"the plan is for a global batch of {plan.batch}, not {batch}: leave batch= out")
     return batch

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from layerwise.api.unbatched import Unbatched
 from layerwise.errors import LayerwiseError
-from layerwise.importers.as_written import as_written
+from layerwise.importers.as_written import as_written, as_written_unbatched
 from layerwise.importers.load import Network, load_network, network_of
 from layerwise.importers.torch.read.arguments import Call, call_of
 from layerwise.ops.base import Role
@@ -32,11 +33,11 @@ def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tens
     call = call_of(model, example_inputs)
     values = pytree.tree_leaves(call)
     odd = [x for x in values if not isinstance(x, Tensor | int | float | str | NoneType)]
-    if odd or not any(isinstance(x, Tensor) for x in values):
+    tensors = tuple(x for x in values if isinstance(x, Tensor))
+    if odd or not values or not (tensors or isinstance(model, nn.Module)):
         what = f"example_inputs has a {type(odd[0]).__name__}" if odd else "example_inputs has no tensor"
         raise LayerwiseError(f"{what}: give the tensor that one rank calls the model with, or a tuple of such tensors")
-    tensors = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
-    if not tensors or tensors[0].dim() == 0 or tensors[0].shape[0] < 1:
+    if tensors and (tensors[0].dim() == 0 or tensors[0].shape[0] < 1):
         raise LayerwiseError("example_inputs has no samples: its first tensor needs a first dimension of at least 1")
     return call, tensors
 
@@ -89,16 +90,21 @@ def network(model: Model, call: Call, batch: int) -> Network:
     return load_network(os.fspath(model), batch)
 
 
-def network_as_written(model: nn.Module, call: Call, batch: int, why: LayerwiseError) -> Network:
+def network_as_written(
+    model: nn.Module, call: Call, batch: int, why: LayerwiseError, lists: Unbatched | None
+) -> Network:
     """The model as one layer, which is not split: see `importers.as_written`."""
     with without_hooks(model):
-        return replace(as_written(model, _there(model, call), batch, why), itself=True)
+        call = _there(model, call)
+        if lists is not None:
+            return replace(as_written_unbatched(model, call, batch, lists.counted, why), itself=True)
+        return replace(as_written(model, call, batch, why), itself=True)
 
 
 def _there(model: nn.Module, call: Call) -> Call:
     """The call where the model is: on the meta device, where a part of it is."""
     call_devices = (x.device for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
-    devices = [t.device for t in (*model.parameters(), *model.buffers())] or [next(call_devices)]
+    devices = [t.device for t in (*model.parameters(), *model.buffers())] or [next(call_devices, torch.device("cpu"))]
     where = next((device for device in devices if device.type == "meta"), devices[0])
 
     def there(x: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -24,15 +27,7 @@ def as_written(module: nn.Module, call: Call, batch: int, why: LayerwiseError) -
 
     why: what keeps it from being split. It is raised where the module cannot be run, either.
     """
-    held: dict[str, Tensor] = {}
-    names: dict[int, str] = {}
-    keys: dict[str, str] = {}
-    for key, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            keys[key] = names.setdefault(id(tensor), key)
-            held.setdefault(keys[key], tensor)
-    if any(tensor.is_meta for tensor in (*held.values(), *module.buffers())):
-        raise LayerwiseError(f"{why}. As it is on the meta device it cannot be run as it is written: build it for real")
+    held, keys = _held(module, why)
     examples = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
     samples = next(x.shape[0] for x in examples if x.dim())
     try:
@@ -41,9 +36,6 @@ def as_written(module: nn.Module, call: Call, batch: int, why: LayerwiseError) -
             by_row = _returns_rows(module, call, samples)
     except Exception as error:  # the model's own code, which may raise anything
         raise why from error
-    held = {name: tensor for name, tensor in held.items() if 0 not in tensor.shape}
-    floating = (t.dtype for t in (*held.values(), *examples) if t.is_floating_point())
-    dtype = str(next(floating, torch.float32)).removeprefix("torch.")
     builder = GraphBuilder(type(module).__name__)
     inputs: list[str] = []
 
@@ -54,7 +46,66 @@ def as_written(module: nn.Module, call: Call, batch: int, why: LayerwiseError) -
         return Leaf(inputs[-1], (tuple(x.shape), x.dtype))
 
     arguments = Arguments(signature_of(module), pytree.tree_map(leaf, call), samples)
-    op = AsWritten(tuple((tuple(t.shape), isinstance(t, nn.Parameter)) for t in held.values()), dtype, by_row)
+    op = AsWritten(_shapes(held), _dtype(*held.values(), *examples), by_row)
+    return _network(module, builder, op, inputs, arguments, held, keys, batch)
+
+
+def as_written_unbatched(
+    module: nn.Module, call: Call, batch: int, counted: Literal["items", "ranks"], why: LayerwiseError
+) -> Network:
+    """The module as one layer, where no dimension of a tensor is the samples: its one input is their numbers.
+
+    LayerwiseError where the module cannot be called so, in the mode that it has.
+    """
+    held, keys = _held(module, why)
+    try:
+        with as_it_was(module), torch.no_grad():
+            module(*call[0], **call[1])
+    except Exception as error:  # the model's own code, which may raise anything
+        raise LayerwiseError(
+            f"{why}; but called with example_inputs as they are the model raises {type(error).__name__}: {error}"
+        ) from error
+    builder, dtype = GraphBuilder(type(module).__name__), _dtype(*held.values())
+    arguments = Arguments(signature_of(module), pytree.tree_map(lambda _: Leaf(None, None), call), batch)
+    op = AsWritten(_shapes(held), dtype, counted=counted)
+    inputs = [builder.input("samples", TensorSpec((batch,), ("n",), dtype))]
+    return _network(module, builder, op, inputs, arguments, held, keys, batch)
+
+
+def _held(module: nn.Module, why: LayerwiseError) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The module's tensors by name, each once, and that name by every key of the state dict."""
+    held: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+    keys: dict[str, str] = {}
+    for key, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            keys[key] = names.setdefault(id(tensor), key)
+            held.setdefault(keys[key], tensor)
+    if any(tensor.is_meta for tensor in (*held.values(), *module.buffers())):
+        raise LayerwiseError(f"{why}. As it is on the meta device it cannot be run as it is written: build it for real")
+    return {name: tensor for name, tensor in held.items() if 0 not in tensor.shape}, keys
+
+
+def _shapes(held: Mapping[str, Tensor]) -> tuple[tuple[tuple[int, ...], bool], ...]:
+    return tuple((tuple(t.shape), isinstance(t, nn.Parameter)) for t in held.values())
+
+
+def _dtype(*tensors: Tensor) -> str:
+    floating = (t.dtype for t in tensors if t.is_floating_point())
+    return str(next(floating, torch.float32)).removeprefix("torch.")
+
+
+def _network(
+    module: nn.Module,
+    builder: GraphBuilder,
+    op: AsWritten,
+    inputs: Sequence[str],
+    arguments: Arguments,
+    held: Mapping[str, Tensor],
+    keys: Mapping[str, str],
+    batch: int,
+) -> Network:
+    """The network of one layer, of these inputs."""
     builder.add(LAYER, op, inputs, tuple(held))
     frozen = {name for name, t in held.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
     graph: LayerGraph = builder.finish([LAYER]).freeze(frozen)

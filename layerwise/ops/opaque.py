@@ -281,6 +281,7 @@ class AsWritten(Op):
     """All of a model, as one layer of samples. It has no kernel: the module itself is called.
 
     held: shape of each parameter and buffer, and whether it is a parameter. by_row: every output has a row a sample.
+    counted: by what a call's samples are: rows of a tensor, items of a list, or not known, one a rank.
     """
 
     kind: ClassVar[str] = "as_written"
@@ -288,6 +289,7 @@ class AsWritten(Op):
     held: tuple[tuple[tuple[int, ...], bool], ...]
     dtype: str
     by_row: bool = False
+    counted: Literal["rows", "items", "ranks"] = "rows"
 
     @property
     def loss(self) -> Literal["mean", "sum"] | None:

@@ -183,6 +183,19 @@ def trained(comm: Comm, cuts: Cuts, optimizer: str, action: str) -> tuple[list[f
     return seen, whole(model)
 
 
+def storage_refusal(comm: Comm, cuts: Cuts) -> str:
+    """What safetensors and Accelerate, which know shared memory by its address, are told."""
+    weight = made(comm, cuts).state_dict()["first.weight"]
+    try:
+        return str(weight.untyped_storage().data_ptr())
+    except Exception:  # as they have it
+        pass
+    try:
+        return str(weight.storage().data_ptr())
+    except LayerwiseError as error:
+        return str(error)
+
+
 def scaled(comm: Comm | None, cuts: Cuts, bad: int) -> tuple[list[float], dict[str, Tensor]]:
     """With GradScaler; in one step a gradient is infinite, of which rank `bad` has a part."""
     model = made(comm, cuts) if comm is not None else net_again()

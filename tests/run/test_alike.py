@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,12 @@ def test_a_learning_rate_of_one_rank_alone_is_named_at_the_second_step(strategy:
         train(strategy, lr=0.11)
 
 
+@pytest.mark.parametrize("strategy", ["data", {"2": {"n": 3}}])
+def test_a_difference_is_noticed_whatever_its_size(strategy: object) -> None:
+    with pytest.raises(LayerwiseError, match="rank 1 of 3 has other parameters than rank 0, when it begins step 2: "):
+        train(strategy, lr=0.1001)
+
+
 def test_a_step_that_one_rank_leaves_out_is_noticed() -> None:
     with pytest.raises(LayerwiseError, match="rank 1 of 3 has other parameters than rank 0, when it begins step 8: "):
         train("data", skipped=5)
@@ -51,8 +59,10 @@ def test_ranks_that_are_meant_to_differ_are_left_alone() -> None:
     train("data", lr=0.2, steps=3, compare=False)
 
 
-def test_rounding_of_other_hardware_is_no_difference() -> None:
+def test_rounding_of_other_hardware_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates that are apart by a few units in the last place, in every step."""
+    processors = count()
+    monkeypatch.setattr("layerwise.run.guards.compare_ranks.hardware", lambda: next(processors))
     rng = torch.Generator().manual_seed(1)
     values = torch.rand(2000, generator=rng)
     held = [{"weight": values.clone()}, {"weight": values.clone()}]

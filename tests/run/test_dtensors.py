@@ -58,6 +58,12 @@ def test_optimizers_are_one_devices(name: str, optimizer: str) -> None:
     check(run_ranks(ranks, f"{HERE}trained", cuts, optimizer, "clip"), single(optimizer, "clip"))
 
 
+def test_saving_a_split_state_dict_by_accelerate_says_what_to_do() -> None:
+    ranks, cuts = PLANS["filters"]
+    instead = "accelerator.save(model.full_state_dict(), file)"
+    assert all(instead in said for said in run_ranks(ranks, f"{HERE}storage_refusal", cuts))
+
+
 def test_an_optimizer_of_ones_own_that_takes_norms_is_one_devices() -> None:
     """Norms of whole parameters, as LAMB has them."""
     ranks, cuts = PLANS["mixed"]

@@ -13,6 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.ops.base import Role
+from layerwise.ops.opaque import AsWritten
 from layerwise.ops.random import signed
 from layerwise.run.batches import Batch
 from layerwise.run.data_parallel.replacements import Draws
@@ -43,15 +44,27 @@ class ModelCall:
 
 
 class FedSamples:
-    """How many samples a call is given: rows of the input that has one a sample."""
+    """How many samples a call is given: rows of the input that has one a sample, or items of the first list.
+
+    Where neither is known each rank counts as one.
+    """
 
     def __init__(self, graph: LayerGraph, arguments: Arguments) -> None:
+        as_written = (layer.op for layer in graph.layers if isinstance(layer.op, AsWritten))
+        self._counted = next((op.counted for op in as_written), "rows")
         rows = {layer.name for layer in graph.layers if layer.role is Role.INPUT and layer.out.index("n") == 0}
         self._arguments = arguments
         self._paths = [path for path, leaf in arguments.leaves.items() if leaf.name in rows]
 
     def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-        """Returns this rank's number. LayerwiseError where no tensor is given."""
+        """Returns this rank's number. LayerwiseError where no tensor, or no list, is given."""
+        if self._counted == "ranks":
+            return 1
+        if self._counted == "items":
+            count = next((len(x) for x in (*inputs, *named.values()) if isinstance(x, list | tuple)), None)
+            if count is None:
+                raise LayerwiseError("the model is called without a list, so its number of samples is not known")
+            return count
         flat = self._arguments.named(inputs, named)
         known = (*(flat.get(path) for path in self._paths), *flat.values())
         x = next((x for x in known if isinstance(x, Tensor) and x.dim()), None)

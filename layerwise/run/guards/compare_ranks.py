@@ -1,13 +1,18 @@
 """RankComparison: whether ranks that have the same parameters still have the same values.
 
 Each rank has a loop of its own: a learning rate, a clipping or a step that one has alone would train another
-model there, unsaid.
+model there, unsaid. An all-reduce gives all ranks the same bits, and so does what equal hardware makes of these: there
+values are compared bit by bit, else up to rounding.
 """
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,13 +28,34 @@ ELEMENTS = 64  # that are looked at, of each parameter
 OF_UPDATE = 1e-2  # of what has changed since the last look may differ by rounding, as 16-bit products of updates do
 FLIPS = 10.0  # times the rounding of as many steps by chance
 SINGLE = torch.finfo(torch.float32).eps
+COLUMNS = 4  # of each set of ranks, in what a rank tells
+
+
+def hardware() -> int:
+    """A number of what this process computes with: where ranks have the same, they make the same bits of the same."""
+    return _digest(f"{_processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}".encode())
+
+
+@cache
+def _processor() -> str:
+    """The processor's name (the host's, where Linux does not tell); GPUs are of one kind on all ranks."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+            return next(line for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.node()
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 class RankComparison:
     """What each rank tells the others of a sample of its parameters, by the sets of ranks that hold the same boxes.
 
-    Of each such set: the sum of the changes since the last look, with random signs; their norm; and what rounding may
-    do, since ranks of unlike hardware need not have equal bits. It travels with the numbers of samples.
+    Of each such set: a digest of the values; and for ranks of unlike hardware, which need not have equal bits, the sum
+    of the changes since the last look, with random signs, what rounding may do, and of the changes' norm a part. It
+    travels with the numbers of samples.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], sharing: Mapping[str, Sequence[Group]], who: Members) -> None:
@@ -43,30 +69,31 @@ class RankComparison:
         self._looked = 0  # in which step
 
     def numbers(self, step: int) -> tuple[int, ...]:
-        """Returns the step (0: none), then three numbers of each set of ranks, or zeros, for all ranks to know."""
+        """Returns the step (0: none), the hardware, then what all ranks are to know of each set of ranks, or zeros."""
         if not step or (step % EVERY and step & (step - 1)):
-            return (step, *[0] * (3 * len(self._sets)))
+            return (step, 0, *[0] * (COLUMNS * len(self._sets)))
         told = [x for groups, names in self._sets.items() for x in self._look(groups, names, step)]
         self._looked = step
-        return (step, *struct.unpack(f"<{len(told)}q", struct.pack(f"<{len(told)}d", *told)))
+        return (step, hardware(), *told)
 
     @torch.no_grad()
-    def _look(self, groups: tuple[Group, ...], names: Sequence[str], step: int) -> tuple[float, float, float]:
+    def _look(self, groups: tuple[Group, ...], names: Sequence[str], step: int) -> tuple[int, ...]:
         parts = [local_tensor(self._parameters[name]).detach() for name in names]
         held = [part.reshape(-1) for part in parts if part.numel()]
         if not held:
-            return 0.0, 0.0, 0.0
+            return (0,) * COLUMNS
         sample = torch.cat([flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS] for flat in held])
         coarse = max(torch.finfo(flat.dtype).eps for flat in held)
         now = torch.view_as_real(sample).flatten() if sample.is_complex() else sample
-        now = now.double().cpu().nan_to_num(0.0, 0.0, 0.0)
+        now = now.double().cpu().nan_to_num(0.0, 0.0, 0.0) + 0.0  # no -0.0
         before = self._before.get(groups)
         first = before is None or before.shape != now.shape
         change = now if first or before is None else now - before
         self._before[groups] = now
         signs = torch.randint(2, now.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
         rounding = FLIPS * (max(step - self._looked, 1) * coarse * min(coarse, SINGLE)) ** 0.5 * float(now.norm())
-        return float(change @ signs.double()), rounding, 0.0 if first else OF_UPDATE * float(change.norm())
+        numbers = float(change @ signs.double()), rounding, 0.0 if first else OF_UPDATE * float(change.norm())
+        return (_digest(now.numpy().tobytes()), *struct.unpack("<3q", struct.pack("<3d", *numbers)))
 
     def check(self, told: Sequence[Sequence[int]]) -> None:
         """LayerwiseError, on every rank, where one differs. told: `numbers` of every rank."""
@@ -75,12 +102,16 @@ class RankComparison:
             self._refuse(steps[:, None] == steps, tuple(range(len(self._who))), "is in another step", steps)
         if not any(map(any, (row[1:] for row in told))):
             return
-        for column, groups in enumerate(self._sets):
-            rows = np.array([row[1 + 3 * column : 4 + 3 * column] for row in told], np.int64).view(np.float64)
+        made_by = np.array([row[1] for row in told])
+        for first, groups in zip(range(2, 2 + COLUMNS * len(self._sets), COLUMNS), self._sets, strict=True):
+            rows = np.array([row[first : first + COLUMNS] for row in told], np.int64)
             for group in _once(groups):
-                total, rounding, change = rows[list(group)].T
+                digests, (total, rounding, change) = rows[list(group), 0], rows[list(group), 1:].view(np.float64).T
                 allowed = np.maximum.outer(rounding, rounding) + np.maximum.outer(change, change)
-                self._refuse(np.abs(np.subtract.outer(total, total)) <= allowed, group, "has other parameters", steps)
+                close = np.abs(np.subtract.outer(total, total)) <= allowed
+                exact = np.equal.outer(made_by[list(group)], made_by[list(group)])
+                agree = np.where(exact, np.equal.outer(digests, digests), close)
+                self._refuse(agree, group, "has other parameters", steps)
 
     def _refuse(self, agree: np.ndarray, group: Group, what: str, steps: np.ndarray) -> None:
         """Raises LayerwiseError where some do not agree with the one that most agree with."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -136,6 +136,21 @@ class PlanDTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def storage(self) -> NoReturn:  # what safetensors and Accelerate know shared memory by
+        """LayerwiseError: a file of it would have this rank's part."""
+        raise LayerwiseError(
+            "the memory of a parameter that the plan splits was asked for, as safetensors and Accelerate's save_model "
+            "and save_state do, and each rank has a part of it: give accelerator.save(model.full_state_dict(), file), "
+            "or safetensors' save_file model.full_state_dict(), which every rank calls"
+        )
+
+    @property
+    def _fsdp_orig_uid(self) -> NoReturn:  # what fully_shard asks a parameter for, from torch 2.13 on
+        raise LayerwiseError(
+            "parameters that the plan splits are shared out already, and fully_shard of a module that holds the "
+            "parallel one would share them out once more: leave fully_shard out"
+        )
 
     def bring(self, gradient: DTensor) -> DTensor:
         """A gradient of it, however it lies, as this lies."""
