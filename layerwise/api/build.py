@@ -56,6 +56,8 @@ class Task:
         try:
             imported, dtype = self._import()
         except LayerwiseError as why:
+            if self.whole:  # what the user asks for
+                raise
             return self._as_written(why)
         try:
             return self._by_layers(imported, dtype)

@@ -76,7 +76,7 @@ class Part:
         self, module: nn.Module, inputs: Sequence[Tensor], tensors: Mapping[str, Tensor], training: bool
     ) -> Tensor:
         """What the module returns of these inputs: one tensor as it is, several side by side, a row a sample."""
-        values = iter(inputs)
+        values = (x.clone() for x in inputs)  # which others read, and it may write to
         arguments = [next(values) if isinstance(x, Input) else x for x in self.arguments]
         positional, named = pytree.tree_unflatten(arguments, self.structure)
         returned = functional_call(module.train(training), dict(tensors), positional, named)

@@ -192,6 +192,8 @@ def _examples(tensors: Sequence[Tensor], follows: Sequence[bool]) -> Iterator[li
         for x, along in zip(tensors, follows, strict=True):
             if along and x.is_floating_point():
                 x = torch.cat([x[:FEW], x[:FEW].flip(0) * scale])
+            elif along and x.dim() > 1:
+                x = torch.cat([x[:FEW], x[:FEW].flip(-1)])
             made.append(x)
         yield made
 
