@@ -38,10 +38,6 @@ class Input:
     dtype: torch.dtype
     follows: bool
 
-    def takes(self, x: object) -> bool:
-        """Whether a tensor is one of these."""
-        return isinstance(x, Tensor) and x.dtype == self.dtype and tuple(x.shape[self.follows :]) == self.shape
-
 
 @dataclass(frozen=True)
 class Part:
@@ -90,8 +86,7 @@ class Part:
         made = [x for x in leaves if isinstance(x, Tensor)]
         whole = made[0] if len(made) == 1 else torch.cat([x.reshape(samples, -1) for x in made], 1)
         if whole.is_floating_point() and torch.is_grad_enabled() and whole.requires_grad != self.differentiable:
-            wanted = any(x.requires_grad for x in (*inputs, *tensors.values()))
-            if wanted or whole.requires_grad:
+            if whole.requires_grad or any(x.requires_grad for x in (*inputs, *tensors.values())):
                 raise self.refused("whether what it returns has a gradient depends on data")
         return whole
 
@@ -110,7 +105,9 @@ class Part:
         """What the module returns while it is traced. LayerwiseError where it is called otherwise."""
         leaves, structure = pytree.tree_flatten((positional, named))
         alike = structure == self.structure and all(
-            known.takes(x) if isinstance(known, Input) else type(x) is type(known) and x == known
+            (x.dtype, x.shape[int(known.follows) :]) == (known.dtype, known.shape)
+            if isinstance(known, Input) and isinstance(x, Tensor)
+            else type(x) is type(known) and x == known
             for known, x in zip(self.arguments, leaves, strict=True)
         )
         if not alike:
@@ -120,11 +117,6 @@ class Part:
         tensors = list(held(module).values())
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         return self.unpacked(torch.ops.layerwise.whole(self.path, inputs, tensors))
-
-    def traced(self, inputs: Sequence[Tensor]) -> Tensor:
-        """A tensor of the shape that `packed` has."""
-        first = next(x for x, known in zip(inputs, self.inputs, strict=True) if known.follows)
-        return first.new_empty((first.shape[0], *self.packed_shape), dtype=self.dtype)
 
     @property
     def packed_shape(self) -> Shape:
@@ -237,4 +229,6 @@ _LIBRARY.define("whole(str path, Tensor[] inputs, Tensor[] tensors) -> Tensor") 
 
 @torch.library.register_fake("layerwise::whole", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _fake(path: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    return PARTS.get()[path].traced(inputs)
+    part = PARTS.get()[path]
+    first = next(x for x, known in zip(inputs, part.inputs, strict=True) if known.follows)
+    return first.new_empty((first.shape[0], *part.packed_shape), dtype=part.dtype)

@@ -156,7 +156,7 @@ def _has_gradient(part: Part, module: nn.Module, use: _Use) -> bool:
     try:
         with torch.enable_grad():
             part.packed(module, inputs, held(module), module.training)
-    except LayerwiseError:
+    except Exception:  # if not for that, `_prove` says why
         return False
     return True
 
@@ -242,9 +242,9 @@ def _compare(part: Part, together: _Computed, alone: Sequence[_Computed], follow
     for slot, along in enumerate(floating):
         each = [grads[slot] for _, grads, _ in alone]
         total = of_inputs[slot]
-        pairs += [(g, total[i : i + 1]) for i, g in enumerate(each)] if along else [(sum_of(each), total)]
+        pairs += [(g, total[i : i + 1]) for i, g in enumerate(each)] if along else [(sum(each), total)]
     for slot, total in enumerate(of_parameters):
-        pairs.append((sum_of([grads[slot] for _, _, grads in alone]), total))
+        pairs.append((sum(grads[slot] for _, _, grads in alone), total))
     largest = max((float(b.nan_to_num(0, 0, 0).abs().max()) for _, b in pairs[len(alone) :] if b.numel()), default=0.0)
     worst = max(
         (distance(a, b, 1e-2 * largest if i >= len(alone) else 0.0) for i, (a, b) in enumerate(pairs)), default=0.0
@@ -253,11 +253,6 @@ def _compare(part: Part, together: _Computed, alone: Sequence[_Computed], follow
         raise part.refused(
             "it computes something of several samples together, so that ranks would not give its numbers"
         )
-
-
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum."""
-    return torch.stack(list(tensors)).sum(0)
 
 
 def import_partly(
