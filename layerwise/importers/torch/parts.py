@@ -85,9 +85,9 @@ class Part:
             )
         made = [x for x in leaves if isinstance(x, Tensor)]
         whole = made[0] if len(made) == 1 else torch.cat([x.reshape(samples, -1) for x in made], 1)
-        if whole.is_floating_point() and torch.is_grad_enabled() and whole.requires_grad != self.differentiable:
-            if whole.requires_grad or any(x.requires_grad for x in (*inputs, *tensors.values())):
-                raise self.refused("whether what it returns has a gradient depends on data")
+        graded = torch.is_grad_enabled() and any(x.requires_grad for x in (whole, *inputs, *tensors.values()))
+        if graded and whole.is_floating_point() and whole.requires_grad != self.differentiable:
+            raise self.refused("whether what it returns has a gradient depends on data")
         return whole
 
     def unpacked(self, whole: Tensor) -> object:

@@ -242,9 +242,9 @@ def _compare(part: Part, together: _Computed, alone: Sequence[_Computed], follow
     for slot, along in enumerate(floating):
         each = [grads[slot] for _, grads, _ in alone]
         total = of_inputs[slot]
-        pairs += [(g, total[i : i + 1]) for i, g in enumerate(each)] if along else [(sum(each), total)]
+        pairs += [(g, total[i : i + 1]) for i, g in enumerate(each)] if along else [(torch.stack(each).sum(0), total)]
     for slot, total in enumerate(of_parameters):
-        pairs.append((sum(grads[slot] for _, _, grads in alone), total))
+        pairs.append((torch.stack([grads[slot] for _, _, grads in alone]).sum(0), total))
     largest = max((float(b.nan_to_num(0, 0, 0).abs().max()) for _, b in pairs[len(alone) :] if b.numel()), default=0.0)
     worst = max(
         (distance(a, b, 1e-2 * largest if i >= len(alone) else 0.0) for i, (a, b) in enumerate(pairs)), default=0.0
