@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Final
 
 MOST: Final = 260  # characters that are repeated of one thing that a user gave: a path may have 255, and quotes
@@ -55,3 +57,9 @@ def _cut(text: str, most: int) -> str:
         return text
     note = f"…({len(text) - most:,} characters)…"
     return text[: most * 3 // 4] + note + text[len(text) - most // 4 :]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -14,12 +14,12 @@ from layerwise.cli import MODEL_HELP, Parser, check_files, output_arguments, pos
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.graph.layer import Layer
 from layerwise.importers.load import load_model, planned_model, planned_shape
 from layerwise.machine import DTYPES
 from layerwise.machine.profiles import planned
-from layerwise.plan import Plan, as_json, load_plan, nearest
+from layerwise.plan import Plan, as_json, load_plan
 from layerwise.report.content import Column, Lines, Part, Report, Table, Value, filled
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from layerwise.config import NOT_DEGREES, Config, check_choices, parse
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import parse_json, read_json, write_text
 from layerwise.graph.cells import with_cells
 from layerwise.graph.fuse import fuse
@@ -242,12 +241,6 @@ def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, 
     return result
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 def _anything(degrees: object) -> list[Dim]:
     """Dimensions of a layer that is not known yet: any label, as much room as asked for."""
     labels = degrees if isinstance(degrees, Mapping) else {}
@@ -260,6 +253,7 @@ def _provenance(value: object, where: str) -> dict[str, Any]:
     sound = {
         "profile": isinstance(facts.get("profile", ""), str),
         "powers_of_two": isinstance(facts.get("powers_of_two", False), bool),
+        "whole": _list_of(str, facts.get("whole", [])),
         "dims": _list_of(str, facts.get("dims", [])) and set(facts.get("dims", [])) <= {*LABELS, "k"},
         "input_shape": facts.get("input_shape") is None
         or (_list_of(int, facts["input_shape"]) and min(facts["input_shape"], default=1) > 0),

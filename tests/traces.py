@@ -33,10 +33,10 @@ def once() -> Iterator[None]:
     """
     trace, choose = load.traced, Planner.choose
 
-    def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> Any:
-        key = _likeness(module), str(pytree.tree_map(_form, call)), name, trusted
+    def traced(module: nn.Module, call: Call, name: str, trusted: bool, whole: Any, partly: bool) -> Any:
+        key = _likeness(module), str(pytree.tree_map(_form, call)), name, trusted, tuple(whole), partly
         if key not in _traced:
-            made = trace(module, call, name, trusted)
+            made = trace(module, call, name, trusted, whole, partly)
             layers, own = made[0].graph.layers, module.state_dict()
             read = {name for layer in layers for name, _ in layer.own_parameters()}
             if any(layer.role is Role.CONSTANT for layer in layers) or not read <= own.keys():

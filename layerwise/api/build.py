@@ -30,7 +30,7 @@ from layerwise.plan import Plan, parse_plan
 from layerwise.report.text import text
 from layerwise.run.guards.hooks import NotByLayersError, without_hooks
 from layerwise.run.load import build_module
-from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
+from layerwise.run.options import RuntimeOptions, uses_local_batch_norm, whole_of
 from layerwise.run.parallel import ParallelModule
 from layerwise.version import __version__
 
@@ -50,6 +50,7 @@ class Task:
     request: Request
     runtime: RuntimeOptions
     options: ParallelOptions
+    whole: tuple[str, ...] = ()  # modules of the model that are not to be taken apart
     lists: Unbatched | None = None  # where no dimension of a tensor is the samples
 
     def build(self) -> Built:
@@ -57,6 +58,8 @@ class Task:
         try:
             imported, dtype = self._import()
         except LayerwiseError as why:
+            if self.whole:  # what the user asks for
+                raise
             return self._as_written(why)
         try:
             return self._by_layers(imported, dtype)
@@ -79,7 +82,11 @@ class Task:
             raise LayerwiseError("the plan has it so")
         a_module = isinstance(self.model, nn.Module)
         with without_hooks(self.model) if isinstance(self.model, nn.Module) else nullcontext():
-            imported = replace(network(self.model, self.call, self.batch), itself=a_module)
+            # The plan says which they were. Mixed precision and compilation are not planned for what is not traced.
+            asked = self.whole or (() if self.plan is None else whole_of(self.plan))
+            partly = self.plan is None and self.request.autocast is None and self.runtime.compile is None
+            made = network(self.model, self.call, self.batch, tuple(asked), partly=partly and a_module)
+            imported = replace(made, itself=a_module)
         return imported, dtype_of(imported)
 
     def _by_layers(self, imported: Network, dtype: torch.dtype) -> Built:
@@ -93,12 +100,19 @@ class Task:
         machine = machine_of(graph, world, request, self.options, measure=not chosen)
         planner = Planner(graph, world, machine.profile, request)
         choice = alone(world.comm, lambda: planner.choose(self.strategy) if plan is None else planner.priced(plan))
+        if choice is not None and imported.whole:
+            facts = {**choice.plan.provenance, "whole": sorted(imported.whole)}
+            choice = replace(choice, plan=replace(choice.plan, provenance=facts))
         agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
         runtime = replace(self.runtime, dtype=dtype, local_batch_norm=uses_local_batch_norm(agreed))
         module = build_module(agreed, imported, world.comm, runtime)
         if choice is None:
             return module, ()
         notes = [*choice.notes, *machine.notes]
+        notes += [
+            f"module {path!r} is called as it is written, each rank with its own samples, because {part.why}"
+            for path, part in imported.whole.items()
+        ]
         if imported.unproven is not None and not imported.graph.unseen:
             notes.append(f"the layers were not run beside the model as it was imported: {imported.unproven}")
         noted = replace(choice, notes=tuple(notes))

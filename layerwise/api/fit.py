@@ -27,8 +27,7 @@ from layerwise.api.source import Model
 from layerwise.api.split import seat
 from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
-from layerwise.errors import LayerwiseError
-from layerwise.plan import nearest
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import StepSampler

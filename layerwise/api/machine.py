@@ -35,6 +35,7 @@ from layerwise.measure.conditions import TYPES, conditions, cpu_name, mode_of, m
 from layerwise.measure.job import Job, base_profile
 from layerwise.measure.link_times import measure_links
 from layerwise.measure.topology import find_topology
+from layerwise.ops.whole import Whole
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.search.find import search
@@ -171,6 +172,8 @@ def _measure(planner: Planner, profile: Profile | None, path: Path | None, budge
 def _layers(planner: Planner, path: Path, budget_s: float) -> None:
     """Times of layers, into the file, unless it has enough of them."""
     world, graph, options, space = planner.world, planner.graph, planner.options, planner.space
+    if any(isinstance(layer.main, Whole) for layer in graph.layers):  # of random values its code may do anything
+        return
     device = world.comm.device
     mode = mode_of(device, options.dtype, channels_last=False)
     benchmark = torch.backends.cudnn.benchmark

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise.cost.compute.roofline import OPTIMIZERS as PLANNED
-from layerwise.errors import LayerwiseError
-from layerwise.plan import nearest
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.refusals import AS_WRITTEN
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.loop import OPTIMIZERS, Settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -48,6 +48,7 @@ class Keywords(TypedDict, total=False):
     compile: bool | Mapping[str, Any]
     io: Literal["boxes"] | None
     inference: bool
+    whole: Sequence[str]
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
     options: ParallelOptions
@@ -78,6 +79,7 @@ def parallelize(
     compile: bool | Mapping[str, Any] = False,
     io: Literal["boxes"] | None = None,
     inference: bool = False,
+    whole: Sequence[str] = (),
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
     options: ParallelOptions = DEFAULT,
@@ -114,6 +116,8 @@ def parallelize(
             the whole batch, also on the meta device, and the loss is inside the model.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
+        whole: Modules of the model, by path, that are called as they are written, each rank with its own samples, and
+            not taken apart into layers. Those that cannot be are found without it.
         device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
             group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
             layer. None: all ranks.
@@ -153,7 +157,7 @@ def parallelize(
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
-        "names of inputs": ", ".join(call[1]),
+        "names of inputs": ", ".join(call[1]), "whole": ", ".join(whole),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
     lists = unbatched(call, world.comm) if isinstance(model, nn.Module) else None
@@ -166,7 +170,9 @@ def parallelize(
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
-    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, lists).build()
+    module, shown = Task(
+        model, call, samples, user_plan, strategy, world, request, runtime, options, tuple(whole), lists
+    ).build()
     if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
         module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:

@@ -14,12 +14,12 @@ from layerwise.cache import answers
 from layerwise.config import Config, SearchSpace, parse
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, precision
 from layerwise.machine.profile import Profile
 from layerwise.partition.sharding import check_held
-from layerwise.plan import Plan, nearest
+from layerwise.plan import Plan
 from layerwise.quantities import units
 from layerwise.report.content import Lines, Part, Report
 from layerwise.search.baselines import NAMES, baseline

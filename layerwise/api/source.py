@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import NoneType
 from typing import Any
@@ -70,16 +70,20 @@ def dtype_of(network: Network) -> torch.dtype:
     return dtype
 
 
-def network(model: Model, call: Call, batch: int) -> Network:
+def network(model: Model, call: Call, batch: int, whole: Sequence[str] = (), *, partly: bool = False) -> Network:
     """The network at `batch` samples of all ranks together. call: what one rank calls the model with.
+
+    whole, partly: as `network_of` has them.
 
     A module keeps its tensors: `Network.stored` reads the model's own. A file (.onnx, .pt2) comes with its weights.
     """
     if isinstance(model, nn.Module):
         positional, named = _there(model, call)
-        imported = network_of(model, positional, batch, type(model).__name__, named)
+        imported = network_of(model, positional, batch, type(model).__name__, named, whole=whole, partly=partly)
         _check_types(imported)
         return imported
+    if whole:
+        raise LayerwiseError("whole= names modules of an nn.Module, and the model is none")
     if isinstance(model, ExportedProgram):
         return _exported(model, "exported program", batch)
     if not isinstance(model, str | os.PathLike):

@@ -26,13 +26,12 @@ from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, of_g
 from layerwise.checkpoint.reader import SEAL, Reader
 from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
 from layerwise.comm.together import agree
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.graph.cells import without_cells
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.plan import nearest
 from layerwise.run.local_tensor import is_dtensor, local_tensor
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.state import Shard

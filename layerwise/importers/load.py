@@ -23,6 +23,7 @@ from layerwise.ops.base import Role
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from layerwise.importers.torch.parts import Part
     from layerwise.importers.torch.read.arguments import Arguments, Call
     from layerwise.importers.torch.read.structure import OutputStructure
     from layerwise.importers.torch.trace import Imported
@@ -52,6 +53,7 @@ class Network:
     written: frozenset[str] = frozenset()  # paths of the modules' attributes that its trace set, or changed inside
     itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
     unproven: str | None = None  # why its layers were not run beside the module when it was imported
+    whole: Mapping[str, Part] = field(default_factory=dict)  # modules that are called as they are, by path
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""
@@ -162,17 +164,20 @@ def network_of(
     kwargs: Mapping[str, object] | None = None,
     *,
     trusted: bool = False,
+    whole: Sequence[str] | Mapping[str, Part] = (),
+    partly: bool = False,
 ) -> Network:
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch.
 
-    examples, kwargs: what it is called with, by position and by name.
+    examples, kwargs: what it is called with, by position and by name. whole: paths of modules inside that are not to be
+    taken apart into layers, or those modules as another Network has them. partly: nor are those that cannot be.
     """
     import torch
 
     from layerwise.importers.torch.calls.constants import Missing
 
     call = tuple(examples), dict(kwargs or {})
-    imported, called, written = traced(module, call, name, trusted)
+    imported, called, written, parts = traced(module, call, name, trusted, whole, partly)
     graph, stored = imported.graph, imported.stored
     known: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
@@ -190,17 +195,44 @@ def network_of(
     graph = graph if batch is None else graph.rebatch(batch)
     structure, arguments = imported.structure, imported.arguments
     return Network(
-        graph, values, keys, structure, arguments, built, module, called, written, unproven=imported.unproven
-    )
+        graph, values, keys, structure, arguments, built, module, called, written, unproven=imported.unproven,
+        whole=parts,
+    )  # fmt: skip
 
 
-def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> tuple[Imported, frozenset[str], frozenset[str]]:
-    """The network that the module's code makes; no values but constants. Also its `called` and `written`."""
-    from layerwise.importers.torch.batches import import_for_batches, import_once
+def traced(
+    module: nn.Module,
+    call: Call,
+    name: str,
+    trusted: bool,
+    whole: Sequence[str] | Mapping[str, Part] = (),
+    partly: bool = False,
+) -> tuple[Imported, frozenset[str], frozenset[str], Mapping[str, Part]]:
+    """The network that the module's code makes; no values but constants. Also its `called`, `written` and `whole`.
 
-    with calls_of(module) as called, writes_of(module) as written:
-        imported = (import_once if trusted else import_for_batches)(module, call, name)
-    return imported, frozenset(called), frozenset(written)
+    whole, partly: as `network_of` has them.
+    """
+    from layerwise.importers.torch.batches import import_for_batches, import_once, samples_of
+    from layerwise.importers.torch.parts import importing
+    from layerwise.importers.torch.whole import import_partly, parts_of
+
+    samples = samples_of(call)
+    parts = whole if isinstance(whole, Mapping) else parts_of(module, call, samples, whole, "whole= names it")
+    seen: list[frozenset[str]] = []
+
+    def attempt() -> Imported:
+        with calls_of(module) as calls, writes_of(module) as writes:
+            imported = (import_once if trusted else import_for_batches)(module, call, name)
+        seen[:] = frozenset(calls), frozenset(writes)
+        return imported
+
+    if partly:
+        imported, parts = import_partly(attempt, module, call, samples, parts)
+    else:
+        with importing(parts):
+            imported = attempt()
+    called, written = seen
+    return imported, called, written, parts
 
 
 @contextlib.contextmanager

@@ -46,11 +46,18 @@ def dry_run(function: Callable[[list[Tensor]], Tensor], inputs: Sequence[Shaped]
     """Forward, and backward where there is a derivative. Raises what PyTorch raises at these shapes."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return observed(function, [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in inputs])
+
+
+def observed(function: Callable[[list[Tensor]], Tensor], given: list[Tensor]) -> Made:
+    """What it makes of these tensors, forward, and backward where there is a derivative."""
+    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     counter, storages = FlopCounterMode(display=False), _Storages()
-    with FakeTensorMode(), torch.enable_grad():
-        given = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in inputs]
+    with torch.enable_grad():
         leaves = [t.requires_grad_() for t in given if t.is_floating_point() or t.is_complex()]
         own = {storages.note(t, {}) for t in given}
         with counter, storages.made() as forward, storages.saved() as saved:

@@ -13,7 +13,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions, Progress
 from layerwise.cost.price import complete
 from layerwise.cost.timeline.simulate import Timeline
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Profile
 from layerwise.oracle.limits import Finding, Sizes, findings, sizes_of
@@ -40,7 +40,6 @@ from layerwise.oracle.tables import (
     priced_as_json,
     read_priced,
 )
-from layerwise.plan import nearest
 from layerwise.search.find import search
 from layerwise.search.recall import Recall
 from layerwise.search.result import SearchResult

@@ -13,11 +13,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import read_json
 from layerwise.machine import MAX_GPUS
 from layerwise.oracle.question import NAMES, Answer, canonical, unknown
-from layerwise.plan import MAX_BATCH, nearest
+from layerwise.plan import MAX_BATCH
 
 FENCE = 1.5  # Tukey, Exploratory Data Analysis (1977): outliers are beyond the quartiles by 1.5 times their distance
 MUCH = 1.1  # ... and above the median by a tenth: equal times have no spread, and each beyond them is no outlier

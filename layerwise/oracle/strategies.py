@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from math import prod
 
 from layerwise.config import Config, why_illegal
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.plan import nearest
 from layerwise.search.baselines import ProcessGrid, grid_configs, grids, mlp_layers
 
 SPATIAL = ("d", "h", "w", "l")

@@ -27,7 +27,7 @@ from layerwise.run.data_parallel.module import DataParallelModule, Facts
 from layerwise.run.data_parallel.replacements import replacements
 from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
 from layerwise.run.layered import LayeredModule
-from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
+from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm, whole_of
 from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.skeleton import collect
 from layerwise.run.state.broadcast import broadcast_values
@@ -82,7 +82,8 @@ def load(
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            network = replace(network_of(model, positional, plan.batch, plan.model, named), itself=True)
+            imported = network_of(model, positional, plan.batch, plan.model, named, whole=whole_of(plan))
+            network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
     elif isinstance(model, Network):

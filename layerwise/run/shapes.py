@@ -79,7 +79,7 @@ class Shapes:
         self._traced = module is None or module.training  # the mode of the plan's network
         self._modes = module is not None and _may_ask_its_mode(module)
         self._known = {(self.sizes, self._traced): first}
-        self._skeleton = None if module is None else skeleton(module)
+        self._skeleton, self._whole = None if module is None else skeleton(module), network.whole
         self.arguments = network.arguments or Arguments.of_inputs(layer.name for layer in self._layers)
 
     @property
@@ -141,7 +141,9 @@ class Shapes:
         examples, named = self.arguments.call(tensors, samples)
         try:
             self._skeleton.train(training)
-            network = network_of(self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode)
+            network = network_of(
+                self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode, whole=self._whole
+            )
             check_traced(network.graph)
             graph = self.plan.layers(network.graph)
             inputs = Inputs(network, self.plan, self.comm, self.options)

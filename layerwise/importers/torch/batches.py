@@ -101,7 +101,9 @@ def _at(
     model: nn.Module, call: Call, samples: int, name: str, dims: Dims | None, after: Imported | None = None
 ) -> Imported:
     """Traced with so many samples, which have shapes and no values. after: a trace whose changed numbers stay."""
-    batch, mode = samples_of(call), FakeTensorMode(allow_non_fake_inputs=True)
+    batch = samples_of(call)
+    with TRACING:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def empty(x: Tensor) -> Tensor:
         if not x.dim() or x.shape[0] != batch:

@@ -67,29 +67,29 @@ def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW)
         raise UnprovenError("its parameters have no memory")
     if imported.graph.unseen:
         raise UnprovenError(f"it {imported.graph.unseen[0]}")
-    few, graph = _few(call, imported.graph.batch, samples), imported.graph.rebatch(samples)
-    _check_size(graph, next(x.device.type for x in pytree.tree_leaves(few) if isinstance(x, Tensor)))
+    some, graph = few(call, imported.graph.batch, samples), imported.graph.rebatch(samples)
+    _check_size(graph, next(x.device.type for x in pytree.tree_leaves(some) if isinstance(x, Tensor)))
     with TRACING, warnings.catch_warnings(), as_it_was(model):
         warnings.simplefilter("ignore")  # what the model says, it says again where it is run
-        away, where, effects = _compared(replace(imported, graph=graph), model, few)
+        away, where, effects = _compared(replace(imported, graph=graph), model, some)
         types = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
         if away > max((ROUNDING[t] for t in types if t in ROUNDING), default=ROUNDING[torch.float32]):
-            away = _in_float64(replace(imported, graph=graph), model, few) if types != {torch.float64} else away
+            away = _in_float64(replace(imported, graph=graph), model, some) if types != {torch.float64} else away
             narrow = any(isinstance(x.op, Cast | TorchOp) and x.out.dtype != "float64" for x in graph.layers)
             if not away <= (NARROW if narrow else ROUNDING[torch.float64]):
                 raise UnlikeError(*where)
     return replace(imported, graph=replace(imported.graph, unseen=effects))
 
 
-def _few(call: Call, batch: int, samples: int) -> Call:
+def few(call: Call, batch: int, samples: int) -> Call:
     """A call with some of the example's samples, or several times the one that it has; its tensors are copies."""
 
-    def few(x: Tensor) -> Tensor:
+    def shorter(x: Tensor) -> Tensor:
         if x.dim() and x.shape[0] == batch:
             x = torch.cat([x] * samples)[:samples] if batch < samples else x[:samples]
         return x.detach().clone().requires_grad_(x.requires_grad)
 
-    made: Call = pytree.tree_map_only(Tensor, few, call)
+    made: Call = pytree.tree_map_only(Tensor, shorter, call)
     return made
 
 
@@ -141,19 +141,19 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
             wanted = _gradients([theirs for _, _, theirs in rows], named.values())
         got = _gradients([ours for _, ours, _ in rows], named.values())
     largest = max((float(g.abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
-    differences = [(_away(ours, theirs), name, "its output") for name, ours, theirs in rows]
+    differences = [(distance(ours, theirs), name, "its output") for name, ours, theirs in rows]
     for name, ours, theirs in zip(named, got, wanted, strict=True):
         zero = torch.zeros_like(named[name])
-        away = _away(zero if ours is None else ours, zero if theirs is None else theirs, 1e-4 * largest)
+        away = distance(zero if ours is None else ours, zero if theirs is None else theirs, 1e-4 * largest)
         differences.append((away, _user(graph, name), f"the gradient of {name!r}"))
     again = [n for n, b in model.named_buffers(remove_duplicate=False) if not torch.equal(b, moved[n])]
     for name, buffer in moved.items():
         if not name.endswith("num_batches_tracked"):
             ours = layers.state.get(name)
-            away = _away(buffers[name] if ours is None else ours, buffer)
+            away = distance(buffers[name] if ours is None else ours, buffer)
             differences.append((away, _user(graph, name), f"its buffer {name!r}"))
     away, layer, what = max(differences, key=lambda row: row[0] if row[0] == row[0] else float("inf"))
-    first = next((n for n, x in _ends(made, seen) if not _away(made[n], x) <= max(1e-3, away / 100)), layer)
+    first = next((n for n, x in _ends(made, seen) if not distance(made[n], x) <= max(1e-3, away / 100)), layer)
     twice = ("moves running statistics of batch norms twice a step, as a checkpoint around them does",) if again else ()
     return away, (first, what), (*twice, *_effects(model, call, before, after, leaves, buffers))
 
@@ -181,7 +181,7 @@ def _effects(
         with undrawing(), configured(model), torch.compiler.set_stance("force_eager"):
             second = pytree.tree_leaves(model(*call[0], **call[1]))
     same = len(leaves) == len(second) and all(
-        _away(a, b) <= 1e-3 if isinstance(a, Tensor) else a == b for a, b in zip(leaves, second, strict=True)
+        distance(a, b) <= 1e-3 if isinstance(a, Tensor) else a == b for a, b in zip(leaves, second, strict=True)
     )
     found = changed(after, numbers(model)) or (() if same else changed(before, after))
     return found or (() if same else ("computes something else in a second call, or without gradients",))
@@ -305,8 +305,7 @@ def _gradients(outputs: Sequence[Tensor], of: Iterable[Tensor]) -> Sequence[Tens
     wanted, total = list(of), torch.zeros(())
     for x in outputs:
         if x.requires_grad:
-            weights = torch.arange(x.numel(), device=x.device).cos().add(1.5).to(x.real.dtype).view(x.shape)
-            total = total.to(x.device) + (x.real * weights).sum()
+            total = total.to(x.device) + (x.real * fixed_weights(x)).sum()
     if not wanted or not total.requires_grad:
         return [None] * len(wanted)
     try:
@@ -325,7 +324,12 @@ def _gradients(outputs: Sequence[Tensor], of: Iterable[Tensor]) -> Sequence[Tens
             p.grad = grad
 
 
-def _away(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
+def fixed_weights(x: Tensor) -> Tensor:
+    """A number for each element, that none is lost in a sum with these."""
+    return torch.arange(x.numel(), device=x.device).cos().add(1.5).to(x.real.dtype).view(x.shape)
+
+
+def distance(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
     """The largest difference, relative to the largest number, or to `least`."""
     if ours.shape != theirs.shape:
         return float("inf")

@@ -28,6 +28,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.on_meta import all_on_meta
+from layerwise.importers.torch.parts import stood_in
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import TRACING, read_program
 from layerwise.importers.torch.read.arguments import Arguments, Call
@@ -55,6 +56,7 @@ class Imported:
     before: Numbers  # that are its attributes, and what its call has made of them
     after: Numbers
     unproven: str | None = None  # why its layers were not run beside it
+    unseen_in: str = ""  # the path of the module with the first untraced effect
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -64,6 +66,14 @@ class Imported:
     def rebatch(self, batch: int) -> Imported:
         """The same at another number of samples."""
         return replace(self, graph=self.graph.rebatch(batch))
+
+
+class ExportError(LayerwiseError):
+    """The module cannot be traced. layer: the path of the innermost module inside that was called last."""
+
+    def __init__(self, layer: str, why: str) -> None:
+        self.layer = layer
+        super().__init__(why)
 
 
 def import_module(
@@ -82,7 +92,8 @@ def import_module(
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
     graph = replace(graph, unseen=tuple(effects.found))
-    return Imported(graph, stored, structure, arguments, before, effects.numbers)
+    where = next(iter(effects.found.values()), "")
+    return Imported(graph, stored, structure, arguments, before, effects.numbers, unseen_in=where)
 
 
 def _export(
@@ -106,24 +117,26 @@ def _export(
                 f"layer {path!r}: batch norm with momentum=None (cumulative averages) is not supported; "
                 "give it a momentum, such as 0.1"
             )
+    effects = UntracedEffects()
     try:
         with (
             TRACING,
             _quiet(),
-            UntracedEffects().on(model) as effects,
+            effects.on(model),
             _synchronised_anywhere(),
             _ranges_as_lists(),
             _cuda_autocast_anywhere(),
             _without_stack_traces(),
             configured(model),
             all_on_meta(model),
+            stood_in(model),
         ):
             exported = torch.export.export(model, examples, kwargs, strict=False)
         return exported, effects
     except LayerwiseError:
         raise
     except Exception as error:  # torch.export raises whatever the model's code meets
-        raise LayerwiseError(_export_failed(title, error)) from error
+        raise ExportError(effects.here, _export_failed(title, error)) from error
 
 
 def _has_spectral_norm(module: nn.Module) -> bool:

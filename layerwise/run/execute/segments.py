@@ -22,6 +22,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine, signed
 from layerwise.ops.stages import run_stages
+from layerwise.ops.whole import Whole
 from layerwise.run.compiling import Settings
 from layerwise.run.compiling import compiled as compile_with
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
@@ -195,6 +196,8 @@ def _segment(schedule: Schedule, layers: tuple[ScheduledLayer, ...], *, training
 
 def _by_itself(scheduled: ScheduledLayer) -> bool:
     """Whether this rank computes a layer, of what it has when it begins."""
+    if isinstance(scheduled.layer.main, Whole):  # whose code may look at data
+        return False
     if scheduled.work is None or scheduled.work.communicates or scheduled.recompute or scheduled.gathered:
         return False
     return all(edge.travels or edge.redistribution.transfer.kept is not None for edge in scheduled.edges)

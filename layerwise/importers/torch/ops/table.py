@@ -15,6 +15,7 @@ from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.reduce import REDUCTIONS
 from layerwise.importers.torch.ops.views import VIEWS
 from layerwise.importers.torch.ops.weights import WEIGHTS, spectral_norm
+from layerwise.importers.torch.parts import whole_layer
 from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM
 
 TABLE: Table = {
@@ -29,12 +30,13 @@ ELSE_AS_IT_IS = {
     "index_select", "embedding_bag", "slice_scatter",
 }  # fmt: skip
 
-# Of what the importer rewrites: patterns.
+# Of what the importer rewrites, or lets stand in for a module: patterns, parts.
 SPECTRAL_NORM = "layerwise::spectral_norm"
 OWN: Table = {
     SPECTRAL_NORM: spectral_norm,
     LOCAL_RESPONSE_NORM: local_response_norm,
     DROP_PATH: drop_path,
+    "layerwise::whole": whole_layer,
 }
 
 # What takes rows of the last dimension one by one, and the argument that holds them.

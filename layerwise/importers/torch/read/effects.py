@@ -28,22 +28,32 @@ class UntracedEffects:
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, None] = {}
+        self.found: dict[str, str] = {}  # with the path of the module that it is in
+        self.inside: list[str] = []  # paths of the modules that are being called, also where one has raised
         self.numbers: Numbers = {}  # as the last call of the model has left them
         self._apply: Any = getattr_static(torch.autograd.Function, "apply")  # of C since PyTorch 2.15, of Python before
         self._register_hook, self._grad = Tensor.register_hook, torch.autograd.grad
         self._thread = get_ident()
 
+    @property
+    def here(self) -> str:
+        """The path of the innermost module that is being called."""
+        return self.inside[-1] if self.inside else ""
+
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[UntracedEffects]:
         """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
-        draws, before = _draws(), numbers(model)
+        drawn, before = draws(), numbers(model)
         self.numbers = before
 
         def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
             self.numbers = numbers(model)
 
-        hook = None if isinstance(model, torch.jit.ScriptModule) else model.register_forward_hook(look)
+        hooks = [] if isinstance(model, torch.jit.ScriptModule) else [model.register_forward_hook(look)]
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self.inside.append(path)))
+                hooks.append(module.register_forward_hook(self._left))
         try:
             with ExitStack() as stack:
                 for owner, name, stand_in in (
@@ -54,14 +64,17 @@ class UntracedEffects:
                     stack.enter_context(mock.patch.object(owner, name, stand_in))
                 yield self
         finally:
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
             put_back(model, before)
-        if _draws() != draws:
+        if draws() != drawn:
             raise LayerwiseError(
                 "the model draws from Python's or numpy's random numbers in its forward, whose path through the "
                 "network is then another one in every step: draw with torch, and choose with torch.where"
             )
+
+    def _left(self, *_: object) -> None:
+        self.inside.pop()
 
     def _applied(self, kind: type[torch.autograd.Function], *inputs: Any, **named: Any) -> Any:
         if get_ident() == self._thread:
@@ -71,13 +84,15 @@ class UntracedEffects:
                 with nullcontext() if wanted else torch.no_grad():  # as PyTorch warns
                     return function(*given)
             if not kind.__module__.startswith("torch."):
-                self.found[f"has an autograd function, {kind.__qualname__}, with a backward pass of its own"] = None
+                self.found[f"has an autograd function, {kind.__qualname__}, with a backward pass of its own"] = (
+                    self.here
+                )
         return self._apply.__get__(None, kind)(*inputs, **named)
 
     def _noted(self, function: Any, does: str) -> Any:
         def noted(*inputs: Any, **named: Any) -> Any:
             if get_ident() == self._thread:
-                self.found[f"{does} in its forward"] = None
+                self.found[f"{does} in its forward"] = self.here
             return function(*inputs, **named)
 
         return noted
@@ -151,6 +166,6 @@ def _are_numbers(value: list[Any] | dict[Any, Any]) -> bool:
     return bool(value) and all(map(_is_number, value.values() if isinstance(value, dict) else value))
 
 
-def _draws() -> tuple[object, ...]:
+def draws() -> tuple[object, ...]:
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
