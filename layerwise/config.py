@@ -131,7 +131,8 @@ class SearchSpace:
         """Whether devices of several replicas share a sample of a layer with these dimensions.
 
         Cells of samples are outermost, so that those of a replica are one after another; where they are fewer than
-        devices, they are its own devices' if they are strided.
+        devices, they are its own devices' if they are strided. Cells of unlike sizes, of a batch that devices do not
+        divide, may differ by a sample from layer to layer: that one is sent.
         """
         if self.replicas == 1 or all(d.max_degree < self.replicas for d in dims if d.label == "n"):
             return False

@@ -18,9 +18,10 @@ from layerwise.api.planner import Planner, Request, Strategy, report
 from layerwise.api.source import Model, dtype_of, network, network_as_written
 from layerwise.api.unbatched import Unbatched
 from layerwise.api.world import World
-from layerwise.comm.together import alone
+from layerwise.comm.together import agree, alone
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
+from layerwise.files import JSON
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.as_written import LAYER
@@ -85,9 +86,21 @@ class Task:
             # The plan says which they were. Mixed precision and compilation are not planned for what is not traced.
             asked = self.whole or (() if self.plan is None else whole_of(self.plan))
             partly = self.plan is None and self.request.autocast is None and self.runtime.compile is None
-            made = network(self.model, self.call, self.batch, tuple(asked), partly=partly and a_module)
-            imported = replace(made, itself=a_module)
+            imported = replace(self._agreed(tuple(asked), partly=partly and a_module), itself=a_module)
         return imported, dtype_of(imported)
+
+    def _agreed(self, asked: tuple[str, ...], *, partly: bool) -> Network:
+        """The network, with the same whole modules on all ranks: each finds them by its own values."""
+
+        def act(paths: tuple[str, ...], partly: bool) -> tuple[Network, JSON]:
+            made = network(self.model, self.call, self.batch, paths, partly=partly)
+            return made, sorted(made.whole)
+
+        made, told = agree(self.world.comm, lambda: act(asked, partly))
+        every = tuple(sorted({path for paths in told for path in paths}))
+        if any(paths != list(every) for paths in told):
+            made, _ = agree(self.world.comm, lambda: act(every, False))
+        return made
 
     def _by_layers(self, imported: Network, dtype: torch.dtype) -> Built:
         """LayerwiseError where no plan fits, NotByLayersError where the module has what layers would leave out."""

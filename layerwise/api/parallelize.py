@@ -153,6 +153,9 @@ def parallelize(
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
     check_io(io, user_plan, loaders)
     boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
+    if isinstance(whole, str) or not all(isinstance(path, str) for path in whole or ()):
+        raise LayerwiseError(f"whole= must be paths of modules, such as ['decoder.nms'], not {whole!r}")
+    whole = tuple(whole or ())
     arguments = {
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
@@ -171,7 +174,7 @@ def parallelize(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
     module, shown = Task(
-        model, call, samples, user_plan, strategy, world, request, runtime, options, tuple(whole), lists
+        model, call, samples, user_plan, strategy, world, request, runtime, options, whole, lists
     ).build()
     if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
         module.train(model.training)  # of the other the mode is the model's own, which may be several

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from layerwise.comm.base import Comm
-from layerwise.importers.torch.read.arguments import Call
+from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.arguments import Call, listed_samples
 
 LISTS = list, tuple
 
@@ -40,20 +41,33 @@ def unbatched(call: Call, comm: Comm) -> Unbatched | None:
     lists = [x for x in arguments_of(call) if isinstance(x, LISTS)]
     if not lists:
         return None if _tensors(call) else Unbatched(NO_TENSOR, "ranks", comm.size)
-    shapes = str([tuple(x.shape) for x in _tensors(call)])
-    told = comm.all_gather_object({"shapes": shapes, "items": _items(lists), "count": len(lists[0])})
+    samples, shapes = listed_samples(arguments_of(call)), str([tuple(x.shape) for x in _tensors(call)])
+    unlike = samples is not None and _unlike(samples, lists)
+    told = comm.all_gather_object(
+        {"shapes": shapes, "unlike": unlike, "count": None if samples is None else len(samples)}
+    )
     if all(one["shapes"] == "[]" for one in told):
         return Unbatched(NO_TENSOR, "ranks", comm.size)
-    if any(one["items"] or one["shapes"] != told[0]["shapes"] for one in told):
+    differ = any(one["shapes"] != told[0]["shapes"] for one in told)
+    if all(one["count"] is not None for one in told) and (differ or any(one["unlike"] for one in told)):
         return Unbatched(ITEMS, "items", sum(one["count"] for one in told))
+    if differ:
+        raise LayerwiseError(
+            "the tensors in the lists of example_inputs have other shapes on other ranks: give equal ones"
+        )
     return None
 
 
-def _items(lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether the items of lists are samples: one tensor and one dict of each, or tensors of unlike rows."""
-    described = any(len(x) == len(lists[0]) and all(isinstance(item, Mapping) for item in x) for x in lists[1:])
-    rows = ({item.shape[:1] for item in x if isinstance(item, Tensor)} for x in lists)
-    return described or any(len(extents) > 1 for extents in rows)
+def _unlike(samples: Sequence[Any], lists: Sequence[Sequence[Any]]) -> bool:
+    """Whether these items can be no batch: each has a dict beside it, or they are tensors of unlike extents."""
+    described = any(
+        x is not samples and len(x) == len(samples) and all(isinstance(item, Mapping) for item in x) for x in lists
+    )
+    return (
+        described
+        or isinstance(samples[0], Mapping)
+        or len({item.shape[:1] for item in samples if isinstance(item, Tensor)}) > 1
+    )
 
 
 def _tensors(call: Call) -> list[Tensor]:

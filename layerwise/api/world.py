@@ -21,7 +21,7 @@ from layerwise.comm.base import ranks as ranks_text
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group, start
 from layerwise.errors import LayerwiseError
-from layerwise.measure.topology import topology_of
+from layerwise.measure.topology import Topology, topology_of
 
 THERE = "call parallelize on the ranks of the mesh alone, each with a mesh that it is in"
 
@@ -88,7 +88,6 @@ def join(
             f"device_mesh has {ranks_text(members, size)}, and ParallelOptions(comm=...) has all of them"
         )
     facts = comm.all_gather_object(_here(device, comm.size))
-    topology = topology_of([rank["node"] for rank in facts])
     kinds = Counter(rank["device"] for rank in facts)
     if len(kinds) > 1:
         raise LayerwiseError(
@@ -96,6 +95,9 @@ def join(
             "many ranks as there are equal devices"
         )
     order = tuple(range(comm.size)) if mesh is None else tuple(map(members.index, grid.flatten().tolist()))
+    topology = topology_of([rank["node"] for rank in facts])
+    if len({facts[i]["node"] for i in order[: topology.local]}) > 1:  # neighbours of the mesh are on several nodes
+        topology = Topology(comm.size, 1)
     return World(
         comm,
         topology.nodes,

@@ -154,8 +154,19 @@ def answer(
 
 
 def _named(reduce: object) -> object:
-    """What tells it from another between runs: of a function its name."""
-    return f"{reduce.__module__}.{getattr(reduce, '__qualname__', '')}" if callable(reduce) else reduce
+    """What tells it from another between runs. Of a function that is defined at the top of a module its name; of a
+    module its text; of any other function its code, and what it closes over.
+    """
+    if not callable(reduce):
+        return reduce
+    name = f"{reduce.__module__}.{getattr(reduce, '__qualname__', type(reduce).__qualname__)}"
+    code = getattr(reduce, "__code__", None)
+    if code is None:
+        return f"{name} {reduce!r}"
+    if "<" not in name:
+        return name
+    closed = [cell.cell_contents for cell in getattr(reduce, "__closure__", None) or ()]
+    return f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts} {closed}"
 
 
 def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, str]) -> Predicted:

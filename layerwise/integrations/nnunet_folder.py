@@ -28,6 +28,7 @@ TORCH = frozenset(f"{kind}{dims}d" for kind in ("Conv", "InstanceNorm", "BatchNo
     "PReLU",
 }  # what plans name of torch.nn
 READERS = ("SimpleITKIO", "NibabelIO")  # they read volumes (z, y, x), as they lie in the file
+LONG = 80  # letters of a trainer's name, of which matching takes a time that doubles with each of its parts
 # nnU-Net's own trainers whose network is that of the plans.
 TRAINERS = re.compile(
     r"nnUNetTrainer(_?(\d+ep(och)?s?|NoMirroring|onlyMirror01|NoDA|(DA5)?_?DASegOrd0|DA5|(Seg)?ord0|noDummy2DDA|warmup|"
@@ -138,7 +139,7 @@ class TrainedFolder:
         cascade = configuration.get("previous_stage")
         refused = {
             f"the trainer {trainer}, whose network may be its own: build that, and give network=":
-                bool(trainer) and TRAINERS.fullmatch(trainer) is None,
+                bool(trainer) and (len(trainer) > LONG or TRAINERS.fullmatch(trainer) is None),
             f"a cascade (it continues {cascade!r})": cascade is not None,
             "a 2-D configuration": len(self.patch) != 3,
             f"the reader {plans['image_reader_writer']} ({' and '.join(READERS)} are)":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+TRIED = 32  # numbers of devices between two powers of two
 STEP = 8  # between sides of cubes: what three poolings by two take
 Need = Callable[[int], float]  # least bytes of a device, found for so many devices, or for a cube of this side
 
@@ -33,7 +34,8 @@ class Limits:
 def least_devices(need: Need, limit_bytes: float, most: int) -> Limits:
     """The least number of devices, up to `most`, on each of which a plan needs at most `limit_bytes`.
 
-    More devices never need more, as a plan may leave some out. `beyond` is one device less.
+    A plan takes a number of devices that divides what there is, so more may need more: of those below the first power
+    of two that fits, all are tried (of many, 32). `beyond` is the last one before it that does not.
     """
     few, many = 0, 1
     tried = dict[int, Fit]()
@@ -42,14 +44,14 @@ def least_devices(need: Need, limit_bytes: float, most: int) -> Limits:
         tried[number] = Fit(number, need(number))
         return tried[number].bytes <= limit_bytes
 
-    while not fits(many):
-        if many == most:
-            return Limits(None, tried[most])
+    while not fits(many) and many < most:
         few, many = many, min(2 * many, most)
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if fits(middle) else (middle, many)
-    return Limits(tried[many], tried.get(few))
+    for number in range(few + 1, many, max(1, (many - few) // TRIED)):
+        if fits(number):
+            return Limits(tried[number], tried[few])
+        few = number
+    fit = tried[many].bytes <= limit_bytes
+    return Limits(tried[many], tried.get(few)) if fit else Limits(None, tried[most])
 
 
 def largest_side(need: Need, limit_bytes: float, start: int, least: int, most: int) -> Limits:

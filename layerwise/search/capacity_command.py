@@ -19,6 +19,7 @@ from layerwise.search.capacity import Fit, Limits, largest_side, least_devices
 from layerwise.search.remedies import least_bytes
 
 OTHERS = ("memory_curve", "price", "out", "export_costs", "timeline", "layers", "memory", "plot")
+CUBES = ("cosmoflow", "unet3d")
 SMALLEST, LARGEST = (8, 64), 4096  # sides of built-in networks: the first that a network takes is its smallest
 
 
@@ -65,7 +66,7 @@ def _cube(name: str, graph_of: Callable[[str], LayerGraph]) -> tuple[Callable[[i
     """Of a built-in network of cubes its name with another side, its side, and its smallest; None of others."""
     network, plus, loss = name.partition("+")
     family, colon, side = network.partition(":")
-    if colon and not side.isdigit():
+    if family not in CUBES or (colon and not side.isdigit()):  # any other name with a colon is code to import
         return None
 
     def sided(n: int) -> str:

@@ -61,6 +61,12 @@ def trained() -> tuple[nn.Module, Network]:
     return model, network_of(copy.deepcopy(model), (torch.zeros(1, 1, 16, 16, 16, dtype=torch.float64),), 1, "net")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def before_threads() -> None:
+    """It is made before ranks are threads, which have one generator of random numbers."""
+    trained()
+
+
 def volumes() -> list[np.ndarray[Any, Any]]:
     rng = np.random.default_rng(0)
     return [rng.normal(size=shape) for shape in SHAPES]

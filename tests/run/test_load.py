@@ -7,6 +7,7 @@ import importlib
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,9 @@ def test_rank_0s_values_win(monkeypatch: pytest.MonkeyPatch) -> None:
     built = [Everything(seed).double() for seed in range(3)]
     single, lock = copy.deepcopy(built[0]), threading.Lock()
 
-    def alone(*given: object) -> Network:  # torch.export is not for threads
+    def alone(*given: Any, **named: Any) -> Network:  # torch.export is not for threads
         with lock:
-            return network_of(*given)
+            return network_of(*given, **named)
 
     monkeypatch.setattr(importlib.import_module("layerwise.run.load"), "network_of", alone)
     plan, x = plan_of(traced(built[0]), 3), SAMPLES[0]

@@ -46,6 +46,10 @@ def parts_of(model: nn.Module, call: Call, samples: int, paths: Sequence[str], w
 def _part(model: nn.Module, path: str, call: Call, samples: int, why: str) -> Part:
     module = model.get_submodule(path)
     _check(model, module, path)
+    try:
+        stripped = copied(module)  # before it is run: it may keep what it computes of its parameters
+    except Exception as error:  # whatever a user's class meets
+        raise refused(path, f"it cannot be copied ({type(error).__name__}: {error})") from error
     short, long = (_use(model, module, path, few(call, samples, n)) for n in (FEW, 2 * FEW))
     if short.structure != long.structure or short.returned != long.returned:
         raise refused(path, "what it is called with, or returns, depends on the number of samples")
@@ -56,10 +60,6 @@ def _part(model: nn.Module, path: str, call: Call, samples: int, why: str) -> Pa
         raise refused(path, "it is called with no tensor that has a row a sample")
     if not made or not all(x.follows for x in made) or len({x.dtype for x in made}) > 1:
         raise refused(path, "it must return tensors of one element type, each with a row a sample")
-    try:
-        stripped = copied(module)
-    except Exception as error:  # whatever a user's class meets
-        raise refused(path, f"it cannot be copied ({type(error).__name__}: {error})") from error
     shapes = tuple(x.shape if isinstance(x, Input) else x for x in results)
     part = Part(
         path, why, stripped, tuple(arguments), short.structure, shapes, short.returned, made[0].dtype, True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.torch.read.arguments import Arguments
+from layerwise.importers.torch.read.arguments import Arguments, listed_samples
 from layerwise.ops.base import Role
 from layerwise.ops.opaque import AsWritten
 from layerwise.ops.random import signed
@@ -61,10 +61,12 @@ class FedSamples:
         if self._counted == "ranks":
             return 1
         if self._counted == "items":
-            count = next((len(x) for x in (*inputs, *named.values()) if isinstance(x, list | tuple)), None)
-            if count is None:
-                raise LayerwiseError("the model is called without a list, so its number of samples is not known")
-            return count
+            samples = listed_samples((*inputs, *named.values()))
+            if samples is None:
+                raise LayerwiseError(
+                    "the model is called without a list of tensors or dicts, so its number of samples is not known"
+                )
+            return len(samples)
         flat = self._arguments.named(inputs, named)
         known = (*(flat.get(path) for path in self._paths), *flat.values())
         x = next((x for x in known if isinstance(x, Tensor) and x.dim()), None)

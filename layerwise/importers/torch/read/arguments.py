@@ -43,6 +43,23 @@ def call_of(model: object, example_inputs: object) -> Call:
     return (tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)), {}
 
 
+def listed_samples(arguments: Iterable[object]) -> list[Any] | None:
+    """Returns the first list whose items can be samples: dicts, or tensors of one rank and type.
+
+    None where there is none, or a tensor beside it that has dimensions, of which the first is then the samples.
+    """
+    arguments = list(arguments)
+    if any(isinstance(x, Tensor) and x.dim() for x in arguments):
+        return None
+    for x in arguments:
+        if isinstance(x, list) and x:
+            kinds = {(item.dim(), item.dtype) for item in x if isinstance(item, Tensor) and item.dim()}
+            tensors = len(kinds) == 1 and all(isinstance(item, Tensor) and item.dim() for item in x)
+            if tensors or all(isinstance(item, Mapping) for item in x):
+                return x
+    return None
+
+
 def signature_of(model: object) -> Signature:
     """What the model's forward takes; anything, where Python does not tell."""
     if not isinstance(model, nn.Module):
