@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.arguments import listed_samples
 from tests.api.keywords import keywords
 from tests.comm.thread import run_threads
 from tests.run.plans import difference
@@ -120,3 +121,23 @@ def test_lists_are_split_no_further() -> None:
     images, targets = zip(*items(3, 0), strict=True)
     with pytest.raises(LayerwiseError, match=r"items of lists.*strategy='data' runs the model as it is written"):
         parallelize(Detector().double(), (images, targets), **keywords({"strategy": "owt"}, verbose=False))
+
+
+IMAGES, SQUARES = [torch.zeros(3, 4, 4)] * 3, [torch.zeros(3, n, n) for n in (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "samples"),
+    [
+        ([SQUARES, [{}, {}]], SQUARES),
+        ([tuple(SQUARES), ({}, {})], tuple(SQUARES)),
+        ([(800, 800), IMAGES, [{}] * 3], IMAGES),
+        ([[{}, {}]], [{}, {}]),
+        ([[torch.zeros(8, 10), torch.zeros(())]], None),  # a structure
+        ([tuple(IMAGES)], None),
+        ([torch.zeros(8, 4), [torch.zeros(8, 10), torch.zeros(1, 10)]], None),  # the rows of the first
+        ([["a", "b"]], None),
+    ],
+)
+def test_which_lists_are_samples(arguments: list[Any], samples: Any) -> None:
+    assert listed_samples(arguments) is samples or listed_samples(arguments) == samples

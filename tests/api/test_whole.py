@@ -16,6 +16,7 @@ from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.whole import parts_of
 from layerwise.plan import load_plan
 from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
@@ -274,3 +275,29 @@ def test_autocast_is_refused_where_it_is_not_planned_for() -> None:
         pytest.raises(LayerwiseError, match="which autocast is not planned for"),
     ):
         model(X[:4].float())
+
+
+class Remembers(nn.Module):
+    """In evaluation it keeps what it computes of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.twice = nn.Parameter(torch.ones(3)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.twice is None:
+            self.twice = (2 * self.weight).detach()
+        return x * self.twice
+
+
+def test_a_whole_module_has_no_values_of_before_it_was_run() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Remembers()).eval()
+    part = parts_of(model, ((torch.ones(4, 3),), {}), 4, ["1"], "")["1"]
+    made = part.function()([torch.ones(2, 3)], {"weight": torch.full((3,), 5.0)}, False)
+    assert torch.equal(made, torch.full((2, 3), 10.0))
+
+
+@pytest.mark.parametrize("wrong", ["middle", [nn.Linear(1, 1)]])
+def test_whole_is_paths(wrong: Any) -> None:
+    with pytest.raises(LayerwiseError, match=r"whole= must be paths of modules, such as \['decoder.nms'\]"):
+        parallelize(Net(Gate), X[:4].float(), whole=wrong, options=ParallelOptions(comm=CPU), verbose=False)

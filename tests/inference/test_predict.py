@@ -26,7 +26,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.inference import results
-from layerwise.inference.predict import Predicted, answer, predict
+from layerwise.inference.predict import Predicted, _named, answer, predict
 from layerwise.inference.windows import LEAST, profile, starts
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
@@ -449,3 +449,12 @@ def test_several_inputs(window: tuple[int, ...] | None, tmp_path: Path) -> None:
             weight[here] += gaussian
         wanted = total / weight
     np.testing.assert_allclose(np.load(tmp_path / "a" / "sample_00000.npy"), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_functions_are_told_apart() -> None:
+    def above(limit: float) -> Callable[[Tensor], Tensor]:
+        return lambda y: y > limit
+
+    every = [nn.Softmax(1), nn.Sigmoid(), above(0.1), above(0.2), lambda y: y.sum(1), lambda y: y.amax(1), torch.abs]
+    assert len({str(_named(reduce)) for reduce in every}) == len(every)
+    assert _named(above(0.1)) == _named(above(0.1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,3 +58,19 @@ def test_as_a_user_asks(capsys: pytest.CaptureFixture[str]) -> None:
     assert capacity["devices"]["beyond"]["bytes"] > 60e6
     assert run_main(dispatch, [*SEARCH.split(), "--gpus", "3", "--capacity", "--layers"]) == 2
     assert "leave out --layers" in " ".join(capsys.readouterr().err.split())
+
+
+def test_fewer_devices_may_hold_what_more_do_not() -> None:
+    """A plan takes a divisor of what there is: 7 devices are one, or all."""
+    assert least_devices({1: 9, 2: 7, 3: 6, 4: 6, 5: 6, 6: 4, 7: 9}.__getitem__, 5, 7).fits == Fit(6, 4)
+
+
+def test_no_code_is_imported_that_nobody_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lenet5.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.chdir(tmp_path)
+    asked = ["search", "lenet5", "--gpus", "2", "--profile", "cpu", "--gpus-per-node", "2", "--capacity", "--json"]
+    assert run_main(dispatch, asked) == 0
+    assert "side" not in json.loads(capsys.readouterr().out)
+    assert "lenet5" not in sys.modules
