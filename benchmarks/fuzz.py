@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -129,16 +130,16 @@ def _zarr(folder: Path) -> Path:
 
 def _array(path: Path) -> object:
     source = source_of(str(path), "x", None, ())
-    return source.read(0, tuple(slice(0, extent) for extent in source.shape))
+    return source.read(0, tuple(slice(0, extent) for extent in source.shape(0)))
 
 
 KINDS: Mapping[str, Kind] = {
-    "plan": Kind(_plan, lambda path: explain.main([str(path)])),
+    "plan": Kind(_plan, lambda path: explain.main([str(path), "classifier.0"])),
     "profile": Kind(_profile, lambda path: search(["lenet5", *SEARCHED, "--profile", str(path)])),
     "onnx": Kind(_onnx, lambda path: search([str(path), *SEARCHED])),
     "pt2": Kind(_pt2, lambda path: search([str(path), *SEARCHED])),
     "safetensors": Kind(_weights, lambda path: dict(weights_file(path))),
-    "checkpoint": Kind(_checkpoint, lambda path: export.main([str(path), "--out", f"{path}.safetensors"])),
+    "checkpoint": Kind(_checkpoint, lambda path: export.main([str(path), f"{path}.safetensors"])),
     "npy": Kind(_npy, _array),
     "zarr": Kind(_zarr, _array),
 }
@@ -190,15 +191,16 @@ def _change(value: Any, draw: random.Random) -> None:
         return
 
 
-def tried(kind: Kind, seed: Path, place: Path, draw: random.Random) -> str:
-    """What came of one input: "taken", "refused", or what is wrong."""
+def tried(kind: Kind, seed: Path, place: Path, draw: random.Random | None) -> str:
+    """What came of one input: "taken", "refused", or what is wrong. draw: None leaves it as it is."""
     target = place / seed.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     (shutil.copytree if seed.is_dir() else shutil.copyfile)(seed, target)
     files = sorted(path for path in target.rglob("*") if path.is_file()) if seed.is_dir() else [target]
-    victim = draw.choice(files)
-    victim.write_bytes(mutated(victim.read_bytes(), draw))
+    if draw is not None:
+        victim = draw.choice(files)
+        victim.write_bytes(mutated(victim.read_bytes(), draw))
     said = place / "said"
     child = os.fork()
     if child == 0:
@@ -230,7 +232,7 @@ def _read(kind: Kind, target: Path, said: Path) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
     code = 1
     try:
-        code = run_main(lambda _: kind.read(target) and 0)
+        code = run_main(lambda _: (kind.read(target), 0)[1])
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -260,12 +262,15 @@ def main() -> int:
         raise LayerwiseError(f"there is no kind {unknown[0]!r}: choose of {', '.join(KINDS)}")
     torch.set_num_threads(1)
     counts, failures = {kind: Counter[str]() for kind in kinds}, list[str]()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         seeds = {}
         for kind in kinds:
             place = Path(folder) / "seeds" / kind
             place.mkdir(parents=True)
             seeds[kind] = KINDS[kind].seed(place)
+            if (sound := tried(KINDS[kind], seeds[kind], Path(folder) / "sound", None)) != "taken":
+                said = (Path(folder) / "sound" / "said").read_text()
+                raise LayerwiseError(f"the {kind} that is to be changed is {sound} itself: {said}")
 
         try_one = partial(one, Path(folder), seeds, args.seed)
         with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
