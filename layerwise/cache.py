@@ -113,7 +113,7 @@ class Answers:
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Of the processes that hold the lock of a key there is one; after PATIENCE_S, or without locks, more."""
+        """Holds the lock of a key, which one process has at a time; goes on without it after PATIENCE_S."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 self.place.mkdir(parents=True, exist_ok=True)

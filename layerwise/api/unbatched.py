@@ -18,7 +18,7 @@ LISTS = list, tuple
 
 @dataclass(frozen=True, slots=True)
 class Unbatched:
-    """What is known of the samples of such calls: why none is cut, how a rank counts its own, and all ranks' number."""
+    """The samples of such calls: why none is cut, how a rank counts its own, and how many all ranks have."""
 
     why: str
     counted: Literal["items", "ranks"]

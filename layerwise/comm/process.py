@@ -77,7 +77,7 @@ class ProcessComm(MessageComm):
 
     @property
     def members(self) -> Members:
-        """Of the default group."""
+        """The ranks of the default group that this Comm has."""
         return self._members
 
     def at(self, step: int, layer: str) -> None:

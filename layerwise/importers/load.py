@@ -23,7 +23,7 @@ from layerwise.ops.base import Role
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from layerwise.importers.torch.parts import Part
+    from layerwise.importers.torch.parts import WholeModule
     from layerwise.importers.torch.read.arguments import Arguments, Call
     from layerwise.importers.torch.read.structure import OutputStructure
     from layerwise.importers.torch.trace import Imported
@@ -53,7 +53,7 @@ class Network:
     written: frozenset[str] = frozenset()  # paths of the modules' attributes that its trace set, or changed inside
     itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
     unproven: str | None = None  # why its layers were not run beside the module when it was imported
-    whole: Mapping[str, Part] = field(default_factory=dict)  # modules that are called as they are, by path
+    whole: Mapping[str, WholeModule] = field(default_factory=dict)  # modules that are called as they are, by path
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""
@@ -164,7 +164,7 @@ def network_of(
     kwargs: Mapping[str, object] | None = None,
     *,
     trusted: bool = False,
-    whole: Sequence[str] | Mapping[str, Part] = (),
+    whole: Sequence[str] | Mapping[str, WholeModule] = (),
     partly: bool = False,
 ) -> Network:
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch.
@@ -205,9 +205,9 @@ def traced(
     call: Call,
     name: str,
     trusted: bool,
-    whole: Sequence[str] | Mapping[str, Part] = (),
+    whole: Sequence[str] | Mapping[str, WholeModule] = (),
     partly: bool = False,
-) -> tuple[Imported, frozenset[str], frozenset[str], Mapping[str, Part]]:
+) -> tuple[Imported, frozenset[str], frozenset[str], Mapping[str, WholeModule]]:
     """The network that the module's code makes; no values but constants. Also its `called`, `written` and `whole`.
 
     whole, partly: as `network_of` has them.

@@ -11,7 +11,7 @@ Need = Callable[[int], float]  # least bytes of a device, found for so many devi
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Tried:
     """A number (of devices, or a cube's side) that fits, or does not.
 
     Attributes:
@@ -27,8 +27,8 @@ class Fit:
 class Limits:
     """The last number that fits and the first that does not, next to each other. None: there is none in the range."""
 
-    fits: Fit | None
-    beyond: Fit | None
+    fits: Tried | None
+    beyond: Tried | None
 
 
 def least_devices(need: Need, limit_bytes: float, most: int) -> Limits:
@@ -38,10 +38,10 @@ def least_devices(need: Need, limit_bytes: float, most: int) -> Limits:
     of two that fits, all are tried (of many, 32). `beyond` is the last one before it that does not.
     """
     few, many = 0, 1
-    tried = dict[int, Fit]()
+    tried = dict[int, Tried]()
 
     def fits(number: int) -> bool:
-        tried[number] = Fit(number, need(number))
+        tried[number] = Tried(number, need(number))
         return tried[number].bytes <= limit_bytes
 
     while not fits(many) and many < most:
@@ -59,10 +59,10 @@ def largest_side(need: Need, limit_bytes: float, start: int, least: int, most: i
 
     start: a side that needs about as much as there is, or any.
     """
-    tried = dict[int, Fit]()
+    tried = dict[int, Tried]()
 
     def fits(side: int) -> bool:
-        tried[side] = Fit(side, need(side))
+        tried[side] = Tried(side, need(side))
         return tried[side].bytes <= limit_bytes
 
     least, most = -(-least // STEP) * STEP, most // STEP * STEP

@@ -15,7 +15,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.quantities import units
 from layerwise.report.content import Lines, Report
-from layerwise.search.capacity import Fit, Limits, largest_side, least_devices
+from layerwise.search.capacity import Limits, Tried, largest_side, least_devices
 from layerwise.search.remedies import least_bytes
 
 OTHERS = ("memory_curve", "price", "out", "export_costs", "timeline", "layers", "memory", "plot")
@@ -97,5 +97,5 @@ def _side(limits: Limits, sided: Callable[[int], str], args: argparse.Namespace)
     return f"{args.gpus} devices hold {sided(side)} at most, {voxels}: {_need(limits.fits)}{beyond}"
 
 
-def _need(fit: Fit | None) -> str:
+def _need(fit: Tried | None) -> str:
     return "" if fit is None else f"a plan takes {units(fit.bytes, 'B')}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
-from layerwise.search.capacity import STEP, Fit, Limits, largest_side, least_devices
+from layerwise.search.capacity import STEP, Limits, Tried, largest_side, least_devices
 
 SEARCH = "search unet3d:32 --profile cpu --global-batch 1 --inference --io boxes --dims d,c"
 
@@ -27,7 +27,7 @@ def test_the_least_number_of_devices(most: int, fixed: float, shared: float) -> 
     least = fitting[0] if fitting else None
     beyond = most if least is None else least - 1
     assert least_devices(need, 100, most) == Limits(
-        None if least is None else Fit(least, need(least)), Fit(beyond, need(beyond)) if beyond else None
+        None if least is None else Tried(least, need(least)), Tried(beyond, need(beyond)) if beyond else None
     )
 
 
@@ -37,9 +37,9 @@ def test_the_largest_cube(largest: int, start: int, least: int) -> None:
     tried = list(range(-(-least // STEP) * STEP, 257, STEP))
     fitting = [side for side in tried if side <= largest]
     limits = largest_side(float, largest, start, least, 256)
-    assert limits.fits == (Fit(fitting[-1], fitting[-1]) if fitting else None)
+    assert limits.fits == (Tried(fitting[-1], fitting[-1]) if fitting else None)
     beyond = None if fitting and fitting[-1] == tried[-1] else fitting[-1] + STEP if fitting else tried[0]
-    assert limits.beyond == (None if beyond is None else Fit(beyond, beyond))
+    assert limits.beyond == (None if beyond is None else Tried(beyond, beyond))
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -62,7 +62,7 @@ def test_as_a_user_asks(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fewer_devices_may_hold_what_more_do_not() -> None:
     """A plan takes a divisor of what there is: 7 devices are one, or all."""
-    assert least_devices({1: 9, 2: 7, 3: 6, 4: 6, 5: 6, 6: 4, 7: 9}.__getitem__, 5, 7).fits == Fit(6, 4)
+    assert least_devices({1: 9, 2: 7, 3: 6, 4: 6, 5: 6, 6: 4, 7: 9}.__getitem__, 5, 7).fits == Tried(6, 4)
 
 
 def test_no_code_is_imported_that_nobody_named(

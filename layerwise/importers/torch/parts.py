@@ -31,7 +31,7 @@ PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class ModuleInput:
     """A tensor that a part is called with. follows: whether it has a row a sample."""
 
     shape: Shape  # of a sample, where it follows
@@ -40,13 +40,13 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Part:
+class WholeModule:
     """A module that is called as it is. module: a copy without the memory of its parameters and buffers."""
 
     path: str
     why: str
     module: nn.Module
-    arguments: tuple[object, ...]  # an Input, or a value that is no tensor, as they lie in `structure`
+    arguments: tuple[object, ...]  # an ModuleInput, or a value that is no tensor, as they lie in `structure`
     structure: pytree.TreeSpec
     results: tuple[object, ...]  # the shape of a sample, or a value that is no tensor, as they lie in `returned`
     returned: pytree.TreeSpec
@@ -55,25 +55,25 @@ class Part:
     work: Made | None = None  # of two samples
 
     @property
-    def inputs(self) -> list[Input]:
+    def inputs(self) -> list[ModuleInput]:
         """The tensors that it is called with."""
-        return [x for x in self.arguments if isinstance(x, Input)]
+        return [x for x in self.arguments if isinstance(x, ModuleInput)]
 
     @property
     def shapes(self) -> list[Shape]:
-        """Of a sample of each tensor that it returns."""
+        """The shape of a sample of each tensor that it returns."""
         return [x for x in self.results if isinstance(x, tuple)]
 
     def function(self) -> Callable[[Sequence[Tensor], Mapping[str, Tensor], bool], Tensor]:
-        """What computes it, on one rank."""
+        """Returns the function that computes it on one rank, with a copy of the module of its own."""
         return partial(self.packed, copied(self.module))
 
     def packed(
         self, module: nn.Module, inputs: Sequence[Tensor], tensors: Mapping[str, Tensor], training: bool
     ) -> Tensor:
-        """What the module returns of these inputs: one tensor as it is, several side by side, a row a sample."""
+        """Calls the module; returns its tensors as one, a row a sample: one as it is, several side by side."""
         values = (x.clone() for x in inputs)  # which others read, and it may write to
-        arguments = [next(values) if isinstance(x, Input) else x for x in self.arguments]
+        arguments = [next(values) if isinstance(x, ModuleInput) else x for x in self.arguments]
         positional, named = pytree.tree_unflatten(arguments, self.structure)
         returned = functional_call(module.train(training), dict(tensors), positional, named)
         samples = next(len(x) for x, known in zip(inputs, self.inputs, strict=True) if known.follows)
@@ -91,7 +91,7 @@ class Part:
         return whole
 
     def unpacked(self, whole: Tensor) -> object:
-        """What the module returns, of `packed`."""
+        """Returns the values that `packed` made one tensor of, in the structure that the module returns."""
         made, start = [whole], 0
         if len(self.shapes) > 1:
             made = []
@@ -102,11 +102,11 @@ class Part:
         return pytree.tree_unflatten([next(values) if isinstance(x, tuple) else x for x in self.results], self.returned)
 
     def stand_in(self, module: nn.Module, *positional: Any, **named: Any) -> object:
-        """What the module returns while it is traced. LayerwiseError where it is called otherwise."""
+        """Stands in for the module's forward while the model is traced. LayerwiseError where it is called otherwise."""
         leaves, structure = pytree.tree_flatten((positional, named))
         alike = structure == self.structure and all(
             (x.dtype, x.shape[int(known.follows) :]) == (known.dtype, known.shape)
-            if isinstance(known, Input) and isinstance(x, Tensor)
+            if isinstance(known, ModuleInput) and isinstance(x, Tensor)
             else type(x) is type(known) and x == known
             for known, x in zip(self.arguments, leaves, strict=True)
         )
@@ -120,7 +120,7 @@ class Part:
 
     @property
     def packed_shape(self) -> Shape:
-        """Of a sample of `packed`."""
+        """The shape of a sample of `packed`."""
         return self.shapes[0] if len(self.shapes) == 1 else (sum(map(prod, self.shapes)),)
 
     def layer(self, call: Call) -> Built:
@@ -183,13 +183,13 @@ def copied(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-PARTS: ContextVar[Mapping[str, Part]] = ContextVar(
+PARTS: ContextVar[Mapping[str, WholeModule]] = ContextVar(
     "parts", default=MappingProxyType({})
 )  # of the model that is imported now
 
 
 @contextmanager
-def importing(parts: Mapping[str, Part]) -> Iterator[None]:
+def importing(parts: Mapping[str, WholeModule]) -> Iterator[None]:
     """Within it a model that is traced has these parts."""
     token = PARTS.set(parts)
     try:

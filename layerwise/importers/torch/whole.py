@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, nearest
-from layerwise.importers.torch.parts import PLAIN, Input, Part, copied, held, importing, refused
+from layerwise.importers.torch.parts import PLAIN, ModuleInput, WholeModule, copied, held, importing, refused
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.proof import FEW, ROUNDING, distance, few, fixed_weights
 from layerwise.importers.torch.read.arguments import Call
@@ -28,7 +28,7 @@ from layerwise.importers.torch.trace import Imported
 from layerwise.ops.opaque import observed
 
 
-def parts_of(model: nn.Module, call: Call, samples: int, paths: Sequence[str], why: str) -> dict[str, Part]:
+def parts_of(model: nn.Module, call: Call, samples: int, paths: Sequence[str], why: str) -> dict[str, WholeModule]:
     """The parts of these paths. LayerwiseError for what is no module of the model, or cannot be whole.
 
     call: the example's, of so many samples.
@@ -43,7 +43,7 @@ def parts_of(model: nn.Module, call: Call, samples: int, paths: Sequence[str], w
         return {path: _part(model, path, call, samples, why) for path in paths}
 
 
-def _part(model: nn.Module, path: str, call: Call, samples: int, why: str) -> Part:
+def _part(model: nn.Module, path: str, call: Call, samples: int, why: str) -> WholeModule:
     module = model.get_submodule(path)
     _check(model, module, path)
     try:
@@ -55,13 +55,13 @@ def _part(model: nn.Module, path: str, call: Call, samples: int, why: str) -> Pa
         raise refused(path, "what it is called with, or returns, depends on the number of samples")
     arguments = [_along(path, a, b) for a, b in zip(short.arguments, long.arguments, strict=True)]
     results = [_along(path, a, b) for a, b in zip(short.results, long.results, strict=True)]
-    made = [x for x in results if isinstance(x, Input)]
-    if not any(isinstance(x, Input) and x.follows for x in arguments):
+    made = [x for x in results if isinstance(x, ModuleInput)]
+    if not any(isinstance(x, ModuleInput) and x.follows for x in arguments):
         raise refused(path, "it is called with no tensor that has a row a sample")
     if not made or not all(x.follows for x in made) or len({x.dtype for x in made}) > 1:
         raise refused(path, "it must return tensors of one element type, each with a row a sample")
-    shapes = tuple(x.shape if isinstance(x, Input) else x for x in results)
-    part = Part(
+    shapes = tuple(x.shape if isinstance(x, ModuleInput) else x for x in results)
+    part = WholeModule(
         path, why, stripped, tuple(arguments), short.structure, shapes, short.returned, made[0].dtype, True
     )  # fmt: skip
     part = replace(part, differentiable=_has_gradient(part, module, long))
@@ -144,13 +144,13 @@ def _along(path: str, short: object, long: object) -> object:
             raise refused(path, f"a value that it is called with, or returns, is {short!r} or {long!r} by the batch")
         return short
     if short.shape == long.shape:
-        return Input(tuple(short.shape), short.dtype, follows=False)
+        return ModuleInput(tuple(short.shape), short.dtype, follows=False)
     if not short.dim() or (FEW, *long.shape[1:]) != tuple(short.shape) or long.shape[0] != 2 * FEW:
         raise refused(path, "samples are not along dimension 0 of all that it is called with, and returns")
-    return Input(tuple(short.shape[1:]), short.dtype, follows=True)
+    return ModuleInput(tuple(short.shape[1:]), short.dtype, follows=True)
 
 
-def _has_gradient(part: Part, module: nn.Module, use: _Use) -> bool:
+def _has_gradient(part: WholeModule, module: nn.Module, use: _Use) -> bool:
     """Whether what it returns has a gradient."""
     inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in use.tensors]
     try:
@@ -161,7 +161,7 @@ def _has_gradient(part: Part, module: nn.Module, use: _Use) -> bool:
     return True
 
 
-def _prove(part: Part, module: nn.Module, use: _Use, training: bool) -> None:
+def _prove(part: WholeModule, module: nn.Module, use: _Use, training: bool) -> None:
     """LayerwiseError where samples are mixed, random numbers drawn, or buffers or attributes changed."""
     follows = [x.follows for x in part.inputs]
     for number, inputs in enumerate(_examples(use.tensors, follows)):
@@ -199,7 +199,7 @@ def _examples(tensors: Sequence[Tensor], follows: Sequence[bool]) -> Iterator[li
 
 
 @contextmanager
-def _unchanging(part: Part, module: nn.Module) -> Iterator[None]:
+def _unchanging(part: WholeModule, module: nn.Module) -> Iterator[None]:
     """LayerwiseError where what is done within it draws random numbers, or changes the module."""
     states, counted = _states(), numbers(module)
     buffers = {name: x.detach().clone() for name, x in module.named_buffers()}
@@ -220,7 +220,7 @@ def _states() -> tuple[object, ...]:
 _Computed = tuple[Tensor, list[Tensor], list[Tensor]]  # output, gradients of inputs, of parameters
 
 
-def _computed(part: Part, module: nn.Module, tensors: Sequence[Tensor], training: bool) -> _Computed:
+def _computed(part: WholeModule, module: nn.Module, tensors: Sequence[Tensor], training: bool) -> _Computed:
     inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors]
     trained = [p for p in module.parameters() if p.requires_grad]
     wanted = [*(x for x in inputs if x.requires_grad), *trained]
@@ -234,7 +234,7 @@ def _computed(part: Part, module: nn.Module, tensors: Sequence[Tensor], training
     return made.detach(), full[: len(wanted) - len(trained)], full[len(wanted) - len(trained) :]
 
 
-def _compare(part: Part, together: _Computed, alone: Sequence[_Computed], follows: Sequence[bool]) -> None:
+def _compare(part: WholeModule, together: _Computed, alone: Sequence[_Computed], follows: Sequence[bool]) -> None:
     """LayerwiseError where a batch is not what its samples are."""
     output, of_inputs, of_parameters = together
     floating = [f for f, x in zip(follows, part.inputs, strict=True) if x.dtype.is_floating_point]
@@ -256,14 +256,14 @@ def _compare(part: Part, together: _Computed, alone: Sequence[_Computed], follow
 
 
 def import_partly(
-    attempt: Callable[[], Imported], model: nn.Module, call: Call, samples: int, parts: Mapping[str, Part]
-) -> tuple[Imported, Mapping[str, Part]]:
+    attempt: Callable[[], Imported], model: nn.Module, call: Call, samples: int, parts: Mapping[str, WholeModule]
+) -> tuple[Imported, Mapping[str, WholeModule]]:
     """What `attempt` imports, and the parts that it takes: the smallest modules without which it fails.
 
     parts: those that it has in any case. Raises what is raised without others, where none help.
     """
     first: LayerwiseError | None = None
-    imported: tuple[Imported, Mapping[str, Part]] | None = None
+    imported: tuple[Imported, Mapping[str, WholeModule]] | None = None
     for _ in range(TRIES):
         try:
             with importing(parts):
@@ -295,8 +295,8 @@ def _layer(error: LayerwiseError) -> str:
 
 
 def _smallest(
-    model: nn.Module, call: Call, samples: int, layer: str, why: str, parts: Mapping[str, Part]
-) -> dict[str, Part]:
+    model: nn.Module, call: Call, samples: int, layer: str, why: str, parts: Mapping[str, WholeModule]
+) -> dict[str, WholeModule]:
     """The innermost module around a layer that can be whole, and is not yet; none where there is none."""
     steps, modules = layer.partition(":")[0].split("."), dict(model.named_modules())
     for end in range(len(steps), 0, -1):
