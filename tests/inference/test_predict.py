@@ -455,6 +455,15 @@ def test_functions_are_told_apart() -> None:
     def above(limit: float) -> Callable[[Tensor], Tensor]:
         return lambda y: y > limit
 
-    every = [nn.Softmax(1), nn.Sigmoid(), above(0.1), above(0.2), lambda y: y.sum(1), lambda y: y.amax(1), torch.abs]
+    every = [
+        nn.Softmax(1),
+        nn.Softmax(2),
+        nn.Sigmoid(),
+        above(0.1),
+        above(0.2),
+        lambda y: y.sum(1),
+        lambda y: y.amax(1),
+        torch.abs,
+    ]
     assert len({str(_named(reduce)) for reduce in every}) == len(every)
     assert _named(above(0.1)) == _named(above(0.1))
