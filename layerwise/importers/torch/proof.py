@@ -37,6 +37,7 @@ from layerwise.ops.stages import needed_box
 from layerwise.ops.tensor.pointwise import Cast
 
 FEW = 2  # samples are run
+LARGEST = 1e4  # number of an example that is run
 MOST_BYTES = 1 << 32  # of what the layers make, and of gradients
 FLOPS_A_LAYER = 5e7  # forward, on a CPU: with the rest some milliseconds, which a layer takes to be traced, too
 ACCELERATED = 100  # times that, elsewhere
@@ -87,6 +88,8 @@ def few(call: Call, batch: int, samples: int) -> Call:
     def shorter(x: Tensor) -> Tensor:
         if x.dim() and x.shape[0] == batch:
             x = torch.cat([x] * samples)[:samples] if batch < samples else x[:samples]
+        if x.is_floating_point():  # an example by torch.empty may have anything, and all is equal where all is NaN
+            x = x.nan_to_num().clamp(-LARGEST, LARGEST)
         return x.detach().clone().requires_grad_(x.requires_grad)
 
     made: Call = pytree.tree_map_only(Tensor, shorter, call)
@@ -146,7 +149,7 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         zero = torch.zeros_like(named[name])
         away = distance(zero if ours is None else ours, zero if theirs is None else theirs, 1e-4 * largest)
         differences.append((away, _user(graph, name), f"the gradient of {name!r}"))
-    again = [n for n, b in model.named_buffers(remove_duplicate=False) if not torch.equal(b, moved[n])]
+    again = [n for n, b in model.named_buffers(remove_duplicate=False) if distance(b, moved[n]) > 0]
     for name, buffer in moved.items():
         if not name.endswith("num_batches_tracked"):
             ours = layers.state.get(name)

@@ -122,11 +122,19 @@ def test_a_row_that_multiplies_instead_of_adding_is_refused_by_name() -> None:
     net = nn.Sequential(nn.Linear(4, 4), Shift(), nn.Linear(4, 4))
     register_op("aten::add.Tensor", wrong)
     try:
-        with pytest.raises(UnlikeError, match="layer '1"):
-            network_of(net, (torch.randn(4, 4),), None, "test")
+        for example in (torch.randn(4, 4), torch.full((4, 4), float("nan"))):  # as torch.empty may have
+            with pytest.raises(UnlikeError, match="layer '1"):
+                network_of(net, (example,), None, "test")
     finally:
         del _builds["aten::add.Tensor"]
     assert network_of(net, (torch.randn(4, 4),), None, "test").unproven is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_an_example_may_have_any_numbers(value: float) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    made = network_of(model, (torch.full((4, 4), value),), None, "test")
+    assert (made.unproven, made.graph.unseen) == (None, ())
 
 
 def test_a_gradient_that_a_row_stops_is_refused_by_name() -> None:
