@@ -48,8 +48,8 @@ class Kind:
 
 
 KINDS = {
-    "alexnet": Kind(("alone", "DDP", "data", "capped", "DDP fp16", "FSDP2", "searched"), "DDP"),
-    "vgg": Kind(("alone", "DDP", "data", "capped", "DDP fp16", "FSDP2", "searched"), "DDP"),
+    "alexnet": Kind(("alone", "DDP", "data", "capped", "DDP fp16", "FSDP2", "searched"), "DDP", True),
+    "vgg": Kind(("alone", "DDP", "data", "capped", "DDP fp16", "FSDP2", "searched"), "DDP", True),
     "states": Kind(
         ("alone", "DDP", "data", "FSDP2 once", "sharded", "FSDP2", "gathered"), "FSDP2", True, 4, "1gbit", "alexnet"
     ),
