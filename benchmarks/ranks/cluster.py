@@ -180,7 +180,7 @@ def measure(job: Job) -> dict[str, object]:
         made = plans(model, job.network, job.variants)  # every rank finds the same: it starts from the same numbers
     else:
         first, links_s, anew_s = None, LINKS * job.measure_s, ANEW * job.measure_s
-        model, layers, known = measured_model(job.network, comm, links_s, job.measure_s - links_s)
+        model, known, layers = measured_model(job.network, comm, links_s, job.measure_s - links_s)
         chosen = plans(model, job.network, job.variants, known)
         made = priced_anew(model, job.network, layers, chosen, anew_s)
     variants = {name: variants.get(name) or build(job.network, made, name, comm) for name in job.variants}

@@ -73,26 +73,35 @@ def space_of(name: str, ranks: int) -> SearchSpace:
     return SearchSpace(ranks, NETWORKS[name].dims, spread=True)
 
 
-def measured_model(name: str, comm: Comm, links_s: float, layers_s: float) -> tuple[CostModel, Layers, list[Strategy]]:
-    """Over links and layers that all ranks have measured at once, as when they train; these layers; and the strategies
-    whose layers are all measured, the fastest first.
+def measured_model(name: str, comm: Comm, links_s: float, layers_s: float) -> tuple[CostModel, list[Strategy], Layers]:
+    """Over links and layers that all ranks have measured at once, as when they train; the strategies whose layers are
+    all measured, the fastest first; and these layers.
 
     For `layers_s` the layers of the fixed splits and of data parallelism are measured, then those of the best plan,
     until nothing is missing of it.
     """
-    model, layers = _model(name, profile_of(comm, links_s), comm.size), Layers(comm, OPTIMIZER)
+    layers = Layers(comm, OPTIMIZER)
+    model = _model(name, profile_of(comm, links_s), comm.size)
+    return *measured_layers(model, space_of(name, comm.size), layers, layers_s), layers
+
+
+def measured_layers(
+    model: CostModel, space: SearchSpace, layers: Layers, layers_s: float
+) -> tuple[CostModel, list[Strategy]]:
+    """The model over layers that are measured for so long, and the strategies whose layers are all measured, the
+    fastest first."""
     ends = time.perf_counter() + layers_s
     wanted = [baseline(model, "data"), *(fixed for dim in "dhw" if (fixed := along(model, dim)) is not None)]
     while True:
         left = {cell.key: cell for strategy in wanted for cell in layers.measuring.left(_cells(model, strategy))}
-        budget_s = comm.all_gather_object(ends - time.perf_counter())[0]
+        budget_s = layers.comm.all_gather_object(ends - time.perf_counter())[0]
         if not left or budget_s <= 0:
             break
         layers.take(list(left.values()), budget_s)
         model = with_times(model, layers.known)
-        wanted.append(search(model, space_of(name, comm.size)).best.strategy)
-    whole = [strategy for strategy in wanted if not layers.measuring.left(_cells(model, strategy))]
-    return model, layers, sorted(whole, key=lambda strategy: timeline(model, strategy).total_s)
+        wanted.append(search(model, space).best.strategy)
+    full = [strategy for strategy in wanted if not layers.measuring.left(_cells(model, strategy))]
+    return model, sorted(full, key=lambda strategy: timeline(model, strategy).total_s)
 
 
 def priced_anew(

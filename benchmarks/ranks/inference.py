@@ -1,11 +1,11 @@
 """What each rank of benchmarks.inference runs: one sample's answer by one rank, by all of them, and in MONAI's windows.
 
-All in turns, on the same links. The plan is the one that `layerwise.parallelize` finds, by links and layers that it
-measures on these ranks.
+All in turns, on the same links. The plan is found by links and layers that are measured on these ranks.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import statistics
@@ -22,13 +22,27 @@ import torch.distributed as dist
 from layerwise.models.unet3d import UNet3d
 from torch import Tensor, nn
 
-import layerwise
 from benchmarks.common.live import Live
+from benchmarks.ranks.cluster_plan import OPTIMIZER, measured_layers
+from benchmarks.ranks.predictions import profile_of
+from benchmarks.ranks.side_by_side import Layers
 from benchmarks.zoo.shims import torchvision_operators
+from layerwise.api.machine import ENOUGH
+from layerwise.comm.base import Comm
 from layerwise.comm.start import join_default_group
+from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import measured_share
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import network_of
+from layerwise.plan import Plan
+from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
+from layerwise.search.find import candidate, search
+from layerwise.search.make_plan import plan_for
 
 PATIENCE_S = 300
+LINKS = 0.1  # of the time for measuring is for links
 WINDOW, OVERLAP = 64, 0.5  # the overlap that nnU-Net takes, and MONAI's bundles
 
 
@@ -47,13 +61,13 @@ def unet() -> tuple[nn.Module, Tensor]:
 
 
 def decoder() -> tuple[nn.Module, Tensor]:
-    """Wan's video decoder, narrow, and a latent of 4 frames; in float64, to be compared to the last digit but a few."""
+    """HunyuanVideo's decoder, narrow, and a latent of 3 frames; in float64, as its differences are to be rounding."""
     torchvision_operators()
     import diffusers
 
-    sizes = {"base_dim": 16, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1}
-    model = diffusers.AutoencoderKLWan(temperal_downsample=[False, True], **sizes).decoder
-    return model.double(), torch.randn(1, 4, 4, 32, 32, dtype=torch.float64)
+    options = {"latent_channels": 4, "block_out_channels": (16, 16, 32, 32), "layers_per_block": 1}
+    model = diffusers.AutoencoderKLHunyuanVideo(norm_num_groups=4, **options).decoder
+    return model.double(), torch.randn(1, 4, 3, 16, 16, dtype=torch.float64)
 
 
 NETWORKS = {"unet": unet, "decoder": decoder}
@@ -85,6 +99,21 @@ def timed(step: Callable[[], object], seconds: float) -> list[float]:
     return times[1:]
 
 
+def planned(network: nn.Module, x: Tensor, comm: Comm, seconds: float) -> tuple[ParallelModule, Plan]:
+    """The plan that is found by links and layers which these ranks measure, and this rank's part of it."""
+    example = (torch.empty_like(x, device="meta"),)
+    imported = network_of(copy.deepcopy(network).to("meta").eval(), example, 1, "network")
+    devices = profile_of(comm, LINKS * seconds).device_graph(comm.size)
+    model = CostModel(fuse(imported.graph), devices, CostOptions(io="boxes", kind="inference"))
+    space = SearchSpace(comm.size, spread=True)
+    model, full = measured_layers(model, space, Layers(comm, OPTIMIZER), (1 - LINKS) * seconds)
+    best = search(model, space).best
+    if full and measured_share(model, best.strategy) < ENOUGH:
+        best = candidate(model, "measured", full[0])
+    plan = plan_for("network", "emulated", model, space, best, fused=True)
+    return load(plan, network, comm=comm, dtype=x.dtype, example_inputs=example), plan
+
+
 def in_boxes(model: ParallelModule, x: Tensor) -> Callable[[], Any]:
     """One answer of the plan: each rank is given its box of the sample and has its box of the answer."""
     sized = model.sized((tuple(x.shape[1:]),), 1)
@@ -99,20 +128,17 @@ def measure(job: Job) -> dict[str, object]:
     network, x = NETWORKS[job.network]()
     network = network.eval()
     comm = join_default_group(torch.device("cpu"), PATIENCE_S)
-    shares = [0.0]
     with torch.inference_mode():
         alone = network(x) if rank == 0 else None
-    options = layerwise.ParallelOptions(measure_s=job.measure_s, timeout_s=PATIENCE_S)
     began = time.perf_counter()
-    model = layerwise.parallelize(
-        network, torch.empty_like(x, device="meta"), inference=True, io="boxes", options=options
-    )
+    model, plan = planned(network, x, comm, job.measure_s)
     planned_s = time.perf_counter() - began
     times: dict[str, list[float]] = {}
     with torch.inference_mode():
         run = in_boxes(model, x)
         boxes, part = run()
-        parts = comm.all_gather_object((boxes[rank], part))
+        parts: list[Any] = [None] * world
+        dist.all_gather_object(parts, (boxes[rank], part))
         error = 0.0
         if alone is not None:
             for box, values in parts:
@@ -129,12 +155,12 @@ def measure(job: Job) -> dict[str, object]:
         shares = comm.all_gather_object(live.peak)
     return {
         "times": {name: statistics.median(seconds) for name, seconds in times.items()},
-        "predicted_s": model.plan.predicted["timeline_s"],
+        "predicted_s": plan.predicted["timeline_s"],
         "memory_bytes": max(shares),
-        "predicted_memory_bytes": model.plan.predicted["memory_bytes"],
+        "predicted_memory_bytes": plan.predicted["memory_bytes"],
         "error": error,
         "planned_s": planned_s,
-        "strategy": sorted({str(config) for config in model.plan.strategy.values()}),
+        "strategy": sorted({str(config) for config in plan.strategy.values()}),
     }
 
 
