@@ -27,19 +27,17 @@ from benchmarks.ranks.cluster_plan import OPTIMIZER, measured_layers
 from benchmarks.ranks.predictions import profile_of
 from benchmarks.ranks.side_by_side import Layers
 from benchmarks.zoo.shims import torchvision_operators
-from layerwise.api.machine import ENOUGH
 from layerwise.comm.base import Comm
 from layerwise.comm.start import join_default_group
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.cost.price import measured_share
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
-from layerwise.search.find import candidate, search
-from layerwise.search.make_plan import plan_for
+from layerwise.search.find import search
+from layerwise.search.make_plan import make_plan
 
 PATIENCE_S = 300
 LINKS = 0.1  # of the time for measuring is for links
@@ -106,12 +104,9 @@ def planned(network: nn.Module, x: Tensor, comm: Comm, seconds: float) -> tuple[
     devices = profile_of(comm, LINKS * seconds).device_graph(comm.size)
     model = CostModel(fuse(imported.graph), devices, CostOptions(io="boxes", kind="inference"))
     space = SearchSpace(comm.size, spread=True)
-    model, full = measured_layers(model, space, Layers(comm, OPTIMIZER), (1 - LINKS) * seconds)
-    best = search(model, space).best
-    if full and measured_share(model, best.strategy) < ENOUGH:
-        best = candidate(model, "measured", full[0])
-    plan = plan_for("network", "emulated", model, space, best, fused=True)
-    return load(plan, network, comm=comm, dtype=x.dtype, example_inputs=example), plan
+    model, _ = measured_layers(model, space, Layers(comm, OPTIMIZER), (1 - LINKS) * seconds)
+    plan = make_plan("network", "emulated", model, space, search(model, space), fused=True)
+    return load(plan, network, comm=comm, dtype=x.dtype, example_inputs=(x,)), plan
 
 
 def in_boxes(model: ParallelModule, x: Tensor) -> Callable[[], Any]:

@@ -101,7 +101,7 @@ def with_layers(comm: Comm, profile: Profile, network: Network, job: Job) -> Cos
 def with_times(model: CostModel, times: LayerTimes, links: Links | None = None) -> CostModel:
     """The model over other times of layers and, where they are given, of links."""
     devices = replace(model.devices, layers=(times,), links=links or model.devices.links)
-    return CostModel(model.graph, devices, model.options)
+    return CostModel(model.original, devices, model.options)
 
 
 def space_of(model: CostModel, network: Network) -> SearchSpace:

@@ -70,6 +70,7 @@ class Setting:
     options: CostOptions = field(default_factory=CostOptions)
 
     def __post_init__(self) -> None:
+        self.original = self.graph  # before what follows changes it: another model of it is made from this
         self.digest = self.graph.digest  # which plans have
         if (types := self.mixed_precision) is not None:
             self.graph = mixed(self.graph, types["autocast"], str(types["device"]))

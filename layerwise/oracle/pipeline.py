@@ -39,14 +39,14 @@ def pipeline_stages(
     are added up, which is a step of plain SGD to them, and divided by the number of segments, two thirds of one.
     """
     graph = model.graph
-    whole = CostModel(graph, _single(model.devices), model.options)
+    whole = CostModel(model.original, _single(model.devices), model.options)
     alone = {layer.name: whole.end_config(layer) if layer.end else Config() for layer in graph.layers}
     memory = {layer.name: held_bytes(whole, layer, whole.layout(layer, (alone[layer.name],))) for layer in graph.layers}
-    part = CostModel(graph.rebatch(-(-graph.batch // segments)), whole.devices, model.options)
+    part = CostModel(model.original.rebatch(-(-graph.batch // segments)), whole.devices, model.options)
     times = {layer.name: part.node_cost(layer, (Config(),)).compute for layer in part.graph.layers}
     adding_s = dict.fromkeys(times, 0.0)
     if segments > 1:
-        plain = CostModel(part.graph, part.devices, replace(model.options, optimizer="sgd"))
+        plain = CostModel(part.original, part.devices, replace(model.options, optimizer="sgd"))
         for layer in part.graph.layers:
             adding_s[layer.name] = float(plain.node_cost(layer, (Config(),)).compute.update[0])
     names = [layer.name for layer in graph.inner]

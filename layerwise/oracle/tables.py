@@ -155,7 +155,7 @@ class LayerGroups:
         if (inside, batch) not in self._models:
             level = replace(model.devices.levels[0], devices=inside, devices_per_port=1)
             alone = replace(model.devices, count=inside, levels=(level,))
-            self._models[inside, batch] = CostModel(model.graph.rebatch(batch), alone, model.options)
+            self._models[inside, batch] = CostModel(model.original.rebatch(batch), alone, model.options)
         return self._models[inside, batch]
 
 
@@ -186,7 +186,7 @@ def memory_bytes(model: CostModel, plan: Strategy) -> float:
 def _fed(model: CostModel) -> CostModel:
     if model.graph.batch < model.devices.count:
         return model
-    return CostModel(model.graph, model.devices, replace(model.options, io="sample"))
+    return CostModel(model.original, model.devices, replace(model.options, io="sample"))
 
 
 def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Phases, float]:

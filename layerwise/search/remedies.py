@@ -57,13 +57,13 @@ def _others(
     if "k" not in space.dims:
         yield with_k, model, replace(space, dims=(*space.dims, "k")), offered
     if more_devices is not None:
-        bigger = CostModel(model.graph, more_devices, model.options)
+        bigger = CostModel(model.original, more_devices, model.options)
         yield f"{more_devices.count} GPUs", bigger, replace(space, devices=more_devices.count), offered
     batch = model.graph.batch // 2
     if batch:
         io = model.options.io
         options = replace(model.options, io=io if io != "sample" or batch >= model.devices.count else "free")
-        smaller = CostModel(model.graph.rebatch(batch), model.devices, options)
+        smaller = CostModel(model.original.rebatch(batch), model.devices, options)
         yield f"a global batch of {batch}", smaller, space, offered
 
 

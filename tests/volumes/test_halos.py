@@ -135,6 +135,19 @@ def test_the_cheaper_plan_is_taken(tmp_path: Path) -> None:
         assert told == {"sent": ["x"] * sent, "read_s": halos.read_s, "sent_s": halos.sent_s}
 
 
+@pytest.mark.parametrize("options", [CostOptions(io="boxes", kind="inference"), CostOptions(io="boxes", dtype="bf16")])
+def test_a_plan_that_sends_halos_is_for_the_network_as_it_was_imported(options: CostOptions) -> None:
+    """The cost model's own graph has other types, or no gradients."""
+    graph = fuse(network_of(Drops(), (torch.empty(1, 1, 16, 16, 16),), 1, "drops").graph)
+    h100 = load_profile("h100")
+    machine = replace(h100, processor=replace(h100.processor, read_bytes_per_s=1.0)).device_graph(4, 4)
+    fixed = {"conv": Config.of({"d": 4})}
+    choice = search_halos(CostModel(graph, machine, options), partial(search, space=SearchSpace(4), fixed=fixed))
+    plan = make_plan("drops", "cpu", choice[0], SearchSpace(4), choice[1], fused=True)
+    assert plan.halos_sent == ("x",)
+    plan.check(plan.layers(graph), 4)
+
+
 def test_parallelize_takes_it_from_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The built-in one, of slower processors, so that space is split, and with a slow disk."""
     cpu = load_profile("cpu")
