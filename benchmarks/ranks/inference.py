@@ -59,13 +59,13 @@ def unet() -> tuple[nn.Module, Tensor]:
 
 
 def decoder() -> tuple[nn.Module, Tensor]:
-    """HunyuanVideo's decoder, narrow, and a latent of 3 frames; in float64, as its differences are to be rounding."""
+    """HunyuanVideo's decoder, narrow, and a latent of 2 frames; in float64, as its differences are to be rounding."""
     torchvision_operators()
     import diffusers
 
     options = {"latent_channels": 4, "block_out_channels": (16, 16, 32, 32), "layers_per_block": 1}
     model = diffusers.AutoencoderKLHunyuanVideo(norm_num_groups=4, **options).decoder
-    return model.double(), torch.randn(1, 4, 3, 16, 16, dtype=torch.float64)
+    return model.double(), torch.randn(1, 4, 2, 16, 16, dtype=torch.float64)
 
 
 NETWORKS = {"unet": unet, "decoder": decoder}
