@@ -1,4 +1,4 @@
-"""Two steps under a plan on two ranks (threads), evaluation and a checkpoint, against plain PyTorch on one device."""
+"""Two steps under a plan on some ranks (threads), evaluation and a checkpoint, against plain PyTorch on one device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils import _pytree as pytree
 
-from benchmarks.zoo.example import Example
-from benchmarks.zoo.plans import RANKS
+from benchmarks.zoo.example import SAMPLES, Example
 from layerwise import checkpoint
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
@@ -113,7 +112,12 @@ def _trained_on(
 
 def stages(inputs: tuple[Tensor, ...]) -> dict[str, int]:
     """What comes after the steps, all in evaluation, and of how many samples."""
-    return {"evaluation": len(inputs[0]), "another batch": RANKS, "saved and loaded": RANKS}
+    return {"evaluation": len(inputs[0]), "another batch": ranks_of(inputs), "saved and loaded": ranks_of(inputs)}
+
+
+def ranks_of(inputs: Sequence[Tensor]) -> int:
+    """How many ranks these are a batch for."""
+    return len(inputs[0]) // SAMPLES
 
 
 def _first(inputs: Sequence[Tensor], size: int) -> tuple[Tensor, ...]:
@@ -136,10 +140,10 @@ def compared(
     """
     with TemporaryDirectory() as folder:
         ranks = run_threads(
-            RANKS, lambda comm: _steps(network, plan, comm, given, inputs, wanted, folder), timeout_s=TIMEOUT_S
+            plan.gpus, lambda comm: _steps(network, plan, comm, given, inputs, wanted, folder), timeout_s=TIMEOUT_S
         )
     losses = {
-        name: (sum(rank.pop(name) for rank in ranks) / RANKS, single)
+        name: (sum(rank.pop(name) for rank in ranks) / len(ranks), single)
         for name, single in (("loss", wanted.loss), ("loss of the next batch", wanted.loss_after))
     }
     away = {name: max(rank.get(name, 0.0) for rank in ranks) for name in dict.fromkeys(n for r in ranks for n in r)}
@@ -166,8 +170,8 @@ def _steps(
     outputs = _called(module, given, _share(module, inputs))
     if len(outputs) != len(wanted.outputs):
         raise LayerwiseError(f"the plan returns {len(outputs)} tensors of numbers, PyTorch {len(wanted.outputs)}")
-    parts = [_part(whole, out, comm.rank) for whole, out in zip(wanted.outputs, outputs, strict=True)]
-    weights = [_part(whole, out, comm.rank) for whole, out in zip(wanted.weights, outputs, strict=True)]
+    parts = [_part(whole, out, comm) for whole, out in zip(wanted.outputs, outputs, strict=True)]
+    weights = [_part(whole, out, comm) for whole, out in zip(wanted.weights, outputs, strict=True)]
     total = _loss(outputs, weights)
     total.backward()  # type: ignore[no-untyped-call]
     away = {"loss": total.item()}
@@ -226,7 +230,7 @@ def _evaluated(
         outputs = _called(module, given, _share(module, inputs))
     except LayerwiseError as error:
         raise LayerwiseError(f"{stage}: {error}") from None
-    parts = [_part(whole, out, module.comm.rank) for whole, out in zip(wanted, outputs, strict=True)]
+    parts = [_part(whole, out, module.comm) for whole, out in zip(wanted, outputs, strict=True)]
     pairs = enumerate(zip(outputs, parts, strict=True))
     return {f"{stage}, output {i}": difference(out, part) for i, (out, part) in pairs if part.dim()}
 
@@ -271,9 +275,9 @@ def _loss(outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.double() for part in parts]).sum()
 
 
-def _part(whole: Tensor, mine: Tensor, rank: int) -> Tensor:
+def _part(whole: Tensor, mine: Tensor, comm: Comm) -> Tensor:
     """A rank's part of what has samples, along the dimension in which it has fewer; all of what has none."""
     if whole.shape == mine.shape or whole.dim() != mine.dim():
         return whole
     dim = next(d for d, (all_of_it, here) in enumerate(zip(whole.shape, mine.shape, strict=True)) if all_of_it != here)
-    return whole.chunk(RANKS, dim)[rank]
+    return whole.chunk(comm.size, dim)[comm.rank]
