@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import multiprocessing
@@ -44,6 +45,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.machine import save as save_profile
+from layerwise.oracle.__main__ import main as oracle
 from layerwise.plan import load_plan
 from layerwise.run.load import load
 from layerwise.search.__main__ import main as search
@@ -52,15 +54,21 @@ from layerwise.volumes.sources import source_of
 
 LIMIT_S, LIMIT_BYTES = 20, 4 << 30
 ODD = (None, True, -1, 0, 1, 2**31, 2**63, -0.5, 1e308, "", "\u202e\x1b[2J", "../../etc/passwd", [], {}, [[]] * 3)
+_ORACLE = ("lenet5", "--gpus", "4,8", "--profile", "p100")
 SEARCHED = ("--gpus", "2", "--effort", "quick", "--no-cache", "--global-batch", "4")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of input. seed: makes a sound one in a folder, and returns its file or folder; read: what a user does."""
+    """A kind of input.
+
+    seed: makes a sound one in a folder, and returns its file or folder; read: what a user does; seal: makes a changed
+    file pass the check that it has of itself.
+    """
 
     seed: Callable[[Path], Path]
     read: Callable[[Path], object]
+    seal: Callable[[bytes], bytes] = bytes
 
 
 def _plan(folder: Path) -> Path:
@@ -133,6 +141,42 @@ def _array(path: Path) -> object:
     return source.read(0, tuple(slice(0, extent) for extent in source.shape(0)))
 
 
+def _measured(folder: Path) -> Path:
+    runs = [{"strategy": name, "gpus": 4, "batch": 64, "iteration_s": [0.2, 0.21]} for name in ("data", "filter")]
+    (folder / "runs.json").write_text(json.dumps({"runs": [*runs, {**runs[0], "gpus": 8, "iteration_s": 0.1}]}))
+    return folder / "runs.json"
+
+
+def _cached(folder: Path) -> str:
+    """The plan that a search makes beside a cache."""
+    os.environ["LAYERWISE_CACHE"] = str(folder)
+    with tempfile.TemporaryDirectory() as out:
+        plan = Path(out) / "plan.json"
+        search([*_CACHED, "--out", str(plan)])
+        return json.dumps([str(load_plan(plan).strategy), load_plan(plan).predicted], sort_keys=True)
+
+
+_CACHED = ("lenet5", "--gpus", "4", "--profile", "p100", "--global-batch", "8", "--memory-limit", "60MB")
+
+
+def _cache(folder: Path) -> Path:
+    cache = folder / "cache"
+    (folder / "plan").write_text(_cached(cache))
+    return cache
+
+
+def _from_cache(path: Path) -> None:
+    """AssertionError where the plan is another than without a cache."""
+    found = _cached(path)
+    with tempfile.TemporaryDirectory() as empty:
+        assert found == _cached(Path(empty)), "another plan than without the cache"
+
+
+def _sealed(content: bytes) -> bytes:
+    text = content.partition(b"\n")[2]
+    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+
+
 KINDS: Mapping[str, Kind] = {
     "plan": Kind(_plan, lambda path: explain.main([str(path), "classifier.0"])),
     "profile": Kind(_profile, lambda path: search(["lenet5", *SEARCHED, "--profile", str(path)])),
@@ -142,6 +186,8 @@ KINDS: Mapping[str, Kind] = {
     "checkpoint": Kind(_checkpoint, lambda path: export.main([str(path), f"{path}.safetensors"])),
     "npy": Kind(_npy, _array),
     "zarr": Kind(_zarr, _array),
+    "measured": Kind(_measured, lambda path: oracle([*_ORACLE, "--measured", str(path)])),
+    "cache": Kind(_cache, _from_cache, _sealed),
 }
 
 
@@ -201,6 +247,8 @@ def tried(kind: Kind, seed: Path, place: Path, draw: random.Random | None) -> st
     if draw is not None:
         victim = draw.choice(files)
         victim.write_bytes(mutated(victim.read_bytes(), draw))
+        if draw.random() < 0.7:
+            victim.write_bytes(kind.seal(victim.read_bytes()))
     said = place / "said"
     child = os.fork()
     if child == 0:
