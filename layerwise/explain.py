@@ -8,25 +8,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import cast, get_args, get_type_hints
 
 from layerwise.cli import MODEL_HELP, Parser, check_files, output_arguments, positive, present, run_main
-from layerwise.config import Config, SearchSpace
-from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.model import CostModel, CostOptions
+from layerwise.config import Config
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.graph.layer import Layer
-from layerwise.importers.load import load_model, planned_model, planned_shape
-from layerwise.machine import DTYPES
-from layerwise.machine.profiles import planned
-from layerwise.plan import Plan, as_json, load_plan
+from layerwise.plan import as_json, load_plan
 from layerwise.report.content import Column, Lines, Part, Report, Table, Value, filled
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
+from layerwise.search.rebuild import rebuild
 from layerwise.search.report.forms import Alternative, alternatives, forms_of, forms_table, forms_values, limit_of, why
 from layerwise.search.report.tables import short, written
-
-CHOICES = {name: get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync", "kind")}
 
 CHOSEN = "The plan was chosen by simulated time with overlap; equation 1 alone would choose the first row."
 ALTERNATIVES = (
@@ -56,27 +49,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on tables (default: 2)")
     output_arguments(p)
     return p
-
-
-def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) -> tuple[CostModel, SearchSpace]:
-    """The cost model and the space under which a plan was found; `model`, `profile`: see `planned_model`, `planned`."""
-    p = plan.provenance
-    try:
-        shape = p["input_shape"]
-        devices = planned(cast(str, p["profile"]), profile).device_graph(plan.gpus, plan.gpus_per_node)
-        options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
-        dims = tuple(cast(list[str], p["dims"]))
-        replicas = cast(int, p.get("replicas", 1))
-        space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas)
-    except (KeyError, TypeError) as error:
-        raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
-    for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES, **CHOICES}.items():
-        if (value := getattr(options, option)) not in choices:
-            raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(choices)}")
-    raw = load_model(planned_model(plan.model, model), plan.batch, planned_shape(shape))
-    graph = plan.layers(raw)
-    plan.check(graph)
-    return CostModel(graph, devices, options), space
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from layerwise.cache import answers
 from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import MODEL_HELP, Parser, check_files, console, count, global_batch, positive, run_main
 from layerwise.comm.base import Comm
@@ -34,6 +35,7 @@ from layerwise.run.trace import Trace
 from layerwise.search.baselines import grid_strategy, parse_grid
 from layerwise.search.find import candidate
 from layerwise.search.make_plan import plan_for
+from layerwise.search.rebuild import replan
 from layerwise.train import compare_times, data
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.loop import OPTIMIZERS, Settings
@@ -75,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out; with --grid a model")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument(
+        "--replan", action="store_true", help="on another number of ranks than the plan's, search again for these"
+    )
     g = p.add_argument_group("process grid, instead of a plan")
     g.add_argument("--grid", metavar="RxC", help="of an MLP: samples over R groups of ranks, outputs over C parts")
     g.add_argument("--global-batch", type=count, metavar="B", help="samples a batch (default: 32 a rank)")
@@ -94,6 +99,12 @@ def parser() -> argparse.ArgumentParser:
         "--accumulate", type=count, default=1, metavar="K", help="batches a step; gradients travel once (default: 1)"
     )
     g.add_argument("--seed", type=int, default=0, help="of initial values, order of samples, dropout (default: 0)")
+    g.add_argument(
+        "--on-nan",
+        choices=("stop", "skip", "ignore"),
+        default="stop",
+        help="where the loss is no finite number: stop, leave the step out, or go on (default: stop)",
+    )
     g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
     _add_how_it_runs(p)
     return p
@@ -122,7 +133,15 @@ def _add_how_it_runs(p: Parser) -> None:
     )
     g = p.add_argument_group("checkpoints")
     g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at the end at least")
-    g.add_argument("--checkpoint-every", type=count, metavar="N", help="also every N steps")
+    g.add_argument(
+        "--checkpoint-every",
+        type=_every,
+        metavar="N",
+        help="also every N steps, or auto: as often as failures make it worth it",
+    )
+    g.add_argument(
+        "--mtbf", type=positive, default=24.0, metavar="H", help="hours between failures, for auto (default: 24)"
+    )
     g.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR, if there is one")
     g = p.add_argument_group("output")
     g.add_argument("--compare-single", action="store_true", help="the same steps on one device; exit 1 if they differ")
@@ -141,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, train, print. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
     try:
         args = parser().parse_args(argv)
-        plan = load_plan(args.plan) if args.grid is None else _grid(args)
+        plan = _grid(args) if args.grid is not None else _planned(args)
         _check(args, plan)
     except LayerwiseError as error:
         if not _first():
@@ -228,6 +247,8 @@ def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
         compare=args.compare_single,
         folder=args.checkpoint,
         every=args.checkpoint_every,
+        mtbf_s=3600 * args.mtbf,
+        on_nan=args.on_nan,
         trace=args.trace,
     )
 
@@ -252,6 +273,15 @@ def _print(
         out.print(note, soft_wrap=True)
     if args.json:
         print(as_json.text(result.as_dict() | ({"times": times.as_dict()} if times else {})))
+
+
+def _planned(args: argparse.Namespace) -> Plan:
+    """The plan; with --replan, on another number of ranks, what every rank finds for these."""
+    plan, world = load_plan(args.plan), int(os.environ.get("WORLD_SIZE", "1"))
+    if not args.replan or world == plan.gpus:
+        return plan
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    return replan(plan, world, each, model=args.model, profile=args.profile, answers=answers())
 
 
 def _grid(args: argparse.Namespace) -> Plan:
@@ -280,7 +310,7 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
     if world != plan.gpus:
         raise LayerwiseError(
             f"the plan is for {plan.gpus} ranks, there {'is' if world == 1 else 'are'} {world}: start them with "
-            f"torchrun --nproc-per-node {plan.gpus} -m layerwise.run {args.plan}, or search again"
+            f"torchrun --nproc-per-node {plan.gpus} -m layerwise.run {args.plan}, search again, or give --replan"
         )
     if searched_with(plan, "kind") == "inference":
         raise LayerwiseError(
@@ -288,7 +318,7 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
         )
     if args.grid is not None and args.model is not None:
         raise LayerwiseError("with --grid the model comes first, in the place of the plan: leave out --model")
-    if args.grid is None and (args.global_batch is not None or args.profile is not None):
+    if args.grid is None and (args.global_batch is not None or (args.profile is not None and not args.replan)):
         raise LayerwiseError("--global-batch and --profile go with --grid; a plan has been searched with its own")
     if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):
         raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
@@ -337,6 +367,11 @@ def _optimizer(args: argparse.Namespace, plan: Plan) -> str:
         return str(args.optimizer)
     planned = searched_with(plan, "optimizer")
     return str(planned) if planned in OPTIMIZERS else "sgd"
+
+
+def _every(text: str) -> int | str:
+    """A number of steps, or auto."""
+    return text if text == "auto" else count(text)
 
 
 def _fraction(text: str) -> float:

@@ -115,6 +115,8 @@ class Trainer(Generic[LocalBatch]):
     clip: float | None = None  # the largest norm that the gradient may have
     sent: Counter[Kind] = field(default_factory=Counter)  # bytes that this rank sent in the full steps
     full: int = 0  # steps whose batches were all of the plan's size
+    skip: bool = False  # no step is taken with a loss that is no finite number
+    done: int = 0  # steps that have been taken, those before a resumption included
 
     def run(self, steps: int, first: int = 0, after: Callable[[int], None] | None = None) -> Iterator[Step]:
         """Takes steps `first` to `steps`; yields each when its loss has been gathered, some time later, in order.
@@ -123,8 +125,10 @@ class Trainer(Generic[LocalBatch]):
         """
         waiting: list[_Local] = []
         flush = first + 1
+        self.done = first
         for number, batches in self._read(first, steps):
             waiting.append(self._step(number, batches))
+            self.done = number + 1
             if after is not None:
                 after(number + 1)
             if number + 1 in (flush, steps):
@@ -162,12 +166,17 @@ class Trainer(Generic[LocalBatch]):
             losses.append((loss.detach(), self._weight(local_samples, samples)))
         if self.clip is not None:
             module.clip_grad_norm_(self.clip)
-        self.optimizer.step()
+        if not self.skip or self._finite([loss for loss, _ in losses]):
+            self.optimizer.step()
         seconds = now_s(module.device) - start
         if samples == self.sampler.batch * self.sampler.accumulate:
             self.full += 1
             self.sent.update(module.comm.sent - before)
         return _Local(number, samples, losses, seconds)
+
+    def _finite(self, losses: Sequence[Tensor]) -> bool:
+        """Whether these are finite numbers on all ranks."""
+        return all(self.module.comm.all_gather_object(all(bool(loss.isfinite()) for loss in losses)))
 
     def _weight(self, part: int, total: int) -> float:
         """The weight of some samples' loss in that of all; a loss that is a sum needs none."""

@@ -6,7 +6,9 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
+from typing import Literal, NoReturn
 
 import torch
 
@@ -27,8 +29,12 @@ from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.objective import Fed, TaskObjective, cross_entropy
 from layerwise.train.report import KINDS, Result
+from layerwise.train.saving import Every, Saving
 from layerwise.train.score import evaluate, held_out_loss, predicting
 from layerwise.version import __version__
+
+OnNan = Literal["stop", "skip", "ignore"]
+DAY_S = 86_400.0
 
 
 class Session:
@@ -46,11 +52,14 @@ class Session:
         weights: str | None = None,
         compare: bool = False,
         folder: str | None = None,
-        every: int | None = None,
+        every: Every = None,
+        mtbf_s: float = DAY_S,
+        on_nan: OnNan = "stop",
         trace: str | None = None,
     ) -> None:
         self.plan, self.comm, self.options, self.settings = plan, comm, options, settings
-        self.folder, self.every, self.first, self.steps = folder, every, 0, list[Step]()
+        self.folder, self.first, self.steps = folder, 0, list[Step]()
+        self.saving, self.saved, self.on_nan = Saving(comm, self._save, every, mtbf_s), -1, on_nan
         self._trace_to, self._weights, self._compare = trace, weights, compare
         values = "" if weights is None else fingerprint(weights)
         facts = {"plan": plan_digest(plan), "layerwise": __version__, "torch": torch.__version__}
@@ -84,7 +93,8 @@ class Session:
             weights=None if self._weights is None else weights_file(self._weights),
         )
         objective = TaskObjective(module, self.data.task, self.data.train)
-        return Trainer(module, objective, self.sampler, self.settings.build(module.parameters()), self.settings.clip)
+        optimizer, skip = self.settings.build(module.parameters()), self.on_nan == "skip"
+        return Trainer(module, objective, self.sampler, optimizer, self.settings.clip, skip=skip)
 
     def _facts(self) -> dict[str, str | int]:
         """The facts that must be the same where a checkpoint is gone on from."""
@@ -111,19 +121,34 @@ class Session:
 
     def train(self, steps: int) -> Iterator[Step]:
         """Yields each step up to the `steps`-th when its loss is known."""
-        for step in self.trainer.run(steps, self.first, self._after):
-            self.steps.append(step)
-            yield step
-        if self.steps and not (self.every and steps % self.every == 0):
+        with self.saving.on_signal():
+            for step in self.trainer.run(steps, self.first, self.saving.after):
+                if self.on_nan == "stop" and not isfinite(step.loss):
+                    self._stop(step.number, f"the loss is {step.loss}")
+                self.saving.step_s = step.seconds
+                self.steps.append(step)
+                yield step
+                if step.number == self.trainer.done and any(self.comm.all_gather_object(self.saving.asked)):
+                    self.saving.asked = False
+                    self._save(step.number)
+        if self.steps:
             self._save(steps)
 
-    def _after(self, done: int) -> None:
-        if self.every and done % self.every == 0:
-            self._save(done)
-
     def _save(self, done: int) -> None:
-        if self.folder is not None:
-            checkpoint.save(self.folder, self.module, self.trainer.optimizer, {"steps": done, **self._facts()})
+        if self.folder is None or done == self.saved:
+            return
+        if self.on_nan != "ignore":
+            finite = all(bool(shard.tensor.isfinite().all()) for shard in self.module.shards())
+            if not all(self.comm.all_gather_object(finite)):
+                self._stop(done, "a parameter is no finite number")
+        checkpoint.save(self.folder, self.module, self.trainer.optimizer, {"steps": done, **self._facts()})
+        self.saved = done
+
+    def _stop(self, done: int, why: str) -> NoReturn:
+        """LayerwiseError, the same on all ranks."""
+        path = None if self.folder is None else checkpoint.latest(self.folder)
+        last = f"the last checkpoint is {path}" if path is not None else "there is no checkpoint"
+        raise LayerwiseError(f"after step {done} {why}: stopped; {last}; try a smaller --lr, or --on-nan ignore")
 
     def finish(self) -> Result:
         """Accuracy, bytes, comparison, trace; the same on every rank, but for the comparison, which is rank 0's."""

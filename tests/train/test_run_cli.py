@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from layerwise.__main__ import dispatch
+from layerwise.checkpoint import latest
 from layerwise.cli import run_main
 from layerwise.run.__main__ import parser
 from tests.report.page import Page
@@ -98,9 +99,37 @@ def test_initial_values_from_a_file(run: Run) -> None:
 
 
 def test_a_loss_that_is_no_number_is_null(run: Run) -> None:
-    result = strict(run("one.json", "--steps", "8", "--lr", "1e30", "--json"))
+    flags = ("one.json", "--steps", "8", "--lr", "1e30", "--on-nan", "ignore")
+    result = strict(run(*flags, "--json"))
     assert result["losses"][-1] is None
-    assert "no finite number any more: try a smaller --lr" in run("one.json", "--steps", "8", "--lr", "1e30")
+    assert "no finite number any more: try a smaller --lr" in run(*flags)
+
+
+def test_a_run_stops_after_its_last_finite_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """At this rate the second step's parameters are no finite numbers; where steps are left out, none is."""
+    flags = ("run", "one.json", "--steps", "8", "--lr", "1e300", "--dtype", "float64", "--checkpoint", "ck")
+    assert run_main(dispatch, [*flags, "--checkpoint-every", "1"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    last = latest("ck")
+    assert f"stopped; the last checkpoint is {last}; try a smaller --lr, or --on-nan ignore" in said
+    assert last is not None
+    assert run_main(dispatch, ["export", str(last), "model.safetensors"]) == 0
+    assert all(bool(value.isfinite().all()) for value in load_file("model.safetensors").values())
+    assert run_main(dispatch, [*flags[:-1], "other", "--on-nan", "skip"]) == 0
+
+
+def test_a_plan_of_two_ranks_is_searched_again_for_one(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the same samples and, in float64, the same losses."""
+    flags = ("--profile", "cpu", "--gpus-per-node", "2", "--global-batch", "8")
+    for gpus in ("1", "2"):
+        asked = ["search", MLP, "--gpus", gpus, *flags, "--out", f"{gpus}.json"]
+        assert run_main(dispatch, asked) == 0
+    capsys.readouterr()
+    one, two = (strict(run(f"{n}.json", *how, "--steps", "3", "--json")) for n, how in ((1, ()), (2, ("--replan",))))
+    assert one["losses"] == two["losses"]
+    assert two["world_size"] == 1
 
 
 def test_stopping_and_going_on_is_the_same_as_not_stopping(run: Run) -> None:

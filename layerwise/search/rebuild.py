@@ -1,0 +1,98 @@
+"""The search that found a plan, from the plan alone: its cost model again, and the search for other devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import cast, get_args, get_type_hints
+
+from layerwise.cache import Answers
+from layerwise.config import SearchSpace
+from layerwise.cost.compute.roofline import OPTIMIZERS
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.load import load_model, planned_model, planned_shape
+from layerwise.machine import DTYPES
+from layerwise.machine.devices import DeviceGraph
+from layerwise.machine.profiles import planned
+from layerwise.plan import Plan
+from layerwise.search.find import search
+from layerwise.search.halos import search_halos
+from layerwise.search.make_plan import make_plan
+
+CHOICES = {name: get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync", "kind")}
+
+
+def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) -> tuple[CostModel, SearchSpace]:
+    """The cost model and the space under which a plan was found; `model`, `profile`: see `planned_model`, `planned`."""
+    raw, devices, options, space = _searched(plan, model, profile)
+    graph = plan.layers(raw)
+    plan.check(graph)
+    return CostModel(graph, devices, options), space
+
+
+def replan(
+    plan: Plan,
+    gpus: int,
+    gpus_per_node: int,
+    *,
+    model: str | None = None,
+    profile: str | None = None,
+    answers: Answers | None = None,
+) -> Plan:
+    """Returns the best plan of the same network, batch and options for another number of devices.
+
+    Args:
+        plan: The plan whose search is repeated. Its machine has as many devices as are asked for.
+        gpus: Devices.
+        gpus_per_node: Of a node.
+        model: The plan's model, where that is `package.module:callable`.
+        profile: The plan's profile, where that is a file.
+        answers: Answers of earlier searches; None: none are kept.
+
+    Returns:
+        The plan, with the same global batch, so that training goes on with the same samples.
+
+    Raises:
+        LayerwiseError: The plan does not say how it was found, is of another model, or nothing fits into memory.
+
+    Examples:
+        replan(load_plan("plan.json"), gpus=3, gpus_per_node=3)
+    """
+    raw, devices, options, space = _searched(replace(plan, gpus=gpus, gpus_per_node=gpus_per_node), model, profile)
+    plan.check(plan.layers(raw))
+    if options.io == "sample" and plan.batch < gpus:
+        options = replace(options, io="free")
+    offer = tuple(cast(list[str], plan.provenance.get("offer", ())))
+    graph = fuse(raw) if plan.fused else raw
+    find = partial(search, space=space, offer=offer, answers=answers)
+    cost, result = search_halos(CostModel(graph, devices, options), find)
+    if not result.best.fits:
+        raise LayerwiseError(
+            f"no plan of {plan.model} fits into the memory of {gpus} devices: start more of them, or search with a "
+            "smaller batch"
+        )
+    shape, name = plan.provenance["input_shape"], cast(str, plan.provenance["profile"])
+    return make_plan(plan.model, name, cost, space, result, fused=plan.fused, input_shape=shape)  # type: ignore[arg-type]
+
+
+def _searched(
+    plan: Plan, model: str | None, profile: str | None
+) -> tuple[LayerGraph, DeviceGraph, CostOptions, SearchSpace]:
+    """The network as it is imported, and the devices, options and space of the plan's search."""
+    p = plan.provenance
+    try:
+        shape = p["input_shape"]
+        devices = planned(cast(str, p["profile"]), profile).device_graph(plan.gpus, plan.gpus_per_node)
+        options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
+        dims = tuple(cast(list[str], p["dims"]))
+        replicas = cast(int, p.get("replicas", 1))
+        space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas)
+    except (KeyError, TypeError) as error:
+        raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
+    for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES, **CHOICES}.items():
+        if (value := getattr(options, option)) not in choices:
+            raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(choices)}")
+    return load_model(planned_model(plan.model, model), plan.batch, planned_shape(shape)), devices, options, space

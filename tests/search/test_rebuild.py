@@ -1,0 +1,49 @@
+"""A plan's search made again: the same answer as a search from scratch, for these devices or for others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import load_model
+from layerwise.machine import load
+from layerwise.plan import Plan
+from layerwise.search.find import search
+from layerwise.search.make_plan import make_plan
+from layerwise.search.rebuild import rebuild, replan
+
+OPTIONS = CostOptions(optimizer="momentum")
+
+
+def planned(gpus: int) -> Plan:
+    model = CostModel(fuse(load_model("lenet5", 24)), load("p100").device_graph(gpus, 4), OPTIONS)
+    space = SearchSpace(gpus)
+    return make_plan("lenet5", "p100", model, space, search(model, space), fused=True)
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 4])
+def test_for_other_devices(gpus: int) -> None:
+    found, wanted = replan(planned(2), gpus, 4), planned(gpus)
+    assert (found.strategy, found.gpus, found.batch) == (wanted.strategy, gpus, 24)
+    assert found.predicted == pytest.approx(wanted.predicted)
+
+
+def test_more_devices_than_samples() -> None:
+    assert replan(planned(2), 32, 4).io == "free"
+
+
+def test_rebuilt_prices_are_those_of_the_plan() -> None:
+    plan = planned(4)
+    model, space = rebuild(plan)
+    assert (model.options, space) == (OPTIONS, SearchSpace(4))
+    assert model.digest == plan.digest
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    with pytest.raises(LayerwiseError, match="is only in one of them"):
+        replan(replace(planned(2), model="mnist_cnn"), 4, 4)

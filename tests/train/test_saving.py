@@ -1,0 +1,60 @@
+"""Checkpoints between steps: how often, and that a signal asks for one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerwise.comm.solo import SoloComm
+from layerwise.train.saving import Saving, interval_s
+
+
+def lost(interval: float, cost: float, mtbf: float) -> float:
+    """Seconds of wall clock a second of training, failures being exponential, without a restart's own time (Daly)."""
+    return mtbf / interval * np.expm1((interval + cost) / mtbf)
+
+
+@given(st.floats(0.1, 60), st.floats(200, 1e5))
+def test_no_other_interval_loses_much_less(cost: float, mtbf: float) -> None:
+    chosen = lost(interval_s(cost, mtbf), cost, mtbf)
+    least = min(lost(interval, cost, mtbf) for interval in np.geomspace(cost / 10, 10 * mtbf, 2000))
+    assert chosen <= least * 1.01
+
+
+def test_more_than_the_time_between_failures() -> None:
+    assert interval_s(100, 40) == 40
+
+
+@pytest.mark.parametrize(("every", "saved"), [(None, []), (3, [3, 6, 9]), ("auto", [2, 3, 4, 5, 6, 7, 8, 9, 10])])
+def test_steps_after_which_a_run_is_saved(every: int | None, saved: list[int]) -> None:
+    """auto: from the first step whose time is known; here each fails before the next."""
+    steps: list[int] = []
+    saving = Saving(SoloComm(torch.device("cpu")), steps.append, every, mtbf_s=1e-9)
+    for done in range(1, 11):
+        saving.after(done)
+        saving.step_s = 1.0
+    assert steps == saved
+
+
+def test_a_reliable_machine_saves_seldom() -> None:
+    steps: list[int] = []
+    saving = Saving(SoloComm(torch.device("cpu")), steps.append, "auto", mtbf_s=1e9, step_s=1e-3)
+    for done in range(1, 100_000):
+        saving.after(done)
+    assert all(after - before > 1000 for before, after in pairwise(steps))
+
+
+def test_a_signal_asks() -> None:
+    saving = Saving(SoloComm(torch.device("cpu")), lambda _: None, None, 1.0)
+    before = signal.getsignal(signal.SIGUSR1)
+    with saving.on_signal():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert saving.asked
+    assert signal.getsignal(signal.SIGUSR1) == before
