@@ -157,8 +157,11 @@ def _spatial(draw: Random) -> tuple[nn.Module, Tensor]:
     y = x
     for _ in range(draw.randint(2, 6)):
         block = _block(draw, space, y)
-        with torch.no_grad():
-            after = block(y)
+        try:
+            with torch.no_grad():
+                after = block(y)
+        except (RuntimeError, ValueError):  # too few positions
+            continue
         if min(after.shape[2:]) < LEAST or after.numel() > 20_000:
             continue
         layers.append(block)
