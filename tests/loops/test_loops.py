@@ -35,6 +35,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     },
     "some_inputs": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
     "some_inputs_twice": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
+    "torch_save_by_one_rank": {"split": "alone, as torch.save(model.state_dict()) writes them"},
     "pickled": dict.fromkeys(("data", "split"), "the parallel module cannot be pickled"),
     "part_in_evaluation": {"split": "'training' of module 'head', which was set after the model was made parallel,"},
     "frozen_statistics": {"split": "'training' of module 'norm', which was set after the model was made parallel,"},

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -92,6 +93,21 @@ def torch_save(setting: Setting) -> Numbers:
     file.seek(0)
     again = setting.net(seed=9)
     again.load_state_dict(torch.load(file, weights_only=False))
+    return whole(again)
+
+
+@row
+def torch_save_by_one_rank(setting: Setting) -> Numbers:
+    """`torch.save(model.state_dict())` by rank 0, and `load_state_dict` by all: DDP's habit"""
+    model = setting.net()
+    train(setting, model)
+    folder = Path(shared_folder(setting))
+    torch.save(model.state_dict(), folder / f"{setting.rank}.pt")
+    if setting.comm is not None:
+        setting.comm.barrier()
+    again = setting.net(seed=9)
+    for file in sorted(folder.glob("*.pt")):  # rank 0's, and another's, which rank 0 loads
+        again.load_state_dict(torch.load(file, weights_only=True))
     return whole(again)
 
 

@@ -135,7 +135,10 @@ class PlanDTensor(DTensor):
         return everywhere if same else everywhere.redistribute(mesh, wanted, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """What pickle writes of it: this rank's shard, which `_shard_of` gives to no other rank."""
+        if _replicated(self) and self.device_mesh not in _all_ranks:
+            return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return _shard_of, (torch.distributed.get_rank(), _plain(self))
 
     def storage(self) -> NoReturn:  # what safetensors and Accelerate know shared memory by
         """LayerwiseError: a file of it would have this rank's part."""
@@ -170,6 +173,20 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         some = any(isinstance(x, PlanDTensor) for x in tree_leaves((args, kwargs)))
         return PlanDTensor.__torch_dispatch__(func, types, args, kwargs) if some else func(*args, **kwargs)
+
+
+def _shard_of(rank: int, tensor: DTensor) -> DTensor:
+    """A shard that rank `rank` has pickled. LayerwiseError in another rank's hands, which would take it for its own."""
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == rank:
+        return tensor
+    raise LayerwiseError(
+        f"the file has the shards of rank {rank} alone, as torch.save(model.state_dict()) writes them where a plan "
+        "splits layers: save model.full_state_dict(), which every rank calls, or with layerwise.save or "
+        "torch.distributed.checkpoint"
+    )
+
+
+torch.serialization.add_safe_globals([_shard_of])  # as PyTorch does for its own DTensors
 
 
 def _plain(tensor: DTensor) -> DTensor:
