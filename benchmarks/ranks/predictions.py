@@ -30,8 +30,7 @@ from layerwise.machine import Profile, load
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.cells import wanted_cells
-from layerwise.measure.link_times import measure_links
-from layerwise.measure.links_profile import conditions, with_links
+from layerwise.measure.links import conditions, measure_links, with_links
 from layerwise.measure.topology import find_topology
 from layerwise.plan import Plan
 from layerwise.run.load import load as load_module

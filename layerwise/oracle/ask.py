@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from layerwise.config import SearchSpace
-from layerwise.cost.basis import ANALYTIC_ERROR, unmeasured_error
 from layerwise.cost.model import CostModel, Progress
+from layerwise.cost.price import ANALYTIC_ERROR, unmeasured_error
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.question import Answer, Oracle, applicable
 from layerwise.oracle.runs import Compared, Run, compare

@@ -42,7 +42,7 @@ from layerwise.program import Kind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Report
 from layerwise.search.baselines import baselines, named_strategy
-from layerwise.search.capacity_command import show_capacity
+from layerwise.search.capacity import show_capacity
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search

@@ -9,8 +9,8 @@ from importlib.metadata import version
 
 from layerwise.chrome import CATEGORIES, RankSpans, Row, chrome_trace
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import basis
 from layerwise.cost.model import CostModel
+from layerwise.cost.price import basis
 from layerwise.cost.timeline.simulate import UPDATE, SimulatedSpan, timeline
 from layerwise.files import write_text
 from layerwise.partition.buckets import BUCKET_BYTES

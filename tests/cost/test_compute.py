@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import basis, describe, model_error, unmeasured_error, warnings
 from layerwise.cost.compute.measured import LAYER, fitted, groups, held_out_error, latest, step_name, update_name
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.cost.price import measured_share, price
+from layerwise.cost.price import basis, describe, measured_share, model_error, price, unmeasured_error, warnings
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
@@ -385,7 +384,7 @@ def test_the_latest_set_of_the_element_type_is_used() -> None:
 
 
 def test_other_conditions_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerwise.cost.basis.version", lambda name: {"torch": "2.13.0+cpu"}[name])
+    monkeypatch.setattr("layerwise.cost.price.version", lambda name: {"torch": "2.13.0+cpu"}[name])
     assert not list(warnings(model_of()))
     assert not list(warnings(model_of(LayerTimes(WHERE))))
     (said,) = warnings(model_of(LayerTimes(WHERE), dtype="float16"))

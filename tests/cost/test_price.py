@@ -23,8 +23,7 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Role
 from layerwise.ops.ends import Constant
-from layerwise.ops.nn.embed import Embedding
-from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.linear import Embedding, Linear
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
 from layerwise.ops.tensor.view import Reshape

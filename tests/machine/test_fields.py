@@ -13,7 +13,7 @@ import pytest
 
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load
-from layerwise.machine.schema import parse, write
+from layerwise.machine.profiles import parse, write
 from tests.machine.test_devices import LINKS
 from tests.machine.test_profiles import ONE
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DTYPES, Link, LinkLevel, load, names, save
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
-from layerwise.machine.schema import parse, write
+from layerwise.machine.profiles import parse, write
 from tests.examples import examples
 
 FILES = {name: (resources.files("layerwise.profiles") / f"{name}.json").read_text(encoding="utf-8") for name in names()}

@@ -20,10 +20,9 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load, save
 from layerwise.machine.curves import Curve, Overlap
 from layerwise.measure import beside
-from layerwise.measure import link_times as links
+from layerwise.measure import links as module
 from layerwise.measure.beside import rates
-from layerwise.measure.link_times import Measured, Series, knots, measure_links
-from layerwise.measure.links_profile import conditions, contention, with_links
+from layerwise.measure.links import Measured, Series, conditions, contention, knots, measure_links, with_links
 from layerwise.measure.topology import RankGroups, Topology, pairs, shapes
 from tests.comm.thread import ThreadComm, run_threads
 
@@ -31,7 +30,7 @@ from tests.comm.thread import ThreadComm, run_threads
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small messages and products, few of them."""
-    monkeypatch.setattr(links, "SIZES", (1024, 4096, 16384))
+    monkeypatch.setattr(module, "SIZES", (1024, 4096, 16384))
     monkeypatch.setattr(beside, "KERNEL", {"cpu": (1, 4, 4, 4)})
     monkeypatch.setattr(beside, "ALONE", 1e-4)
     monkeypatch.setattr("layerwise.measure.timing.ROUND_S", 1e-4)
@@ -50,7 +49,7 @@ def test_every_operation_of_every_shape_is_measured_and_all_ranks_agree(where: T
     told = run(where)
     measured = told[0][0]
     assert all(one == measured for one, _ in told)
-    wanted = {(name, s.fan, s.load) for s in shapes(where) for name in links.COLLECTIVES}
+    wanted = {(name, s.fan, s.load) for s in shapes(where) for name in module.COLLECTIVES}
     wanted |= {(name, s.fan, s.load) for s in pairs(where) for name in ("message", "exchange")}
     assert {(s.curve.operation, s.curve.fan, s.curve.load) for s in measured.series} == wanted
     assert {(o.operation, o.fan, o.load) for o in measured.overlaps} == {
@@ -126,7 +125,7 @@ def test_further_messages_are_what_an_exchange_with_all_takes_more_than_a_pair_a
     pair = Series(Curve("exchange", (1, 2), 1, ((0.0, 1.0), (300.0, 4.0))), ((0.0, 1.0), (300.0, 4.0)), 0.0)
     wide = ((100.0, 3.75), (400.0, 12.0))  # of 75 and of 300 bytes to three others
     every = [pair, Series(Curve("all_to_all", (1, 4), 1, wide), wide, 0.0)]
-    curve = next(links._with_further_messages(every)).curve
+    curve = next(module._with_further_messages(every)).curve
     assert curve.further == ((75.0, 1.0), (300.0, 4.0))
     assert curve.ports_seconds(np.array(300.0), np.array(3.0)) == 12.0
 

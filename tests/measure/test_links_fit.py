@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.measure.link_times import TOLERANCE, knots
+from layerwise.measure.links import TOLERANCE, knots
 
 SIZES = [float(1024 * 4**i) for i in range(9)]
 times = st.lists(st.floats(1e-6, 10.0), min_size=2, max_size=9)

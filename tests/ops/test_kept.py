@@ -10,15 +10,14 @@ from torch import Tensor
 from layerwise.geometry import Box
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local
+from layerwise.ops.fused import needed_box
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose
 from layerwise.ops.nn.linear import Linear, MatMul
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.nn.resample import Interpolate, Pad
-from layerwise.ops.stages import needed_box
-from layerwise.ops.tensor.along import Softmax
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat, Softmax
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary
 from layerwise.ops.tensor.reduce import Reduce
 from layerwise.ops.tensor.view import Permute, Reshape

@@ -7,14 +7,12 @@ import pytest
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Op
 from layerwise.ops.nn.attention import Attention
-from layerwise.ops.nn.embed import Embedding
-from layerwise.ops.nn.linear import MatMul
+from layerwise.ops.nn.linear import Embedding, MatMul
 from layerwise.ops.nn.loss import Loss
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, LayerNorm
 from layerwise.ops.nn.pool import AdaptivePool
 from layerwise.ops.nn.resample import Interpolate, Pad
-from layerwise.ops.tensor.along import Gather, OneHot, Scatter, Softmax
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat, Gather, OneHot, Scatter, Softmax
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu
 from layerwise.ops.tensor.reduce import PartialReduce, Reduce
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice

@@ -11,7 +11,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat
 from layerwise.partition.ahead import begun_before, weights_late
 from layerwise.tensor import TensorSpec
 from tests.cost.networks import add

@@ -20,7 +20,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, load
 from layerwise.ops.nn.conv import Conv
 from layerwise.partition.edge import are_gathers
-from layerwise.partition.transfer import transfer
+from layerwise.partition.moved import transfer
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.examples import examples

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.compute.signature import extents, gradient_uses, signature, sizes
+from layerwise.cost.compute.measured import extents, gradient_uses, signature, sizes
 from layerwise.cost.model import CostModel
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse

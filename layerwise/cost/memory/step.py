@@ -24,10 +24,8 @@ from layerwise.cost.memory.allocations import (
     devices_of,
     part,
 )
-from layerwise.cost.memory.kernels import BEFORE, remembered
-from layerwise.cost.memory.outputs import differentiated, returned
 from layerwise.cost.memory.parameters import ParameterStorages
-from layerwise.cost.memory.sizes import TensorSizes
+from layerwise.cost.memory.sizes import BEFORE, TensorSizes, differentiated, remembered, returned
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.step_facts import step_facts
 from layerwise.geometry.arrays import Floats

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from layerwise.ops.base import space
-from layerwise.ops.nn.embed import Learned
+from layerwise.ops.nn.linear import Learned
 from tests.ops.kernels import check_kernel
 
 

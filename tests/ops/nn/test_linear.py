@@ -18,8 +18,7 @@ from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local
 from layerwise.ops.fused import Fused
 from layerwise.ops.nn.attention import Attention
-from layerwise.ops.nn.embed import Embedding
-from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.nn.linear import Embedding, Linear, MatMul
 from layerwise.ops.random import uniform
 from layerwise.ops.tensor.view import Expand, Permute, Reshape
 from layerwise.tensor import TensorSpec

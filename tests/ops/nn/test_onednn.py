@@ -15,9 +15,9 @@ from torch.nn import functional
 from layerwise.geometry import Box
 from layerwise.ops.base import space
 from layerwise.ops.facts import Local
+from layerwise.ops.fused import needed_box
 from layerwise.ops.nn import onednn
 from layerwise.ops.nn.conv import Conv
-from layerwise.ops.stages import needed_box
 from layerwise.tensor import TensorSpec
 from tests.examples import examples
 

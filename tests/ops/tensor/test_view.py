@@ -20,7 +20,7 @@ from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.pool import Pool
 from layerwise.ops.nn.resample import Interpolate, Pad
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.merge import reshaped
 from layerwise.ops.tensor.pointwise import Binary, Unary
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice

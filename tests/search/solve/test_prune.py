@@ -19,10 +19,18 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
-from layerwise.search.solve import bound
-from layerwise.search.solve.bound import Messages
+from layerwise.search.solve import narrow as module
 from layerwise.search.solve.eliminate import eliminate
-from layerwise.search.solve.narrow import Keep, by_edge_cost, exact_costs, exact_optimum, narrow, restrict, strategy_of
+from layerwise.search.solve.narrow import (
+    Keep,
+    Messages,
+    by_edge_cost,
+    exact_costs,
+    exact_optimum,
+    narrow,
+    restrict,
+    strategy_of,
+)
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables
@@ -95,7 +103,7 @@ def test_messages_tighten_the_bound_where_it_is_not_exact() -> None:
 def test_some_rows_of_a_table_at_a_time_give_the_same_bounds(rows: int) -> None:
     t = complete_tables(5, 4)
     whole = Messages(t.transfer, list(t.node)).bounds(t.node, 2)
-    with mock.patch.object(bound, "CACHED", rows * 4):
+    with mock.patch.object(module, "CACHED", rows * 4):
         parts = Messages(t.transfer, list(t.node)).bounds(t.node, 2)
     assert parts.choice == whole.choice
     for name, lower_s in whole.lower_s.items():

@@ -11,7 +11,7 @@ from layerwise.cost.memory.bounds.claims import Claim
 from layerwise.cost.memory.bounds.forward import Forward
 from layerwise.cost.memory.bounds.stacked import Part
 from layerwise.cost.memory.bounds.state import ALWAYS, GradientClaims
-from layerwise.cost.memory.kernels import BEFORE, StageMemory
+from layerwise.cost.memory.sizes import BEFORE, StageMemory
 from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer

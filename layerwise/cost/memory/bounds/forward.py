@@ -8,7 +8,7 @@ import numpy as np
 
 from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, Kind
 from layerwise.cost.memory.bounds.state import ALWAYS, WEIGHTS, Received, StageResult, StepClaims
-from layerwise.cost.memory.kernels import BEFORE
+from layerwise.cost.memory.sizes import BEFORE
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role

@@ -15,8 +15,7 @@ from layerwise.config import distinct_cells
 from layerwise.cost.memory.bounds.backward import Backward
 from layerwise.cost.memory.bounds.claims import Claim
 from layerwise.cost.memory.bounds.state import GradientClaims
-from layerwise.cost.memory.outputs import differentiated, returned
-from layerwise.cost.memory.sizes import moved_between, place_of
+from layerwise.cost.memory.sizes import differentiated, moved_between, place_of, returned
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
@@ -97,7 +96,7 @@ class Lifetimes(Backward):
         self.ledger.drop([claim for each in claims for claim in each])
 
     def update(self, _: Update) -> None:
-        """Activations are gone; Adam has its denominators besides (see `kernels.update`)."""
+        """Activations are gone; Adam has its denominators besides (see `ParameterStorages.update`)."""
         if self.all_leave:
             for name, held in self.parameters.items():
                 self._new(name, held.part - held.part_gathered)

@@ -10,7 +10,7 @@ from layerwise.config import distinct_cells
 from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, Kind, Ledger
 from layerwise.cost.memory.bounds.parameters import ParameterBounds, parameters
 from layerwise.cost.memory.bounds.stacked import Stacked, Travel, inside, stacked
-from layerwise.cost.memory.kernels import StageMemory, stages_of
+from layerwise.cost.memory.sizes import StageMemory, stages_of
 from layerwise.cost.model import Configs, CostModel, EdgeName
 from layerwise.geometry import numbering, through
 from layerwise.geometry.arrays import Floats, Mask
