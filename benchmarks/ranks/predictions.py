@@ -37,7 +37,7 @@ from layerwise.run.load import load as load_module
 from layerwise.run.trace import Trace
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, configurations, search
-from layerwise.search.make_plan import plan_for
+from layerwise.search.make_plan import make_plan
 from layerwise.search.result import Candidate
 from layerwise.train.compare_times import compare_times
 
@@ -118,7 +118,7 @@ def candidates(model: CostModel, network: Network) -> dict[str, Candidate]:
 
 def plan_of(model: CostModel, network: Network, one: Candidate) -> Plan:
     """As a plan, with what the model predicts of it."""
-    return plan_for(network.title, "measured", model, space_of(model, network), one, fused=True)
+    return make_plan(network.title, "measured", model, space_of(model, network), one, fused=True)
 
 
 class Training:

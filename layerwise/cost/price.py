@@ -123,7 +123,8 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
     for term in LAYER_TERMS:
         if term.traffic:
             sent[term.traffic] += term.sent_bytes(model, layer, layout)
-            sent[term.traffic] += term.recomputed_bytes(model, layer, layout) if config.recompute else 0.0
+            if config.recompute and term.recomputes:
+                sent[term.traffic] += term.sent_bytes(model, layer, layout, recomputed=True)
     memory_bytes = gathered_bytes + held_bytes(model, layer, layout)
     return LayerPrice(config, seconds, sent, memory_bytes, *_known_s(cost, config))
 

@@ -18,8 +18,8 @@ from layerwise.cost.collectives import (
     group_shape,
     reduce_scatter_s,
 )
-from layerwise.cost.layer_collectives import gradients_of, reductions_of, statistics_of
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.terms import gradients_of, reductions_of, statistics_of
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph

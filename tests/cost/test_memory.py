@@ -407,9 +407,9 @@ def test_no_strategy_needs_less(
         where = np.unravel_index(over.argmax(), over.shape)
         assert over.max() <= 1e-6, f"{bounds.instants[where[0]]} on device {where[1]}: {over.max()} more than {peak}"
     instant, device = data.draw(st.sampled_from(bounds.instants)), data.draw(st.integers(0, devices - 1))
-    tables = bounds.tables(instant, device)
-    total = sum(float(table[choice[name]]) for name, table in tables.node.items())
-    total += sum(float(table[choice[u], choice[v]]) for (u, v, _), table in tables.edge.items())
+    node, edge = bounds.tables(instant, device)
+    total = sum(float(table[choice[name]]) for name, table in node.items())
+    total += sum(float(table[choice[u], choice[v]]) for (u, v, _), table in edge.items())
     assert abs(total - found[bounds.instants.index(instant), device]) <= 1e-6 * max(1.0, total)
 
 

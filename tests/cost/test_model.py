@@ -11,11 +11,10 @@ import pytest
 from layerwise.config import Config, SearchSpace
 from layerwise.cost import transfer
 from layerwise.cost.compute.roofline import compute_time
-from layerwise.cost.layer_collectives import owned_share
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
-from layerwise.cost.terms import COMPUTE, LAYER_TERMS
+from layerwise.cost.terms import COMPUTE, LAYER_TERMS, owned_share
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import telling_devices
 from layerwise.graph.builder import GraphBuilder
@@ -86,12 +85,15 @@ def uncached(model: CostModel, layer: Layer, config: Config) -> dict[str, float]
     processor, dtype = model.devices.processor, model.dtype(layer)
     compute = compute_time(layer, made, wanted, processor, dtype, model.options.optimizer)
     compute = compute.updating(owned_share(model, layer, made))
-    seconds = {COMPUTE.name: compute.total, **{term.name: term.seconds(model, layer, made) for term in LAYER_TERMS}}
+    seconds = {
+        COMPUTE.name: compute.total,
+        **{term.name: term.seconds(model, layer, made, False) for term in LAYER_TERMS},
+    }
     if config.recompute:
         seconds[COMPUTE.name] = seconds[COMPUTE.name] + compute.forward
         for term in LAYER_TERMS:
-            if term.recomputed_s is not None:
-                seconds[term.name] = seconds[term.name] + term.recomputed_s(model, layer, made)
+            if term.recomputes:
+                seconds[term.name] = seconds[term.name] + term.seconds(model, layer, made, True)
     return {name: float(cost[0]) for name, cost in seconds.items()}
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from layerwise.config import Config
 from layerwise.cost.collectives import bucket_s, group_shape, sync_rate
 from layerwise.cost.compute.roofline import rooflines
-from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
+from layerwise.cost.terms import gradients_of
 from layerwise.cost.timeline.simulate import SimulatedSpan, timeline
 from layerwise.cost.timeline.stream import Flow, Stream
 from layerwise.graph.builder import GraphBuilder

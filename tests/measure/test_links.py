@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost.collectives import all_reduce_s
-from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel
+from layerwise.cost.terms import gradients_of
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load, save

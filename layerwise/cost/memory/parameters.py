@@ -13,10 +13,10 @@ import numpy as np
 
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.layer_collectives import ParameterKind, kind_of
 from layerwise.cost.memory.allocations import AllocationTracker, Ref
 from layerwise.cost.model import CostModel
 from layerwise.cost.step_facts import GradientSum
+from layerwise.cost.terms import ParameterKind, kind_of
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Parameter

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from layerwise.config import distinct_cells
 from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, Kind
-from layerwise.cost.memory.bounds.state import ALWAYS, WEIGHTS, Received, StageResult, StepClaims
-from layerwise.cost.memory.sizes import BEFORE
+from layerwise.cost.memory.bounds.state import ALWAYS, WEIGHTS, GradientClaims, Received, StageResult, StepClaims
+from layerwise.cost.memory.sizes import BEFORE, differentiated, moved_between, place_of, returned
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.program.instructions import Forget, Keep
+from layerwise.program.instructions import Forget, Free, Keep, Output
 from layerwise.tensor import ITEM_BYTES
 
 
@@ -132,6 +134,41 @@ class Forward(StepClaims):
         self.moved[name] = size, kept.astype(np.float64)
         claims = self.ledger.hold(out.storage, edge, "own", size, np.ones(kept.shape), local=True)
         return claims + self.ledger.hold(out.storage, edge, "own", size, (~kept).astype(np.float64), local=False)
+
+    def free(self, instruction: Free) -> None:
+        """The layer's output is claimed by what saved it only."""
+        value = self.values.get(instruction.value)
+        self.ledger.drop(value.working if value else [])
+
+    def output(self, instruction: Output) -> None:
+        """Gradients of the outputs: all follows from the configuration of the layer whose output it is."""
+        sink, model = self.model.graph[instruction.layer], self.model
+        sizes, received = list[Floats](), list[list[Claim]]()
+        for slot, (name, spec) in enumerate(zip(sink.inputs, sink.specs, strict=True)):
+            cells, which = distinct_cells(self.configs[name])
+            end, source = place_of(model, sink, self.configs[sink.name][0]), model.graph[name]
+            edges = [moved_between(model, sink, slot, place_of(model, source, config), end) for config in cells]
+            local = np.array([[edge.local] for edge in edges])
+            if model.options.io != "sample":
+                self.local[name, sink.name, slot] = local
+            sizes.append(np.stack([edge.need for edge in edges])[which] * spec.item_bytes)
+            received.append(self._new(name, np.where(local[which], 0.0, sizes[-1])))
+
+        def new(slot: int, size: Floats) -> list[Claim]:
+            return self._new(sink.inputs[slot], size)
+
+        if model.options.kind == "inference":
+            returned(new, self._drop_outputs, sizes, received)
+            return
+        made = differentiated(new, self._drop_outputs, model, sink, sizes, received)
+        self.inward[sink.name] = {
+            slot: GradientClaims(claims[0].storage if claims else self.ledger.storage(), size[:1], claims)
+            for slot, (size, claims) in enumerate(zip(sizes, made, strict=True))
+        }
+
+    def _drop_outputs(self, claims: Sequence[list[Claim]]) -> None:
+        self.ledger.instant(f"outputs {self.ledger.now}")
+        self.ledger.drop([claim for each in claims for claim in each])
 
     # ---- what is recomputed ----
 
