@@ -66,7 +66,7 @@ class LayerTimes:
 
     conditions: Conditions
     made: Mapping[str, str] = field(default_factory=dict, hash=False)  # when, by what, on what: for people
-    # By the operator's signature and the cell's extents (`cost.compute.signature`).
+    # By the operator's signature and the cell's extents (`cost.compute.measured`).
     cells: Mapping[str, Mapping[Extents, CellTime]] = field(default_factory=dict, hash=False)
     # The median relative error of the fit on cells that it was not fitted to; None where too few were measured.
     held_out_error: float | None = None

@@ -222,15 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.price is not None and args.export_costs:
         raise LayerwiseError("--price does not search: leave out --export-costs")
     check_curve(args)
-    check_files(
-        {
-            "--out": args.out,
-            "--export-costs": args.export_costs,
-            "--timeline": args.timeline,
-            "--plot": args.plot,
-            "--html": args.html,
-        }
-    )
+    files = {"--out": args.out, "--export-costs": args.export_costs, "--timeline": args.timeline}
+    check_files(files | {"--plot": args.plot, "--html": args.html})
     started = time.perf_counter()
     model = _model(args, devices, batch)
     seconds = {"import": time.perf_counter() - started}
@@ -244,15 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds |= result.seconds
     if args.export_costs is not None:
         _export(model, configurations(model, space, baselines(model, space), {}), result, args)
-    shown = found(
-        model,
-        result,
-        args.model,
-        seconds,
-        every_layer=args.layers,
-        memory=args.memory,
-        tried=tried,
-    )
+    shown = found(model, result, args.model, seconds, every_layer=args.layers, memory=args.memory, tried=tried)
     _deliver(model, space, result, shown, args)
     if args.out is not None and names_code(args.model) and not args.json:
         console().print(
@@ -341,13 +326,13 @@ def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Na
 
 
 def _deliver(
-    model: CostModel, space: SearchSpace, found: SearchResult | Candidate, shown: Report, args: argparse.Namespace
+    model: CostModel, space: SearchSpace, chosen: SearchResult | Candidate, shown: Report, args: argparse.Namespace
 ) -> None:
     """Writes the files that are asked for, and the answer."""
-    best = found.best if isinstance(found, SearchResult) else found
+    best = chosen.best if isinstance(chosen, SearchResult) else chosen
     if args.out is not None:
         fused, shape = not args.no_fuse, args.input_shape
-        make_plan(args.model, args.profile, model, space, found, fused=fused, input_shape=shape).save(args.out)
+        make_plan(args.model, args.profile, model, space, chosen, fused=fused, input_shape=shape).save(args.out)
     if args.timeline is not None:
         write_timeline(model, best, args.timeline)
     if args.plot is not None:

@@ -18,13 +18,12 @@ from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local
 from layerwise.ops.fused import Fused
 from layerwise.ops.nn.attention import Attention
-from layerwise.ops.nn.linear import Embedding, Linear, MatMul
+from layerwise.ops.nn.linear import Embedding, Learned, Linear, MatMul
 from layerwise.ops.random import uniform
 from layerwise.ops.tensor.view import Expand, Permute, Reshape
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import cells, check_needs, check_reduction, each, needed, values
+from tests.ops.harness import cells, check_identical, check_needs, check_reduction, each, needed, values, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
-from tests.ops.whole import check_identical, whole
 
 
 @given(st.data())
@@ -364,3 +363,18 @@ def test_initial_values_are_pytorchs() -> None:
     (table,) = space(Embedding(500, 40), (TensorSpec((2,), ("n",), "int64"),)).parameters
     assert (table.initial, table.scale) == ("normal", 1.0)
     assert float(nn.Embedding(500, 40).weight.detach().std()) == pytest.approx(table.scale, rel=2e-2)
+
+
+@pytest.mark.parametrize("cuts", [(1, 1, 1), (3, 1, 1), (2, 1, 2), (1, 1, 4)])
+def test_every_cell_has_its_part(cuts: tuple[int, ...]) -> None:
+    op = Learned((1, 1, 4), (3, 2, 4))
+    assert space(op, ()).out.dims == ("n", None, "c")
+
+    def expanded(value: Tensor) -> Tensor:
+        return value.expand(3, 2, 4)
+
+    check_kernel(op, [], cuts, expanded)
+
+
+def test_it_follows_the_batch() -> None:
+    assert Learned((1, 1, 4), (3, 2, 4)).at_batch(3, 7) == Learned((1, 1, 4), (7, 2, 4))

@@ -22,9 +22,8 @@ from layerwise.ops.facts import Local, Statistics
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.tensor.along import Softmax
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import IMAGES, cells, check_needs, each, images, parameters, values
+from tests.ops.harness import IMAGES, cells, check_identical, check_needs, each, images, parameters, values, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
-from tests.ops.whole import check_identical, whole
 
 
 def along(t: Tensor, rank: int) -> Tensor:

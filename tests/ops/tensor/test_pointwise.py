@@ -34,9 +34,8 @@ from layerwise.ops.tensor.pointwise import (
 )
 from layerwise.tensor import TensorSpec
 from tests.cases import case
-from tests.ops.harness import cells, check_needs, images
+from tests.ops.harness import cells, check_identical, check_needs, images, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
-from tests.ops.whole import check_identical, whole
 
 IMAGE = TensorSpec((3, 4, 2, 5), ("n", "c", "h", "w"))
 ARGUMENTS: dict[str, tuple[float, ...]] = {

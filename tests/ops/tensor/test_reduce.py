@@ -21,9 +21,8 @@ from layerwise.ops.nn.loss import Loss, LossSum
 from layerwise.ops.tensor.along import Cumsum, Gather, OneHot, Positions, Scatter, Softmax, Take
 from layerwise.ops.tensor.reduce import PartialReduce, Reduce
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import IMAGES, cells, check_needs, images, values
+from tests.ops.harness import IMAGES, cells, check_identical, check_needs, images, values, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
-from tests.ops.whole import check_identical, whole
 
 REAL = {
     "mean": torch.mean,

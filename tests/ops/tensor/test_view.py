@@ -25,9 +25,8 @@ from layerwise.ops.tensor.merge import reshaped
 from layerwise.ops.tensor.pointwise import Binary, Unary
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import cells, check_needs, check_reduction, needed
+from tests.ops.harness import cells, check_needs, check_reduction, needed, whole
 from tests.ops.kernels import check_split
-from tests.ops.whole import whole
 
 IMAGE, TOKENS = ("n", "c", "h", "w"), ("n", "s", "c")
 
