@@ -93,12 +93,8 @@ def test_cells_of_mixed_precision() -> None:
     assert inputs == [torch.float32, torch.bfloat16]
 
 
-def test_the_partial_sums_of_k_are_cut_and_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_partial_sums_of_k_are_cut_and_added() -> None:
     """4 devices with a quarter of k each: 3 others' parts are added to the quarter that is owned."""
-    from layerwise.graph.builder import GraphBuilder
-    from layerwise.ops.nn.linear import Linear
-    from layerwise.tensor import TensorSpec
-
     b = GraphBuilder("one")
     x = b.input("x", TensorSpec((8, 16), ("n", None)))
     graph = b.finish([networks.add(b, "linear", Linear(12), [x])])
@@ -177,11 +173,8 @@ def test_forward_finds_the_inputs_and_backward_the_gradients(monkeypatch: pytest
     b = GraphBuilder("linear")
     x = b.input("x", TensorSpec((4, 6), ("n", None)))
     graph = b.finish([b.add("linear", Linear(3), [x], ["weight", "bias"])])
-    (cell,) = (
-        c
-        for c in wanted_cells(CostModel(graph, brute.machine((1,))), {"linear": (Config(),)}).values()
-        if "linear" in c.name
-    )
+    cells = wanted_cells(CostModel(graph, brute.machine((1,))), {"linear": (Config(),)}).values()
+    (cell,) = (c for c in cells if "linear" in c.name)
     seen: list[str] = []
 
     def leave_only(recent: Sequence[Tensor] | None, device: torch.device) -> None:
@@ -198,7 +191,7 @@ def test_forward_finds_the_inputs_and_backward_the_gradients(monkeypatch: pytest
 
     monkeypatch.setattr(layers, "leave_only", leave_only)
     monkeypatch.setattr(layers, "Bench", Told)
-    layers.timed(cell, Mode(torch.device("cpu"), torch.float32), Stopwatch(torch.device("cpu"), 0.0, least=1, warm=1))
+    layers.timed(cell, CPU, Stopwatch(CPU.device, 0.0, least=1, warm=1))
     assert seen[:5] == ["[(4, 6)]", "forward", "[(4, 3)]", "backward", "all"]
     assert len(seen) % 5 == 0
 
@@ -231,12 +224,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-CPU_DEVICE = torch.device("cpu")
-
-
 def test_medians_of_each_part(clock: Clock) -> None:
     forward, backward, between = clock.passes(1, 2, 9), clock.passes(5), clock.passes(100)
-    found = Stopwatch(CPU_DEVICE, budget_s=650.0, least=4, warm=3)([forward, backward], [between, nothing])
+    found = Stopwatch(CPU.device, budget_s=650.0, least=4, warm=3)([forward, backward], [between, nothing])
     assert found.seconds == pytest.approx((2, 5))  # the odd 9 does not count
     assert found.samples == 5  # in 650 s, where the last of the warm-up took 107 or 114
     assert forward.calls == found.samples + 3
@@ -244,11 +234,11 @@ def test_medians_of_each_part(clock: Clock) -> None:
 
 def test_slow_ones_are_repeated_at_least_and_fast_ones_at_most(clock: Clock) -> None:
     slow, fast = clock.passes(50.0), clock.passes(1e-6)
-    assert Stopwatch(CPU_DEVICE, budget_s=1.0, least=5)([slow]).samples == 5
-    assert Stopwatch(CPU_DEVICE, budget_s=1.0, most=30)([fast]).samples == 30
+    assert Stopwatch(CPU.device, budget_s=1.0, least=5)([slow]).samples == 5
+    assert Stopwatch(CPU.device, budget_s=1.0, most=30)([fast]).samples == 30
 
 
 def test_the_spread_is_of_the_middle_half(clock: Clock) -> None:
     steady, shaky = clock.passes(2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 7.0), clock.passes(1.0, 3.0)
-    assert Stopwatch(CPU_DEVICE, budget_s=0.0, least=8, warm=8)([steady]).spread == 0
-    assert Stopwatch(CPU_DEVICE, budget_s=0.0, least=8)([shaky]).spread == pytest.approx(1.0)
+    assert Stopwatch(CPU.device, budget_s=0.0, least=8, warm=8)([steady]).spread == 0
+    assert Stopwatch(CPU.device, budget_s=0.0, least=8)([shaky]).spread == pytest.approx(1.0)

@@ -202,15 +202,11 @@ def test_no_point_is_missed_by_more_than_the_tolerance(seconds: list[float]) -> 
     assert (found[0][0], found[-1][0]) == (SIZES[0], SIZES[len(seconds) - 1])
 
 
-def test_a_line_needs_two_knots() -> None:
-    assert len(knots([(size, 1e-4 + size * 1e-9) for size in SIZES])) == 2
-
-
-@pytest.mark.parametrize("switch", [3, 4, 6])
-def test_the_switch_point_is_found(switch: int) -> None:
-    """Latency until some size, then a slower line."""
-    points = [(size, 1e-4 + max(0.0, size - SIZES[switch]) * 1e-8) for size in SIZES]
-    assert [size for size, _ in knots(points)] == [SIZES[0], SIZES[switch], SIZES[-1]]
+@pytest.mark.parametrize("switch", [3, 4, 6, None])
+def test_the_switch_point_is_found(switch: int | None) -> None:
+    """Latency until some size, then a slower line; a line alone needs two knots."""
+    points = [(size, 1e-4 + max(0.0, size - SIZES[switch or 0]) * 1e-8) for size in SIZES]
+    assert [size for size, _ in knots(points)] == [SIZES[0], *(SIZES[i] for i in (switch,) if i), SIZES[-1]]
 
 
 def test_two_points_may_be_anything() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from itertools import product
 
 import networkx as nx
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostTables
 from layerwise.cost.price import complete, price
-from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
@@ -25,6 +23,7 @@ from layerwise.search.find import configurations
 from layerwise.search.solve.eliminate import Factor, eliminate, eliminate_variables, join, min_fill_order, min_plus
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, inception, residual
+from tests.search import exhaustive as exhaustive_module
 from tests.search.exhaustive import exhaustive
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables
 
@@ -208,23 +207,9 @@ def _largest(graph: nx.Graph[str]) -> int:
 
 
 @given(random_tables(nodes=5, most=3))
-def test_it_finds_the_cheapest_of_all_strategies(t: CostTables) -> None:
+def test_exhaustive_search_finds_the_cheapest_of_all_strategies(t: CostTables) -> None:
     costs = every_strategy(t)
-    found = exhaustive(t)
-    assert found.cost_s == pytest.approx(min(costs.values()))
-    assert costs[tuple(found.choice.values())] == pytest.approx(found.cost_s)
-    assert found.proven
-
-
-def test_the_best_strategy_may_be_in_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("tests.search.exhaustive"), "CHUNK", 5)
-    t = tables({"a": 4, "b": 6}, [("a", "b", 0)], seed=0)
-    for best in np.ndindex(4, 6):
-        t.transfer["a", "b", 0][:] = 100.0
-        t.transfer["a", "b", 0][best] = 0.0
-        assert tuple(exhaustive(t).choice.values()) == best
-
-
-def test_too_many_strategies_are_refused() -> None:
-    with pytest.raises(LayerwiseError, match=r"1.7e\+07 strategies are too many"):
-        exhaustive(tables({f"l{i}": 8 for i in range(8)}, [], seed=0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exhaustive_module, "CHUNK", 5)
+        found = exhaustive(t)
+    assert costs[tuple(found.choice.values())] == pytest.approx(found.cost_s) == pytest.approx(min(costs.values()))
