@@ -123,7 +123,7 @@ def test_unequal_groups_take_as_long_as_the_slowest_of_them() -> None:
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@examples(50)
+@examples(30)
 def test_no_all_reduce_is_faster_than_the_links(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Whatever the algorithm: out of a node and into it, each group that reaches beyond moves the buffer once; and all
     nodes together move it 2(f-1) times, f being the nodes of the group. The same holds for racks, and for devices."""

@@ -251,7 +251,7 @@ def models(
     st.sampled_from(["sample", "free"]),
     st.data(),
 )
-@examples(30)
+@examples(18)
 def test_it_is_a_part_of_training(
     network: LayerGraph, profile: str, devices: int, io: Literal["sample", "free"], data: st.DataObject
 ) -> None:

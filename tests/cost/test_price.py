@@ -107,7 +107,7 @@ def counted_statistics(model: CostModel, layer: Layer, config: Config, devices: 
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@examples(30)
+@examples(18)
 def test_bytes_are_those_of_every_element(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Law 7 for the predicted side, also where the cells are of different sizes."""
     model = CostModel(network, graph)
@@ -197,7 +197,7 @@ def test_every_device_makes_its_own_constants() -> None:
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@examples(30)
+@examples(18)
 def test_a_price_is_the_sum_of_the_tables(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Whatever else is in the tables, and whichever way the links and the gradients are priced."""
     options = CostOptions(
@@ -285,7 +285,7 @@ def test_a_tied_parameter_is_held_once_and_updated_once() -> None:
 
 
 @given(NETWORKS, st.data())
-@examples(30)
+@examples(18)
 def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) -> None:
     """Parameters with their gradients, what the layer makes, and what it gathers from others: of each device."""
     model = CostModel(network, brute.machine((2, 6)))

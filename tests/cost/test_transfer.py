@@ -102,7 +102,7 @@ ALL = networks.windows() | networks.views() | networks.branches() | networks.seq
 
 
 @given(ALL, brute.machines(), st.data())
-@examples(120)
+@examples(70)
 def test_transfers_are_those_of_every_element(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Halos, views, concats, followers, tied parameters, attention and scalars."""
     check_network(network, graph, data)
@@ -151,7 +151,7 @@ def axis_maps(draw: st.DrawFn, extents: tuple[int, ...], over: tuple[Dim, ...], 
 
 
 @given(dims("nchw"), dims("nsc"), st.booleans(), brute.machines(), st.data())
-@examples(60)
+@examples(35)
 def test_any_maps(
     held: tuple[Dim, ...], out: tuple[Dim, ...], reduced: bool, graph: DeviceGraph, data: st.DataObject
 ) -> None:
@@ -254,7 +254,7 @@ def maps(draw: st.DrawFn) -> tuple[Held, AxisMap, Dim]:
 
 
 @given(maps(), st.sampled_from([0, module.TABLE]), st.data())
-@examples(150)
+@examples(80)
 def test_they_are_those_of_every_pair_of_cells(
     drawn: tuple[Held, AxisMap, Dim], most: int, data: st.DataObject
 ) -> None:
@@ -287,7 +287,7 @@ def test_they_are_those_of_every_pair_of_cells(
 
 
 @given(st.lists(st.integers(1, 6), max_size=3), st.integers(1, 6), brute.machines(), st.data())
-@examples(75)
+@examples(45)
 def test_boxes_are_the_cells_of_each_group(
     extents: list[int], depth: int, graph: DeviceGraph, data: st.DataObject
 ) -> None:
@@ -352,7 +352,7 @@ def kinked(graph: DeviceGraph) -> DeviceGraph:
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@examples(25)
+@examples(15)
 def test_ports_loads_and_bounds_agree_on_a_curve_with_kinks(
     network: LayerGraph, graph: DeviceGraph, data: st.DataObject
 ) -> None:
@@ -368,7 +368,7 @@ def test_ports_loads_and_bounds_agree_on_a_curve_with_kinks(
 
 
 @given(NETWORKS, st.sampled_from([(4,), (6,)]), st.data())
-@examples(25)
+@examples(15)
 def test_a_measured_line_is_the_analytic_one(network: LayerGraph, sizes: tuple[int, ...], data: st.DataObject) -> None:
     graph = brute.machine(sizes)
     plain, measured = CostModel(network, graph), CostModel(network, as_stated(graph))

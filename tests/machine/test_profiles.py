@@ -228,7 +228,7 @@ ONE = LayerTimes(
 
 
 @given(st.lists(sets, max_size=3, unique_by=lambda one: one.conditions))
-@examples(30)
+@examples(18)
 def test_any_times_round_trip(layers: list[LayerTimes]) -> None:
     profile = replace(load("cpu"), layers=tuple(layers))
     assert parse(write(profile), "x.json") == profile

@@ -37,7 +37,7 @@ CPU = Mode(torch.device("cpu"), torch.float32)
 
 
 @given(NETWORKS, st.sampled_from([(1,), (2,), (4,), (2, 6)]), st.data())
-@examples(25)
+@examples(15)
 def test_every_cell_runs(network: LayerGraph, sizes: tuple[int, ...], data: st.DataObject) -> None:
     model = CostModel(network, brute.machine(sizes))
     configs = {

@@ -121,7 +121,7 @@ def specs(*shapes: tuple[int, ...]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(shape, (None,) * len(shape)) for shape in shapes)
 
 
-ROW, IMAGE, TOKENS = (
+ROW, PICTURE, TOKENS = (
     TensorSpec((2, 3), ("n", "c")),
     TensorSpec((3, 4, 2, 5), ("n", "c", "h", "w")),
     TensorSpec((4, 5, 6), ("n", "s", "c")),
@@ -149,16 +149,16 @@ REFUSED: list[tuple[Op, tuple[TensorSpec, ...], str]] = [
     (GroupNorm(5), (MERGED,), "groups"),
     (BatchNorm(), (TensorSpec((3,), ("n",)),), "needs an input"),
     (AdaptivePool("max", (1, 1)), (ROW,), "2-D pooling needs"),
-    (Pad(((1, 1),)), (IMAGE,), "pairs of pads"),
-    (Pad(((0, 0), (0, 0), (0, 0), (5, 0)), "reflect"), (IMAGE,), "at most 4, not 5, 0"),
-    (Pad(((0, 0), (0, 0), (0, 0), (-3, -2))), (IMAGE,), "leave nothing"),
-    (Interpolate((1, 2, 3, 4)), (IMAGE,), "cannot resample 4"),
-    (Binary("add"), (IMAGE, TensorSpec((3,), ("c",))), "do not broadcast"),
-    (Binary("add", (3,)), (IMAGE,), r"do not broadcast.*\(3,\)"),
-    (Prelu(3), (IMAGE,), "slopes"),
-    (Dropout(1.5), (IMAGE,), "probability"),
-    (Cast("complex32"), (IMAGE,), "element type"),
-    (Reduce("sum", (4,)), (IMAGE,), "dimension 4"),
+    (Pad(((1, 1),)), (PICTURE,), "pairs of pads"),
+    (Pad(((0, 0), (0, 0), (0, 0), (5, 0)), "reflect"), (PICTURE,), "at most 4, not 5, 0"),
+    (Pad(((0, 0), (0, 0), (0, 0), (-3, -2))), (PICTURE,), "leave nothing"),
+    (Interpolate((1, 2, 3, 4)), (PICTURE,), "cannot resample 4"),
+    (Binary("add"), (PICTURE, TensorSpec((3,), ("c",))), "do not broadcast"),
+    (Binary("add", (3,)), (PICTURE,), r"do not broadcast.*\(3,\)"),
+    (Prelu(3), (PICTURE,), "slopes"),
+    (Dropout(1.5), (PICTURE,), "probability"),
+    (Cast("complex32"), (PICTURE,), "element type"),
+    (Reduce("sum", (4,)), (PICTURE,), "dimension 4"),
     (
         PartialReduce("sum", (1,), (4,)),
         (TensorSpec((2, 9), ("n", "l")),),

@@ -69,7 +69,7 @@ def test_layers_that_keep_nothing_are_recomputed_for_those_that_read_them() -> N
 
 
 @given(st.data())
-@examples(60)
+@examples(35)
 def test_about_least_is_held(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
     sizes = st.lists(st.integers(0, 9), min_size=count, max_size=count)

@@ -55,7 +55,7 @@ def patterns(network: LayerGraph, edge: tuple[str, str, int], u: Config, v: Conf
 
 
 @given(st.one_of(networks.windows(), networks.views(), networks.sequences()), brute.machines(), st.data())
-@examples(40)
+@examples(25)
 def test_as_the_runtime_decides(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """And what some devices see of them is a lower bound of what they take."""
     model = CostModel(network, replace(graph, collectives=True))
@@ -144,7 +144,7 @@ DEVICES = 6
 
 
 @given(NETWORKS, st.data())
-@examples(60)
+@examples(35)
 def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data: st.DataObject) -> None:
     for layer in network.inner:
         (config,) = data.draw(brute.configs(layer.space, DEVICES, 1))
@@ -159,7 +159,7 @@ def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data
 
 
 @given(NETWORKS, st.permutations(range(DEVICES)))
-@examples(20)
+@examples(12)
 def test_devices_in_another_order(network: LayerGraph, order: list[int]) -> None:
     """As a plan numbers its ranks."""
     layer = network.inner[-1]

@@ -31,7 +31,7 @@ from tests.examples import examples
 
 
 @given(brute.spaces(), st.integers(1, 12), st.data())
-@examples(100)
+@examples(60)
 def test_layouts_put_each_cell_on_one_device(where: Space, devices: int, data: st.DataObject) -> None:
     """As the definition says, device by device; computed and owned cells."""
     configs = data.draw(brute.configs(where, devices, most=5))
@@ -77,7 +77,7 @@ NETWORKS = networks.windows() | networks.views() | networks.branches() | network
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@examples(50)
+@examples(30)
 def test_boxes_are_those_of_the_cells(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """The largest, and the sum over devices, of what cells need of inputs and parameters."""
     for layer in network.inner:
@@ -105,7 +105,7 @@ def keys(layer: Layer, *degrees: dict[str, int], devices: int = 8, wanted: tuple
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@examples(60)
+@examples(35)
 def test_none_is_larger_than_the_largest_cell_and_extents_are_of_what_it_needs(
     network: LayerGraph, graph: DeviceGraph, data: st.DataObject
 ) -> None:
@@ -165,7 +165,7 @@ def test_shared_statistics_are_another_kernel() -> None:
 
 
 @given(networks.branches(), brute.machines(), st.data())
-@examples(60)
+@examples(35)
 def test_statistics_are_shared_as_the_groups_say(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     for layer in network.inner:
         (config,) = data.draw(brute.configs(layer.space, graph.count, most=1))
@@ -203,7 +203,7 @@ def boxes(layer: Layer, config: Config, devices: int) -> list[dict[int, Box]]:
 
 
 @given(SOME_NETWORKS, brute.machines(), st.data())
-@examples(50)
+@examples(30)
 def test_replicas_are_the_devices_whose_parameter_boxes_are_equal(
     network: LayerGraph, graph: DeviceGraph, data: st.DataObject
 ) -> None:

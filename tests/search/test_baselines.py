@@ -86,7 +86,7 @@ def model_of(graph: LayerGraph, processes: int, per_node: int = 2, profile: str 
     return CostModel(graph, load(profile).device_graph(processes, min(processes, per_node)), options)
 
 
-@examples(15)
+@examples(10)
 @given(
     st.lists(st.integers(1, 300), min_size=2, max_size=5),
     st.integers(1, 64),

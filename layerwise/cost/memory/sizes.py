@@ -34,7 +34,7 @@ class StageMemory:
     extra: Floats  # this, `forward` and `between`: as in Saved, where a device has a part of the layer
     forward: Floats
     between: Floats
-    slots: tuple[int, ...]  # the layer's inputs that it reads
+    slots: tuple[int, ...]  # the layer's inputs that it reads; the first reads the parameters of other layers, too
     tracked: bool  # whether its result has a gradient
     running: bool  # whether the result of the stage before has
     view: bool
@@ -68,6 +68,7 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
         slots = tuple(range(stage.inputs.stop)[stage.inputs])
         flags = gradients.result, running, stage.view
         copies, weights = _copies(layer, stage, place, slots)
+        slots += () if rows else tuple(range(len(layer.specs), len(layer.inputs)))
         rows.append(StageMemory(saved, made, extra, forward, between, slots, *flags, copies, weights, padded))
         running = gradients.result
     return rows

@@ -25,7 +25,7 @@ def limit_at(r: Random, share: float) -> float:
     return least + share * max(fastest - least, 1e8)
 
 
-@examples(150)
+@examples(80)
 @given(random_problems(), SHARES)
 def test_it_equals_exhaustive_search(r: Random, share: float) -> None:
     limit = limit_at(r, share)
@@ -40,7 +40,7 @@ def test_it_equals_exhaustive_search(r: Random, share: float) -> None:
         assert r.problem.time.of(found.choice, r.problem.base) == pytest.approx(best)
 
 
-@examples(60)
+@examples(35)
 @given(random_problems(), SHARES, st.sampled_from([1, 50, 500]), st.sampled_from([0, 10, 100]))
 def test_where_little_is_enumerated_the_bounds_are_still_true(r: Random, share: float, room: int, checks: int) -> None:
     limit = limit_at(r, share)
@@ -55,7 +55,7 @@ def test_where_little_is_enumerated_the_bounds_are_still_true(r: Random, share: 
     assert least.bytes >= r.peaks.min()
 
 
-@examples(60)
+@examples(35)
 @given(random_problems())
 def test_the_least_memory_is_that_of_exhaustive_search(r: Random) -> None:
     least = least_memory(r.problem)
@@ -64,7 +64,7 @@ def test_the_least_memory_is_that_of_exhaustive_search(r: Random) -> None:
     assert r.problem.peak(least.best) == least.bytes
 
 
-@examples(60)
+@examples(35)
 @given(random_problems())
 def test_a_limit_that_does_not_bind_has_no_price(r: Random) -> None:
     found = fastest_within(r.problem, float(r.peaks.max()))
@@ -73,7 +73,7 @@ def test_a_limit_that_does_not_bind_has_no_price(r: Random) -> None:
     assert found.cost_s == pytest.approx(r.costs.min())
 
 
-@examples(30)
+@examples(18)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=3, max_size=8), st.floats(0.1, 0.9))
 def test_branches_alone_close_the_gap_of_a_knapsack(layers: list[tuple[int, int]], share: float) -> None:
     """Each layer either takes its memory or its time: multipliers alone leave what a part of a layer would gain."""
@@ -107,7 +107,7 @@ def least_vertex(cost: Floats, matrix: Floats, right: Floats) -> float:
     return least
 
 
-@examples(100)
+@examples(60)
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**32 - 1), st.booleans())
 def test_it_is_the_best_vertex_and_prices_prove_it(rows: int, columns: int, seed: int, tied: bool) -> None:
     random = np.random.default_rng(seed)

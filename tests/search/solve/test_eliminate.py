@@ -28,7 +28,7 @@ from tests.search.exhaustive import exhaustive
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables
 
 
-@examples(120)
+@examples(70)
 @given(random_tables())
 def test_it_equals_exhaustive_search(t: CostTables) -> None:
     found, best = eliminate(t), exhaustive(t)
@@ -39,7 +39,7 @@ def test_it_equals_exhaustive_search(t: CostTables) -> None:
     assert t.price(strategy) == pytest.approx(found.cost_s)
 
 
-@examples(80)
+@examples(45)
 @given(random_tables(nodes=9, most=2))
 def test_the_order_is_one_of_node_and_edge_eliminations_to_a_fixed_point(t: CostTables) -> None:
     """Replayed on a graph (the paper's algorithm 1): a digraph merges parallel edges by itself."""
@@ -127,7 +127,7 @@ def cheapest(factors: list[Factor], sizes: dict[str, int]) -> float:
     return min(cost(factors, choice) for choice in every)
 
 
-@examples(100)
+@examples(60)
 @given(problems(), st.randoms(use_true_random=False))
 def test_any_order_finds_the_cheapest_choice(problem: Problem, random: object) -> None:
     factors, sizes = problem
@@ -138,7 +138,7 @@ def test_any_order_finds_the_cheapest_choice(problem: Problem, random: object) -
     assert bound == pytest.approx(cheapest(factors, sizes))
 
 
-@examples(100)
+@examples(60)
 @given(problems(), st.integers(0, 1000))
 def test_with_too_little_memory_the_optimum_lies_between_bound_and_choice(problem: Problem, memory: int) -> None:
     factors, sizes = problem
@@ -151,7 +151,7 @@ def test_with_too_little_memory_the_optimum_lies_between_bound_and_choice(proble
     assert sorted(choice) == sorted(sizes)
 
 
-@examples(100)
+@examples(60)
 @given(random_tables(nodes=8), st.integers(1, 2000))
 def test_only_what_is_equal_to_its_bound_counts_as_proven(t: CostTables, memory: int) -> None:
     found, best = eliminate(t, memory_bytes=memory), exhaustive(t)

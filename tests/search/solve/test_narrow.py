@@ -146,7 +146,7 @@ def contained(t: CostTables, upper_s: float) -> Keep:
     return keep
 
 
-@examples(80)
+@examples(45)
 @given(random_tables(nodes=5, most=4), st.floats(0, 0.5))
 def test_whatever_is_part_of_a_strategy_within_the_bound_is_kept(t: CostTables, above: float) -> None:
     upper = eliminate(t).cost_s * (1 + above)
@@ -168,7 +168,7 @@ def test_what_has_lost_its_cheap_partner_goes_too() -> None:
     assert {name: k.tolist() for name, k in keep.items()} == {"a": [True, False, False], "b": [True, True, False]}
 
 
-@examples(80)
+@examples(45)
 @given(random_tables(nodes=5, most=4), st.integers(0, 4))
 def test_messages_bound_every_strategy_by_each_of_its_configurations(t: CostTables, sweeps: int) -> None:
     bounds = Messages(t.transfer, list(t.node)).bounds(t.node, sweeps)

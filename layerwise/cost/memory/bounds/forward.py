@@ -80,7 +80,7 @@ class Forward(StepClaims):
                 where = ((self.at[name].table(stage.saved.inputs) > 0) | (stage.padded > 0)) & keeps
                 whole = np.broadcast_to(keeps, where.shape)
                 read: dict[int, StageResult | Received | None] = {BEFORE: before}
-                read |= {slot: given[slot] for slot in self._slots(layer, number)}
+                read |= {slot: given[slot] for slot in stage.slots}
                 read |= copies
                 for slot, ref in read.items():
                     mine += self._keep(name, ref, whole if slot == WEIGHTS else where)
@@ -210,8 +210,3 @@ class Forward(StepClaims):
             made = self.remade.get(source)
             there += [(made.storage, made.size * ~made.held)] if isinstance(made, StageResult) else []
         return self._received(layer, slot, there, self._need(layer, slot) * on, "recomputed")
-
-    def _slots(self, layer: Layer, number: int) -> tuple[int, ...]:
-        """The layer's inputs that a stage reads; the first one also the parameters that other layers use, too."""
-        slots = self.stages[layer.name][number].slots
-        return slots if number else slots + tuple(range(len(layer.specs), len(layer.inputs)))

@@ -104,10 +104,8 @@ class Lifetimes(Forward):
             self.saved[name][-1] += ledger.hold(ledger.storage(), edge, "own", *self.moved[name], local=False)
         tracked = [number for number, stage in enumerate(stages) if stage.tracked]
         for number in reversed(tracked):
-            stage, slots, made = stages[number], stages[number].slots, list[Claim]()
-            weights = list[Claim]()
+            stage, made, weights = stages[number], list[Claim](), list[Claim]()
             if number == tracked[0]:
-                slots = self._slots(layer, 0) if number == 0 else slots
                 weights = self._unless_late(layer, stage.weights, late)
                 made = [] if weights else self._parameters(layer, late)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
@@ -120,7 +118,7 @@ class Lifetimes(Forward):
                 alone = (stage.padded > 0) & (stage.between == stage.padded)
                 arrived = self._waiting(layer, read, alone) if number == 0 and not late else []
                 read = self._only(name, read, stage.between == 0) + arrived
-            wanted = [slot for slot in slots if self.flows[layer.inputs[slot]]]
+            wanted = [slot for slot in stage.slots if self.flows[layer.inputs[slot]]]
             through = running if stage.saved.through else None
             apart = through is not None and self._disjoint(layer, stage, wanted, through, stages[number - 1].made)
             if not apart:
