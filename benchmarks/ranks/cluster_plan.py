@@ -31,7 +31,7 @@ from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
 from layerwise.search.find import best_cap, candidate, search
-from layerwise.search.make_plan import plan_for
+from layerwise.search.make_plan import make_plan
 
 GOODPUT = 0.92  # of the nominal rate: what gloo's all_reduce of 16 MB reaches here, headers and all
 OPTIMIZER = "momentum"
@@ -115,7 +115,7 @@ def priced_anew(
     layers.take(list(cells.values()), budget_s)
     now, space = with_times(model, layers.known), space_of(name, model.devices.count)
     found = ((key, candidate(now, key, strategy)) for key, strategy in strategies.items())
-    return {key: plan_for(_spec(name), "emulated", now, space, one, fused=True) for key, one in found}
+    return {key: make_plan(_spec(name), "emulated", now, space, one, fused=True) for key, one in found}
 
 
 def _spec(name: str) -> str:
@@ -174,7 +174,7 @@ def plans(
         if measured and measured_share(model, best.strategy) < ENOUGH:
             best = candidate(model, "measured", measured[0])
         found.append(("searched", model, best))
-    return {key: plan_for(_spec(name), "emulated", of, space, one, fused=True) for key, of, one in found}
+    return {key: make_plan(_spec(name), "emulated", of, space, one, fused=True) for key, of, one in found}
 
 
 def along(model: CostModel, dim: str) -> dict[str, Config] | None:

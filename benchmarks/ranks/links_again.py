@@ -10,7 +10,7 @@ import numpy as np
 
 from layerwise.comm.base import Comm
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
-from layerwise.measure.link_times import measure_overlap, operation_time
+from layerwise.measure.links import measure_overlap, operation_time
 from layerwise.measure.topology import RankGroups, find_topology, pairs, shapes
 
 USED: tuple[Operation, ...] = ("message", "exchange", "all_reduce", "reduce_scatter")  # by gloo

@@ -26,8 +26,8 @@ from benchmarks.ranks.predictions import OPTIMIZER, Training, each_network, repo
 from benchmarks.ranks.side_by_side import BACKWARD, FORWARD, Layers, Step, segments_of, slowest
 from layerwise.comm.base import Comm
 from layerwise.config import Config
-from layerwise.cost.basis import basis
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import basis
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.torch.from_torch import from_torch

@@ -30,15 +30,14 @@ from layerwise.machine import Profile, load
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.cells import wanted_cells
-from layerwise.measure.link_times import measure_links
-from layerwise.measure.links_profile import conditions, with_links
+from layerwise.measure.links import conditions, measure_links, with_links
 from layerwise.measure.topology import find_topology
 from layerwise.plan import Plan
 from layerwise.run.load import load as load_module
 from layerwise.run.trace import Trace
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, configurations, search
-from layerwise.search.make_plan import plan_for
+from layerwise.search.make_plan import make_plan
 from layerwise.search.result import Candidate
 from layerwise.train.compare_times import compare_times
 
@@ -119,7 +118,7 @@ def candidates(model: CostModel, network: Network) -> dict[str, Candidate]:
 
 def plan_of(model: CostModel, network: Network, one: Candidate) -> Plan:
     """As a plan, with what the model predicts of it."""
-    return plan_for(network.title, "measured", model, space_of(model, network), one, fused=True)
+    return make_plan(network.title, "measured", model, space_of(model, network), one, fused=True)
 
 
 class Training:

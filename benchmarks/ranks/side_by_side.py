@@ -23,8 +23,7 @@ from layerwise.cost.compute.measured import COPY, LAYER, step_name
 from layerwise.cost.model import CostModel
 from layerwise.cost.timeline.simulate import UPDATE, SimulatedSpan, timeline
 from layerwise.machine.fields import Field
-from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
-from layerwise.machine.layer_times_json import read, written
+from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes, layers_as_json, parse_layers
 from layerwise.measure.bench import Mode, UpdateSpec
 from layerwise.measure.cells import CellTask, Key, layer_cells
 from layerwise.measure.job import Measuring, timed
@@ -80,8 +79,8 @@ class Layers:
             if time.perf_counter() > began + budget_s:
                 break
             mine.add(cell.key, self._timed(cell, CELL_S))
-        for times in self.comm.all_gather_object(written([mine.times])):
-            for name, by_extents in read(Field("measured", "", times))[0].cells.items():
+        for times in self.comm.all_gather_object(layers_as_json([mine.times])):
+            for name, by_extents in parse_layers(Field("measured", "", times))[0].cells.items():
                 for extents, cost in by_extents.items():
                     self.measuring.add((name, extents), cost)
 
@@ -126,8 +125,8 @@ class Layers:
 
     def _as_first(self, known: LayerTimes) -> LayerTimes:
         """As rank 0 has it."""
-        text = self.comm.broadcast_text(json.dumps(written([known])) if self.comm.rank == 0 else "")
-        return read(Field("measured", "", json.loads(text)))[0]
+        text = self.comm.broadcast_text(json.dumps(layers_as_json([known])) if self.comm.rank == 0 else "")
+        return parse_layers(Field("measured", "", json.loads(text)))[0]
 
 
 def segments_of(model: CostModel, strategy: dict[str, Config]) -> list[list[Part]]:

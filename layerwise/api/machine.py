@@ -29,11 +29,11 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load as load_profile
 from layerwise.machine import names, save
 from layerwise.machine.profile import Profile
-from layerwise.measure import links_profile
 from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import TYPES, conditions, cpu_name, mode_of, modes
 from layerwise.measure.job import Job, base_profile
-from layerwise.measure.link_times import measure_links
+from layerwise.measure.links import conditions as link_conditions
+from layerwise.measure.links import measure_links, with_links
 from layerwise.measure.topology import find_topology
 from layerwise.ops.whole import Whole
 from layerwise.plan import Plan
@@ -158,8 +158,8 @@ def _measure(planner: Planner, profile: Profile | None, path: Path | None, budge
         topology = find_topology(comm)
         links = measure_links(comm, topology, LINKS * budget_s)
         if path is not None:
-            facts = links_profile.conditions(comm, topology)
-            save(links_profile.with_links(profile or planner.profile, links, topology, facts), path)
+            facts = link_conditions(comm, topology)
+            save(with_links(profile or planner.profile, links, topology, facts), path)
         budget_s *= 1 - LINKS
 
     def layers() -> None:

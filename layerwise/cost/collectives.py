@@ -104,20 +104,19 @@ def all_reduce_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> fl
     return min(max(tree, least), 2 * _scatter_s(size_bytes, group, graph))
 
 
-def reduce_scatter_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
-    """Seconds for a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes as long."""
+def reduce_scatter_s(
+    size_bytes: float, group: GroupShape, graph: DeviceGraph, operation: Operation = "reduce_scatter"
+) -> float:
+    """Seconds for a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes as long if analytic."""
     if group.size == 1:
         return 0.0
-    measured = _measured_s("reduce_scatter", size_bytes, group, graph)
+    measured = _measured_s(operation, size_bytes, group, graph)
     return _scatter_s(size_bytes, group, graph) if measured is None else measured
 
 
 def all_gather_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
     """Seconds for a buffer that has `size_bytes` on every member afterwards."""
-    if group.size == 1:
-        return 0.0
-    measured = _measured_s("all_gather", size_bytes, group, graph)
-    return _scatter_s(size_bytes, group, graph) if measured is None else measured
+    return reduce_scatter_s(size_bytes, group, graph, "all_gather")
 
 
 def _scatter_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:

@@ -11,9 +11,8 @@ import numpy as np
 
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
-from layerwise.cost.layer_collectives import owned_share
 from layerwise.cost.setting import MANY, Configs, CostOptions, EdgeName, Progress, Setting, Strategy
-from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS
+from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS, owned_share
 from layerwise.cost.transfer import busiest_device
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer
@@ -141,13 +140,13 @@ class CostModel(Setting):
         cells = tuple(config.cells for config in configs)
         if cells == configs:
             compute = self._compute_time(layer, layout, wanted)
-            seconds = {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS}
+            seconds = {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS}
             return NodeCost(compute, {COMPUTE.name: compute.total, **seconds})
         plain = self.node_cost(layer, cells)
         compute, seconds = plain.compute, dict(plain.seconds)
         if any(config.states != "replicated" for config in configs):
             compute = compute.updating(owned_share(self, layer, layout))
-            seconds |= {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS if term.by_states}
+            seconds |= {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS if term.by_states}
         seconds[COMPUTE.name] = compute.total
         recomputed = np.array([config.recompute for config in configs])
         if recomputed.any():
@@ -159,7 +158,7 @@ class CostModel(Setting):
         """(C,) seconds by term of recomputing a layer, whether or not these recompute it."""
         cells, rows = distinct_cells(configs)
         layout, compute = self.layout(layer, cells), self.node_cost(layer, cells).compute
-        collectives = {term.name: term.recomputed_s(self, layer, layout) for term in LAYER_TERMS if term.recomputed_s}
+        collectives = {term.name: term.seconds(self, layer, layout, True) for term in LAYER_TERMS if term.recomputes}
         return {name: once[rows] for name, once in {COMPUTE.name: compute.forward, **collectives}.items()}
 
     def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> ComputeTime:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from layerwise.config import Config
-from layerwise.cost.compute.measured import Measurements, latest
+from layerwise.cost.compute.measured import Measurements, gradient_uses, latest
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.compute.signature import gradient_uses
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.mixed import mixed

@@ -9,8 +9,8 @@ import numpy as np
 
 from layerwise.config import Config, States
 from layerwise.cost.collectives import GroupShape
-from layerwise.cost.layer_collectives import Collective, ParameterKind, gradients_of, shares_of
 from layerwise.cost.model import CostModel, Strategy
+from layerwise.cost.terms import Collective, ParameterKind, gradients_of, shares_of
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role

@@ -1,4 +1,6 @@
-"""The terms of equation 1. A new one is a function in a file of its own and a row here: all else goes through these.
+"""The terms of equation 1: collectives of layers, who and how much, and a row for each term.
+
+A new one is a function, in a file of its own if it is long, and a row here: all else goes through these.
 
 Numbers of equations are those of docs/explanation/cost_model.md. What a term costs may depend on what `CostModel` keys
 its cache with, and on nothing else.
@@ -10,38 +12,171 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import numpy as np
 
 from layerwise.chrome import Category
 from layerwise.cost.collectives import (
+    Groups,
     GroupShape,
     all_gather_s,
     all_reduce_s,
     gather_rate,
+    group_shapes,
     reduce_scatter_s,
     scatter_rate,
     sync_rate,
     wire_bytes,
-)
-from layerwise.cost.layer_collectives import (
-    Collective,
-    gathers_of,
-    gradients_of,
-    reduces_back,
-    reductions_of,
-    shares_of,
-    statistics_of,
 )
 from layerwise.cost.setting import Setting
 from layerwise.cost.transfer import transfer_bytes, transfer_s
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
+from layerwise.ops.facts import Parameter
 from layerwise.partition.edge import Edge
-from layerwise.partition.layout import Layout
+from layerwise.partition.largest import all_boxes, largest_box, largest_extents
+from layerwise.partition.layout import Layout, LayoutCells
+from layerwise.partition.sharding import Sharding, sharded_each, states_of
 
-LayerBytes = Callable[[Setting, Layer, Layout], float]
+ParameterKind = tuple[tuple[int, ...], bool]  # what boxes of parameters follow from: dimensions; whether of an epilogue
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective of a layer under C configurations."""
+
+    size_bytes: Floats  # (C,) of the member with the largest box
+    total_bytes: Floats  # (C,) of all devices together
+    group_shapes: Groups  # (C,) of the devices that agree in the dimensions `keys` of their cells
+    cells: LayoutCells
+    keys: tuple[int, ...]
+    epilogue: bool = False  # whether what travels belongs to a fused follower, whose boxes may differ
+
+
+def kind_of(p: Parameter) -> ParameterKind:
+    """A key of the collective, of its layer's, that the gradient of a parameter belongs to."""
+    return tuple(sorted({m.source for m in p.maps if m.source is not None})), p.epilogue
+
+
+def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
+    """The all-reduces after the backward pass, one entry for each kind of box."""
+
+    def sizes(p: Parameter) -> tuple[Floats, Floats]:
+        degrees = layout.at(p.epilogue).degrees
+        replicated = np.array([float(one is None) for one in _sharded(setting, layer, p, layout)])
+        boxes = (measure(p.maps, layer.space.dims, degrees) for measure in (largest_box, all_boxes))
+        largest, total = (size * replicated for size in boxes)
+        return largest, total
+
+    found = list[Collective]()
+    for (keys, epilogue), (size, total) in _of_parameters(layer, layout, sizes).items():
+        cells = layout.at(epilogue)
+        held = total * cells.count / cells.degrees.prod(1)  # in this order, whole numbers stay whole
+        found.append(_collective(size, held, cells, keys, setting.devices, epilogue=epilogue))
+    return found
+
+
+def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
+    """The reduce-scatters after the backward pass, and the gathers: sizes are of full boxes as they travel."""
+    if all(config.states == "replicated" for config in layout.configs):
+        return []
+
+    def sizes(p: Parameter) -> tuple[Floats, Floats]:
+        found = _sharded(setting, layer, p, layout)
+        each = [(0.0, 0.0) if one is None else (one.largest, one.total) for one in found]
+        largest, total = np.array(each).T
+        return largest, total
+
+    return [
+        _collective(size, total, layout.at(epilogue), keys, setting.devices, epilogue=epilogue)
+        for (keys, epilogue), (size, total) in _of_parameters(layer, layout, sizes).items()
+        if size.any()
+    ]
+
+
+def _of_parameters(
+    layer: Layer, layout: Layout, sizes: Callable[[Parameter], tuple[Floats, Floats]]
+) -> dict[ParameterKind, list[Floats]]:
+    """(C,) bytes of the parameters of each kind. sizes: elements of the largest box of one, and of all devices'."""
+    by_kind: dict[ParameterKind, list[Floats]] = {}
+    for _, p, item_bytes in layer.held():
+        if p.trainable:
+            of_kind = by_kind.setdefault(kind_of(p), [np.zeros(len(layout.computed.degrees))] * 2)
+            of_kind[:] = [before + size * item_bytes for before, size in zip(of_kind, sizes(p), strict=True)]
+    return by_kind
+
+
+def _sharded(setting: Setting, layer: Layer, p: Parameter, layout: Layout) -> list[Sharding | None]:
+    """Under each configuration's choice of states."""
+    return sharded_each(layer, p, layout.configs, setting.devices.count, unfed=layer.name in setting.graph.unfed)
+
+
+def gathers_of(layer: Layer, layout: Layout) -> Floats:
+    """(C,) how often a step gathers what is sharded: once, or for the forward, the recomputed and the backward pass."""
+    gathered = (states_of(layer, config) == "gathered" for config in layout.configs)
+    return np.array([2.0 + c.recompute if each else 1.0 for each, c in zip(gathered, layout.configs, strict=True)])
+
+
+def owned_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
+    """(C,) of the elements of parameters that a device computes with, the share that it owns and updates."""
+    owned = full = np.zeros(len(layout.configs))
+    for _, p in layer.own_parameters():
+        if p.trainable:
+            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees)
+            part = [1.0 if one is None else 1 / one.members for one in _sharded(setting, layer, p, layout)]
+            owned, full = owned + size * part, full + size
+    return owned / np.maximum(full, 1.0)
+
+
+def _collective(
+    size: Floats, total: Floats, cells: LayoutCells, keys: Sequence[int], graph: DeviceGraph, *, epilogue: bool = False
+) -> Collective:
+    return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys), epilogue)
+
+
+def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> list[Collective]:
+    """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted.
+
+    recomputed: of the forward pass of a recomputed layer, done once more.
+    """
+    collectives: list[Collective] = []
+    for stage, gradients in zip(layer.stages, setting.graph.gradients(layer), strict=True):
+        out, statistics = stage.space.out, stage.statistics(local_batch_norm=setting.options.local_batch_norm)
+        running = setting.options.kind == "inference" and stage.op.remembers  # its statistics are those of training
+        if statistics is None or running:
+            continue
+        here = layout.at(stage.epilogue)
+        degrees = here.degrees
+        extents = largest_extents(layer.space.dims[: degrees.shape[1]], degrees)
+        keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
+        each = statistics.per_key / statistics.block
+        elements = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
+        spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
+        total = degrees[:, spare].prod(1) * prod(out.shape[i] for i in statistics.keys) * each
+        forward, back = statistics.item_bytes(out.item_bytes)
+        for item_bytes in (forward, back) if gradients.inputs and not recomputed else (forward,):
+            sizes = elements * item_bytes, total * item_bytes
+            collectives.append(_collective(*sizes, here, keys, setting.devices))
+    return collectives
+
+
+def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
+    """The reduce-scatters of the partial sums, where k is split."""
+    ks, computed = layer.space.reductions, layout.computed
+    if not ks or (computed.degrees[:, ks.start :] == 1).all():
+        return []
+    main = layer.stages[0].space.out
+    extents = largest_extents(layer.space.dims, computed.degrees)[:, : ks.start]
+    size = np.prod(extents, axis=1, dtype=np.float64) * main.item_bytes
+    total = computed.degrees[:, ks.start :].prod(1) * float(main.volume * main.item_bytes)
+    return [_collective(size, total, computed, range(ks.start), setting.devices)]
+
+
+def reduces_back(setting: Setting, layer: Layer) -> bool:
+    """True if the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
+    return setting.graph.gradients(layer)[0].result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +191,21 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTerm(Term):
-    """The cost of a layer by itself."""
+    """The cost of a layer by itself. Functions: of the whole step, or of the forward pass that is `recomputed`."""
 
-    seconds: Callable[[Setting, Layer, Layout], Floats]  # (C,) of C configurations
+    seconds: Callable[[Setting, Layer, Layout, bool], Floats]  # (C,) of C configurations
+    # Its collectives, and the share that each sends of the bytes of an all-reduce.
+    collectives: Callable[[Setting, Layer, Layout, bool], Sequence[tuple[Collective, float]]]
     phases: Mapping[str, float]  # of the oracle's table: the share that each phase has; their sum is 1
-    sent_bytes: LayerBytes = lambda *_: 0.0  # by all devices, of the first configuration
-    # Of the forward pass of a recomputed layer, done once more; None where it has no part in it.
-    recomputed_s: Callable[[Setting, Layer, Layout], Floats] | None = None
-    recomputed_bytes: LayerBytes = lambda *_: 0.0
+    recomputes: bool = False  # whether a recomputed layer does it once more
     span: Category | None = None  # in the simulated step: its devices wait for each other, half of it in each direction
     by_states: bool = False  # follows from what devices share out of parameters and states, too
     overlaps: bool = False  # with the backward pass, so that the search weighs it less, too
+
+    def sent_bytes(self, setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> float:
+        """Bytes that all devices hand to the network, under the first configuration."""
+        collectives = self.collectives(setting, layer, layout, recomputed)
+        return sum((share * wire_bytes(float(c.total_bytes[0]), c.group_shapes[0]) for c, share in collectives), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +216,20 @@ class EdgeTerm(Term):
     sent_bytes: Callable[[Setting, Edge, int], float] = lambda *_: 0.0  # by all devices, of the first configurations
 
 
-def sync_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
+def sync_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
     """t_S: the all-reduces of the gradients, by the rate of a full bucket; reduce-scatters of what is sharded."""
     devices, sync = setting.devices, setting.options.sync
     reduced = _by_rate(lambda g: sync_rate(g, devices, sync), gradients_of(setting, layer, layout), layout)
     return _by_rate(lambda g: scatter_rate(g, devices), shares_of(setting, layer, layout), layout, reduced)
 
 
-def sync_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
-    """Bytes of the all-reduces, and of the reduce-scatters, which send half as much."""
-    return _bytes(gradients_of(setting, layer, layout)) + _bytes(shares_of(setting, layer, layout), 0.5)
+def syncs(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[tuple[Collective, float]]:
+    """The all-reduces, and the reduce-scatters, which send half as much."""
+    reduced, scattered = gradients_of(setting, layer, layout), shares_of(setting, layer, layout)
+    return [*((c, 1.0) for c in reduced), *((c, 0.5) for c in scattered)]
 
 
-def gather_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
+def gather_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
     """The all-gathers of sharded parameters: once a step, in buckets; or a layer at a time, twice."""
     shares, devices, times = shares_of(setting, layer, layout), setting.devices, gathers_of(layer, layout)
     seconds = _by_rate(lambda g: gather_rate(g, devices), shares, layout)
@@ -102,31 +242,31 @@ def gather_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     return seconds
 
 
-def gather_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
-    """Half an all-reduce's, as often as a step gathers."""
-    return _bytes(shares_of(setting, layer, layout), float(gathers_of(layer, layout)[0]) / 2)
+def gathers(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[tuple[Collective, float]]:
+    """The all-gathers, as often as a step has them: each sends half as much as an all-reduce."""
+    times = float(gathers_of(layer, layout)[0])
+    return [(c, times / 2) for c in shares_of(setting, layer, layout)]
 
 
-def statistics_s(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> Floats:
+def statistics_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
     """The all-reduces of batch norm's sums, both directions; recomputed: those of a forward pass."""
-    return _each(all_reduce_s, statistics_of(setting, layer, layout, recomputed=recomputed), setting, layout)
+    return _each(all_reduce_s, statistics(setting, layer, layout, recomputed), setting, layout)
 
 
-def statistics_bytes(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> float:
-    """Bytes of the all-reduces of statistics."""
-    return _bytes(statistics_of(setting, layer, layout, recomputed=recomputed))
+def statistics(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[tuple[Collective, float]]:
+    """The all-reduces of statistics."""
+    return [(c, 1.0) for c in statistics_of(setting, layer, layout, recomputed=recomputed)]
 
 
-def reduction_s(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> Floats:
+def reduction_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
     """The reduce-scatter over k, and its adjoint; recomputed: without that."""
-    times = 1 + (not recomputed and reduces_back(setting, layer))
-    return _each(reduce_scatter_s, reductions_of(setting, layer, layout), setting, layout, times)
+    return _each(reduce_scatter_s, reductions(setting, layer, layout, recomputed), setting, layout, half=True)
 
 
-def reduction_bytes(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> float:
-    """A reduce-scatter and, for the gradient, an all-gather: together one all-reduce's worth."""
+def reductions(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[tuple[Collective, float]]:
+    """The reduce-scatters over k, each with the all-gather of its gradient: together an all-reduce's bytes."""
     share = 1.0 if not recomputed and reduces_back(setting, layer) else 0.5
-    return _bytes(reductions_of(setting, layer, layout), share)
+    return [(c, share) for c in reductions_of(setting, layer, layout)]
 
 
 def _by_rate(
@@ -141,60 +281,36 @@ def _by_rate(
 
 def _each(
     cost: Callable[[float, GroupShape, DeviceGraph], float],
-    collectives: Sequence[Collective],
+    collectives: Sequence[tuple[Collective, float]],
     setting: Setting,
     layout: Layout,
-    times: int = 1,
+    *,
+    half: bool = False,
 ) -> Floats:
-    """(C,) seconds of all, so many times."""
+    """(C,) seconds of all. half: each is half of an all-reduce."""
     total = np.zeros(len(layout.computed.degrees))
-    for c in collectives:
+    for c, share in collectives:
         pairs = list(zip(c.size_bytes.tolist(), c.group_shapes.which.tolist(), strict=True))
         known = {pair: cost(pair[0], c.group_shapes.shapes[pair[1]], setting.devices) for pair in dict.fromkeys(pairs)}
-        total += times * np.array([known[pair] for pair in pairs])
+        total += (2 * share if half else share) * np.array([known[pair] for pair in pairs])
     return total
-
-
-def _bytes(collectives: Sequence[Collective], share: float = 1.0) -> float:
-    """Bytes that all devices hand to the network, under the first configuration. share: of an all-reduce's."""
-    return sum((share * wire_bytes(float(c.total_bytes[0]), c.group_shapes[0]) for c in collectives), 0.0)
 
 
 COMPUTE = Term(name="compute", equation=8, column="t_C")  # its seconds are `NodeCost.compute`, which has three parts
 TRANSFER = EdgeTerm(
     name="transfer", equation=24, column="t_X in", traffic="transfer", seconds=transfer_s, sent_bytes=transfer_bytes
 )
-SYNC = LayerTerm(
-    name="sync",
-    equation=20,
-    column="t_S",
-    traffic="sync",
-    seconds=sync_s,
-    sent_bytes=sync_bytes,
-    phases={"gradient_s": 1.0},
-    by_states=True,
-    overlaps=True,
-)
-GATHER = LayerTerm(
-    name="gather",
-    equation=20,
-    column="t_S",
-    traffic="gather",
-    seconds=gather_s,
-    sent_bytes=gather_bytes,
-    phases={"gradient_s": 1.0},
-    by_states=True,
-    overlaps=True,
-)
+_OF_GRADIENTS = partial(LayerTerm, equation=20, column="t_S", phases={"gradient_s": 1.0}, by_states=True, overlaps=True)
+SYNC = _OF_GRADIENTS(name="sync", traffic="sync", seconds=sync_s, collectives=syncs)
+GATHER = _OF_GRADIENTS(name="gather", traffic="gather", seconds=gather_s, collectives=gathers)
 STATISTICS = LayerTerm(
     name="statistics",
     equation=12,
     column="t_C",
     traffic="statistics",
     seconds=statistics_s,
-    sent_bytes=statistics_bytes,
-    recomputed_s=partial(statistics_s, recomputed=True),
-    recomputed_bytes=partial(statistics_bytes, recomputed=True),
+    collectives=statistics,
+    recomputes=True,
     span="statistics",
     phases={"reduce_s": 1.0},
 )
@@ -204,21 +320,14 @@ REDUCTION = LayerTerm(
     column="t_C",
     traffic="transfer",
     seconds=reduction_s,
-    sent_bytes=reduction_bytes,
-    recomputed_s=partial(reduction_s, recomputed=True),
-    recomputed_bytes=partial(reduction_bytes, recomputed=True),
+    collectives=reductions,
+    recomputes=True,
     span="transfers",
     phases={"reduce_s": 0.5, "gather_s": 0.5},
 )
 
-TERMS: tuple[Term, ...] = (
-    COMPUTE,
-    TRANSFER,
-    SYNC,
-    GATHER,
-    STATISTICS,
-    REDUCTION,
-)  # in the order in which files have them
+# In the order in which files have them.
+TERMS: tuple[Term, ...] = (COMPUTE, TRANSFER, SYNC, GATHER, STATISTICS, REDUCTION)
 LAYER_TERMS = tuple(term for term in TERMS if isinstance(term, LayerTerm))
 EDGE_TERMS = tuple(term for term in TERMS if isinstance(term, EdgeTerm))
 COLUMNS = tuple(dict.fromkeys(term.column for term in TERMS))

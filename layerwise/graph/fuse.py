@@ -18,7 +18,7 @@ from layerwise.graph.mixed import types_of
 from layerwise.graph.types import stacked
 from layerwise.ops.base import Op, Role
 from layerwise.ops.fused import EpilogueOp, Fused
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.view import Expand, Permute, Reshape
 
 

@@ -18,7 +18,7 @@ from layerwise.ops.nn.conv import Conv, ConvTranspose
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm, LocalResponseNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
 from layerwise.ops.tensor.view import Reshape, Slice
 from layerwise.tensor import TensorSpec

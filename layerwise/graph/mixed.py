@@ -18,12 +18,12 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.types import Types, autocast_within
 from layerwise.ops.base import Op, Role, space
 from layerwise.ops.facts import Local
+from layerwise.ops.fused import needed_box
 from layerwise.ops.nn.conv import Conv, ConvTranspose
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
-from layerwise.ops.stages import needed_box
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
 from layerwise.ops.whole import Whole
 from layerwise.tensor import TensorSpec

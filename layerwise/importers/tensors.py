@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Operand, Tensor
-from layerwise.ops.nn.embed import Embedding, Learned
-from layerwise.ops.tensor.along import Gather, Take
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.nn.linear import Embedding, Learned
+from layerwise.ops.tensor.along import Concat, Gather, Take
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.tensor import TensorSpec
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.geometry import Box
+from layerwise.partition.moved import Transfer, transfer
 from layerwise.partition.place import Each
-from layerwise.partition.transfer import Transfer, transfer
 from layerwise.run.schedule.redistribute import Redistribution
 
 Profiles = Sequence[Tensor | None]  # by dimension, the weights of a pass's positions; None: all alike

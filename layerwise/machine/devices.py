@@ -12,19 +12,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Ints
 from layerwise.machine.curves import Links
-from layerwise.machine.layer_times import LayerTimes
-
-# What a step computes in. float16 and bf16 are mixed precision, as autocast's is: parameters and their gradients stay
-# float32. (Element types of tensors have PyTorch's names, such as "bfloat16".)
-DTYPES = ("float64", "float32", "tf32", "float16", "bf16")
-AUTOCAST = {"float16": "float16", "bf16": "bfloat16"}  # of mixed precision, the 16-bit element type
-_OTHER_NAMES = {"bfloat16": "bf16", "fp16": "float16", "half": "float16"}
-
-
-def precision(name: str) -> str:
-    """The name in `DTYPES` of what may have another spelling: `bf16` for `bfloat16`. Others stay as they are."""
-    return _OTHER_NAMES.get(name, name)
-
+from layerwise.machine.layer_times import LayerTimes, precision
 
 RESERVED_BYTES, RESERVED_SHARE = 1.5e9, 0.1  # see `reserved_bytes`
 

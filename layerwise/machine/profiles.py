@@ -1,16 +1,23 @@
-"""The profiles that there are: built in (`layerwise.profiles`) or in a file."""
+"""Profiles as files: built in (`layerwise.profiles`) or a user's; their JSON, which `profiles/README.md` describes."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 from layerwise.errors import LayerwiseError
-from layerwise.files import write_text
-from layerwise.machine.profile import Profile
-from layerwise.machine.schema import parse, write
+from layerwise.files import parse_json, write_text
+from layerwise.machine.curves import parse_links
+from layerwise.machine.devices import Processor, Tile
+from layerwise.machine.fields import Field, kind
+from layerwise.machine.layer_times import DTYPES, layers_as_json, parse_layers, precision
+from layerwise.machine.profile import BACKENDS, Link, LinkLevel, Profile
 
 DEFAULT = "h100"
 BUILT_IN = "layerwise.profiles"
@@ -79,3 +86,141 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
     text = write(profile)
     parse(text, os.fspath(path))
     write_text(path, text)
+
+
+FORMAT = "layerwise-profile"
+VERSION = 1
+DEVICE = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops", "processors", "tiles", "kernel_floor_s")
+READ = "read_bytes_per_s"
+LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
+
+
+def parse(text: str, file: str) -> Profile:
+    """The profile that a file's text describes. `file` is how errors (LayerwiseError, always) call it."""
+    document = parse_json(text, f"profile {file}")
+    root = Field(file, "", document)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise root.error(f'not a profile of layerwise: it must be an object with "format": "{FORMAT}"')
+    version = document.get("version")
+    if version != VERSION or not isinstance(version, int) or isinstance(version, bool):
+        raise root.error(f"version: this layerwise reads version {VERSION} only, found {json.dumps(version)[:40]}")
+    required = ("format", "version", "name", "description", "device", "levels")
+    optional = ("backend", "other_links", "links", "layers")
+    top = root.members(required, optional)
+    if "backend" in top and top["backend"].value not in BACKENDS:
+        raise top["backend"].error(f"expected one of {', '.join(BACKENDS)}, found {kind(top['backend'].value)}")
+    return Profile(
+        name=top["name"].text(),
+        description=top["description"].text(),
+        processor=_processor(top["device"]),
+        levels=_levels(top["levels"]),
+        sources=root.sources,
+        other_links=tuple(_link(item) for item in top["other_links"].items()) if "other_links" in top else (),
+        layers=parse_layers(top["layers"]) if "layers" in top else (),
+        links=parse_links(top["links"]) if "links" in top else None,
+        backend=top["backend"].text() if "backend" in top else BACKENDS[0],
+    )
+
+
+def write(profile: Profile) -> str:
+    """The file's text: what `parse` reads back as an equal profile. A number and its source share a line."""
+
+    def number(path: str, value: float | str) -> dict[str, object]:
+        assert path in profile.sources, f"profile {profile.name}: no source for {path}"
+        return {"value": value, "source": profile.sources[path]}
+
+    def numbers(path: str, record: object, fields: Sequence[str]) -> dict[str, object]:
+        values = {field: getattr(record, field) for field in fields}
+        return {field: number(f"{path}.{field}", value) for field, value in values.items() if value is not None}
+
+    processor = profile.processor
+    device: dict[str, object] = {"name": processor.name}
+    device |= numbers("device", processor, ("memory_bytes", "memory_bandwidth_bytes_per_s"))
+    device["peak_flops"] = {d: number(f"device.peak_flops.{d}", v) for d, v in processor.peak_flops.items()}
+    device |= numbers("device", processor, ("processors", "kernel_floor_s", READ))
+    device["tiles"] = [
+        numbers(f"device.tiles[{i}]", tile, ("rows", "columns", "efficiency")) for i, tile in enumerate(processor.tiles)
+    ]
+    document: dict[str, object] = {"format": FORMAT, "version": VERSION}
+    document |= {"name": profile.name, "description": profile.description, "device": device}
+    if profile.backend != BACKENDS[0]:
+        document["backend"] = profile.backend
+    document["levels"] = [
+        {"name": level.name} | numbers(f"levels[{i}]", level, ("devices", *LINK[1:], "devices_per_port"))
+        for i, level in enumerate(profile.levels)
+    ]
+    if profile.other_links:
+        document["other_links"] = [
+            {"name": link.name} | numbers(f"other_links[{i}]", link, LINK[1:])
+            for i, link in enumerate(profile.other_links)
+        ]
+    if profile.links is not None:
+        document["links"] = profile.links.as_json()
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    text = re.sub(r'\{\s+("value": .*),\s+("source": .*)\s+\}', r"{\1, \2}", text)
+    text = re.sub(r"\[\s+([\d.e+-]+),\s+([\d.e+-]+)\s+\]", r"[\1, \2]", text)  # the knots of a curve
+    if profile.layers:
+        text = text.removesuffix("\n}") + ',\n "layers": ' + _a_line_a_cell(layers_as_json(profile.layers)) + "\n}"
+    return text + "\n"
+
+
+def _a_line_a_cell(section: dict[str, object]) -> str:
+    """The measured times as text: there are thousands."""
+    text = json.dumps(section, indent=1, ensure_ascii=False, allow_nan=False).replace("\n", "\n ")
+    return re.sub(r'\{\s+"extents": [^{}]*\}', lambda cell: json.dumps(json.loads(cell[0])), text)
+
+
+def _processor(device: Field) -> Processor:
+    row = device.members(DEVICE, (READ,))
+    peaks = {
+        precision(name): replace(peak, path=f"device.peak_flops.{precision(name)}")
+        for name, peak in row["peak_flops"].members(("float32",), (*DTYPES, "bfloat16")).items()
+    }
+    tiles = []
+    for item in row["tiles"].items():
+        tile = item.members(("rows", "columns", "efficiency"))
+        efficiency = tile["efficiency"].number()
+        if efficiency > 1:
+            raise tile["efficiency"].error(f"expected a share of the peak, at most 1, found {efficiency}")
+        tiles.append(Tile(tile["rows"].whole(), tile["columns"].whole(), efficiency))
+    return Processor(
+        name=row["name"].text(),
+        memory_bytes=row["memory_bytes"].whole(),
+        memory_bandwidth_bytes_per_s=row["memory_bandwidth_bytes_per_s"].number(),
+        peak_flops={dtype: peaks[dtype].number() for dtype in DTYPES if dtype in peaks},
+        processors=row["processors"].whole(),
+        tiles=tuple(tiles),
+        kernel_floor_s=row["kernel_floor_s"].number(),
+        read_bytes_per_s=row[READ].number() if READ in row else None,
+    )
+
+
+def _levels(section: Field) -> tuple[LinkLevel, ...]:
+    items = list(section.items())
+    levels: list[LinkLevel] = []
+    for item in items:
+        outermost = len(levels) == len(items) - 1 > 0
+        row = item.members((*LINK, "devices_per_port"), ("devices",))
+        if outermost == ("devices" in row):
+            fault = "leave it out: the outermost level is everything" if outermost else "missing"
+            raise item.member("devices").error(fault)
+        name, inner = row["name"].text(), [level.name for level in levels]
+        if name in inner:
+            raise row["name"].error(f"two levels are called {name!r}")
+        devices = None if outermost else row["devices"].whole()
+        within = levels[-1].devices if levels else devices
+        assert within is not None
+        if levels and devices is not None and (devices <= within or devices % within):
+            raise row["devices"].error(f"levels must nest: {devices} is no larger multiple of {inner[-1]}'s {within}")
+        sharing = row["devices_per_port"].whole_or_name(inner)
+        if isinstance(sharing, int) and within % sharing:
+            raise row["devices_per_port"].error(f"{sharing} does not divide the {within} devices of the group inside")
+        levels.append(
+            LinkLevel(name, devices, row["latency_s"].number(), row["bandwidth_bytes_per_s"].number(), sharing)
+        )
+    return tuple(levels)
+
+
+def _link(item: Field) -> Link:
+    row = item.members(LINK)
+    return Link(row["name"].text(), row["latency_s"].number(), row["bandwidth_bytes_per_s"].number())

@@ -36,9 +36,8 @@ from layerwise.machine import DEFAULT, Profile, save
 from layerwise.machine import load as load_profile
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.job import Job, Summary, base_profile, terminable
-from layerwise.measure.link_times import measure_links
-from layerwise.measure.links_profile import check_nodes, with_links
-from layerwise.measure.links_profile import conditions as link_conditions
+from layerwise.measure.links import check_nodes, measure_links, with_links
+from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.topology import find_topology
 from layerwise.report import as_json, text
 from layerwise.report.content import Column, Table, filled

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
-from layerwise.ops.stages import local_stages, needed_box, run_stages
+from layerwise.ops.fused import local_stages, needed_box, run_stages
 from layerwise.tensorfile import dtype_name
 
 SCALE = 0.05  # of random values: activations and gradients stay in the range of normal numbers

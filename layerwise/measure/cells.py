@@ -10,9 +10,8 @@ from math import prod
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.compute.measured import loss_name, update_name
+from layerwise.cost.compute.measured import extents, loss_name, signature, sizes, update_name
 from layerwise.cost.compute.roofline import OPTIMIZERS, rooflines, update_roofline
-from layerwise.cost.compute.signature import extents, signature, sizes
 from layerwise.cost.model import CostModel
 from layerwise.graph.layer import Layer
 from layerwise.machine.layer_times import Extents, Work

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from layerwise.config import SearchSpace
-from layerwise.cost.basis import ANALYTIC_ERROR, unmeasured_error
 from layerwise.cost.model import CostModel, Progress
+from layerwise.cost.price import ANALYTIC_ERROR, unmeasured_error
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.question import Answer, Oracle, applicable
 from layerwise.oracle.runs import Compared, Run, compare
@@ -15,7 +15,7 @@ from layerwise.oracle.strategies import Limit, UnreachableError
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.plan import Plan
 from layerwise.search.find import candidate
-from layerwise.search.make_plan import plan_for
+from layerwise.search.make_plan import make_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def plan_of(
     space = SearchSpace(model.devices.count, tuple(dims))
     bucket_bytes = answer.searched.best.bucket_bytes if answer.searched else BUCKET_BYTES
     best = candidate(model, strategy, answer.strategy, bucket_bytes=bucket_bytes)
-    return plan_for(name, profile, model, space, best, fused=True, input_shape=input_shape)
+    return make_plan(name, profile, model, space, best, fused=True, input_shape=input_shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from typing import Any
 
 from layerwise.cache import restored
 from layerwise.config import Config
-from layerwise.cost.basis import model_error
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
-from layerwise.cost.price import Price, complete, price
+from layerwise.cost.price import Price, complete, model_error, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.simulate import Timeline, timeline
 from layerwise.oracle.strategies import SPATIAL, Limit, Shape, strategy
@@ -104,7 +103,7 @@ class Priced:
 
     @cached_property
     def error(self) -> float:
-        """The model's, of its step's time (`cost.basis.model_error`)."""
+        """The model's, of its step's time (`cost.price.model_error`)."""
         return model_error(self.model, complete(self.model, self.strategy))
 
 

@@ -2,7 +2,7 @@
 
 An all-gather is a transfer that the runtime runs as one collective where the network has them (NCCL): all members of a
 group need the same box, and each owns an equal part of it. The way back is a reduce-scatter. All other transfers are
-messages. This is `partition.transfer` for all pairs of configurations at once (tests/partition/test_edge.py).
+messages. This is `partition.moved.transfer` for all pairs of configurations at once (tests/partition/test_edge.py).
 """
 
 from __future__ import annotations

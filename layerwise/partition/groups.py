@@ -40,7 +40,7 @@ def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
 
 
 def replicas(cells: LayoutCells, keys: Sequence[int]) -> Ints:
-    """`sharing` for all configurations and devices at once (tests/partition/test_groups.py holds them equal).
+    """`sharing` for all configurations and devices at once (tests/partition/test_layout.py holds them equal).
 
     (C, N): devices that need the same box of what the dimensions `keys` drive have the same number; -1: none.
     """

@@ -134,7 +134,7 @@ def _index(space: Space, dim: int, degree: int) -> tuple[int, Ints]:
 
 
 def shared_statistics(layer: Layer, layout: Layout, *, local_batch_norm: bool) -> list[Ints]:
-    """`groups.statistics` for all configurations at once (tests/partition/test_largest.py holds them equal).
+    """`groups.statistics` for all configurations at once (tests/partition/test_layout.py holds them equal).
 
     For each stage with statistics (C,): whether a cell shares them with others (else a plain kernel does).
     """

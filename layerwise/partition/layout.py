@@ -111,7 +111,7 @@ class LayoutCells:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """`place.Place` for C configurations at once, of which it is made (tests/partition/test_layout.py, test_place.py).
+    """`place.Place` for C configurations at once, of which it is made (tests/partition/test_edge.py, test_layout.py).
 
     A scalar output counts as one dimension of extent 1.
     """

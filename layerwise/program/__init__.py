@@ -1,7 +1,15 @@
 """The program of a step: what all devices do, in order, as one list of instructions."""
 
 from layerwise.program.build import program
-from layerwise.program.facts import Gradient, StrategyFacts, gradient_order
-from layerwise.program.instructions import Bucket, Instruction, Kind, Program, fold
+from layerwise.program.instructions import (
+    Bucket,
+    Gradient,
+    Instruction,
+    Kind,
+    Program,
+    StrategyFacts,
+    fold,
+    gradient_order,
+)
 
 __all__ = ["Bucket", "Gradient", "Instruction", "Kind", "Program", "StrategyFacts", "fold", "gradient_order", "program"]

@@ -10,7 +10,6 @@ from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, begun_before
 from layerwise.partition.blocks import recomputed_layers
 from layerwise.partition.buckets import ALONE, fill, flushed_after
-from layerwise.program.facts import StrategyFacts
 from layerwise.program.instructions import (
     Arrive,
     Begin,
@@ -28,6 +27,7 @@ from layerwise.program.instructions import (
     Output,
     Program,
     Release,
+    StrategyFacts,
     Update,
 )
 

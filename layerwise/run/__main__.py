@@ -34,7 +34,7 @@ from layerwise.run.options import RuntimeOptions, searched_with, uses_local_batc
 from layerwise.run.trace import Trace
 from layerwise.search.baselines import grid_strategy, parse_grid
 from layerwise.search.find import candidate
-from layerwise.search.make_plan import plan_for
+from layerwise.search.make_plan import make_plan
 from layerwise.search.rebuild import replan
 from layerwise.train import compare_times, data
 from layerwise.train.compare import ALLOWED, ARITHMETIC
@@ -301,7 +301,7 @@ def _grid(args: argparse.Namespace) -> Plan:
     options = CostOptions(io="sample" if batch >= world else "free", optimizer=args.optimizer or "sgd")
     model = CostModel(fuse(load_model(args.plan, batch)), devices, options)
     priced = candidate(model, f"grid:{grid}", grid_strategy(model, grid))
-    return plan_for(args.plan, profile, model, SearchSpace(world), priced, fused=True)
+    return make_plan(args.plan, profile, model, SearchSpace(world), priced, fused=True)
 
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:

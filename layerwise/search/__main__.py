@@ -42,7 +42,7 @@ from layerwise.program import Kind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Report
 from layerwise.search.baselines import baselines, named_strategy
-from layerwise.search.capacity_command import show_capacity
+from layerwise.search.capacity import show_capacity
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
@@ -50,7 +50,7 @@ from layerwise.search.halos import search_halos
 from layerwise.search.limit.additive import Costs
 from layerwise.search.limit.variants import OFFERS, Configs
 from layerwise.search.limit.within import LimitedSearch
-from layerwise.search.make_plan import make_plan, plan_for, write_timeline
+from layerwise.search.make_plan import make_plan, write_timeline
 from layerwise.search.overlap.polish import EFFORTS
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report.found import found, priced
@@ -222,15 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.price is not None and args.export_costs:
         raise LayerwiseError("--price does not search: leave out --export-costs")
     check_curve(args)
-    check_files(
-        {
-            "--out": args.out,
-            "--export-costs": args.export_costs,
-            "--timeline": args.timeline,
-            "--plot": args.plot,
-            "--html": args.html,
-        }
-    )
+    files = {"--out": args.out, "--export-costs": args.export_costs, "--timeline": args.timeline}
+    check_files(files | {"--plot": args.plot, "--html": args.html})
     started = time.perf_counter()
     model = _model(args, devices, batch)
     seconds = {"import": time.perf_counter() - started}
@@ -244,23 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds |= result.seconds
     if args.export_costs is not None:
         _export(model, configurations(model, space, baselines(model, space), {}), result, args)
-    if args.out is not None:
-        plan = make_plan(
-            args.model, args.profile, model, space, result, fused=not args.no_fuse, input_shape=args.input_shape
-        )
-        plan.save(args.out)
-    if args.timeline is not None:
-        write_timeline(model, result.best, args.timeline)
-    shown = found(
-        model,
-        result,
-        args.model,
-        seconds,
-        every_layer=args.layers,
-        memory=args.memory,
-        tried=tried,
-    )
-    _present(shown, result.best, args)
+    shown = found(model, result, args.model, seconds, every_layer=args.layers, memory=args.memory, tried=tried)
+    _deliver(model, space, result, shown, args)
     if args.out is not None and names_code(args.model) and not args.json:
         console().print(
             f"a plan runs no code: give layerwise.run and explain --model {args.model}, too", soft_wrap=True
@@ -342,18 +320,21 @@ def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Na
         space.check(strategy[layer.name], layer.space.dims, layer.name)
     yours = candidate(model, name, strategy, limit)
     named = {name: candidate(model, name, other, limit) for name, other in baselines(model, space).items()}
-    if args.out is not None:
-        fused, shape = not args.no_fuse, args.input_shape
-        plan_for(args.model, args.profile, model, space, yours, fused=fused, input_shape=shape).save(args.out)
-    if args.timeline is not None:
-        write_timeline(model, yours, args.timeline)
     shown = priced(model, yours, named, args.model, every_layer=args.layers, memory=args.memory)
-    _present(shown, yours, args)
+    _deliver(model, space, yours, shown, args)
     return 0
 
 
-def _present(shown: Report, best: Candidate, args: argparse.Namespace) -> None:
-    """The answer, and the picture of the plan where a file is named for it."""
+def _deliver(
+    model: CostModel, space: SearchSpace, chosen: SearchResult | Candidate, shown: Report, args: argparse.Namespace
+) -> None:
+    """Writes the files that are asked for, and the answer."""
+    best = chosen.best if isinstance(chosen, SearchResult) else chosen
+    if args.out is not None:
+        fused, shape = not args.no_fuse, args.input_shape
+        make_plan(args.model, args.profile, model, space, chosen, fused=fused, input_shape=shape).save(args.out)
+    if args.timeline is not None:
+        write_timeline(model, best, args.timeline)
     if args.plot is not None:
         write_text(args.plot, picture(best, args.gpus).svg)
     files = {"plan": args.out, "cost tables": args.export_costs, "timeline": args.timeline, "picture": args.plot}

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.memory.bounds import MemoryBounds, MemoryTables
-from layerwise.cost.model import CostTables, Progress
+from layerwise.cost.memory.bounds import MemoryBounds
+from layerwise.cost.model import CostTables, EdgeName, Progress
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
 from layerwise.geometry.arrays import Floats, Ints
@@ -152,7 +152,7 @@ def constrained(
     """
     space = Variants.of(search.cells, search.forms)
     bounds, tables = MemoryBounds(search.model, space.configs), search.model.tables(space.configs)
-    rows = [_whole(bounds.tables(price.instant, price.device)) for price in within.prices]
+    rows = [_whole(*bounds.tables(price.instant, price.device)) for price in within.prices]
     base = {name: np.arange(len(configs)) for name, configs in space.configs.items()}
     answer = [space.choice(strategy) for strategy in within.strategies]
 
@@ -171,16 +171,15 @@ def constrained(
         near = bounds.near(found.choice)
         at = near.at(found.choice)
         instant, device = np.unravel_index(at.argmax(), at.shape)
-        rows.append(_whole(near.tables(near.instants[int(instant)], int(device))))
+        rows.append(_whole(*near.tables(near.instants[int(instant)], int(device))))
         if rows[-1].of(found.choice, base) <= within.limit_bytes:
             rows[-1] = _all_but(found.choice, base, within.limit_bytes)
     return tables, rows
 
 
-def _whole(tables: MemoryTables) -> Costs:
+def _whole(node: Mapping[str, Floats], edge: Mapping[EdgeName, Floats]) -> Costs:
     """The costs in integer bytes, as they are exported."""
-    node = {name: np.floor(sizes) for name, sizes in tables.node.items()}
-    return Costs(node, {edge: np.floor(sizes) for edge, sizes in tables.edge.items()})
+    return Costs({n: np.floor(sizes) for n, sizes in node.items()}, {e: np.floor(sizes) for e, sizes in edge.items()})
 
 
 def _all_but(choice: Choice, base: Mapping[str, Ints], limit: float) -> Costs:

@@ -13,10 +13,9 @@ from typing import Literal
 
 from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import MEASURED_ERROR, model_error
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
-from layerwise.cost.price import complete, price
+from layerwise.cost.price import MEASURED_ERROR, complete, model_error, price
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import BUCKET_BYTES, CAPS

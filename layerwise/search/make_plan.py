@@ -9,8 +9,8 @@ from importlib.metadata import version
 
 from layerwise.chrome import CATEGORIES, RankSpans, Row, chrome_trace
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import basis
 from layerwise.cost.model import CostModel
+from layerwise.cost.price import basis
 from layerwise.cost.timeline.simulate import UPDATE, SimulatedSpan, timeline
 from layerwise.files import write_text
 from layerwise.partition.buckets import BUCKET_BYTES
@@ -24,61 +24,18 @@ def make_plan(
     profile: str,
     model: CostModel,
     space: SearchSpace,
-    result: SearchResult,
+    found: SearchResult | Candidate,
     *,
     fused: bool,
     input_shape: tuple[int, ...] | None = None,
 ) -> Plan:
-    """The strategy that a search chose as a plan: `plan_for`, and what only a search can say."""
-    plan = plan_for(name, profile, model, space, result.best, fused=fused, input_shape=input_shape)
-    searched = {
-        "data_timeline_s": result.baselines["data"].timeline.total_s,
-        "lower_bound_s": result.optimum.lower_bound_s,
-        **({} if result.overlap_bound_s is None else {"timeline_lower_bound_s": result.overlap_bound_s}),
-    }
-    proof = {
-        "additive_optimum_proven": result.optimum.proven,
-        "memory_limit_bytes": result.memory_bytes,
-        "offer": list(result.offer),
-        **_bound(result),
-    }
-    plan = replace(plan, predicted={**plan.predicted, **searched}, provenance={**plan.provenance, **proof})
-    if result.halos is None:
-        return plan
-    return replace(plan, halos_sent=result.halos_sent, provenance={**plan.provenance, "halos": asdict(result.halos)})
-
-
-def _bound(result: SearchResult) -> dict[str, object]:
-    """Provenance where the memory limit left the best plan out: what that takes, and what a byte is worth."""
-    if result.within is None:
-        return {}
-    free = result.unlimited
-    return {
-        "without_limit": {
-            "step_time_s": free.price.step_time_s,
-            "timeline_s": free.timeline.total_s,
-            "memory_bytes": free.price.memory_bytes,
-        },
-        "memory_prices": [asdict(price) for price in result.within.prices],
-    }
-
-
-def plan_for(
-    name: str,
-    profile: str,
-    model: CostModel,
-    space: SearchSpace,
-    best: Candidate,
-    *,
-    fused: bool,
-    input_shape: tuple[int, ...] | None = None,
-) -> Plan:
-    """A strategy as a plan, with what was predicted and what it rests on.
+    """A strategy, or what a search chose, as a plan: what was predicted, and what that rests on.
 
     `name`, `profile` and `input_shape` as on the command line, so that the search can be repeated.
     """
+    best = found.best if isinstance(found, SearchResult) else found
     inner = [layer.name for layer in model.graph.inner]
-    return Plan(
+    plan = Plan(
         model=name,
         digest=model.digest,
         batch=model.graph.batch,
@@ -114,6 +71,37 @@ def plan_for(
         },
         predicted_layers=layer_times(model, best.strategy, best.bucket_bytes),
         bucket_bytes=best.bucket_bytes,
+    )
+    return _proven(plan, found) if isinstance(found, SearchResult) else plan
+
+
+def _proven(plan: Plan, result: SearchResult) -> Plan:
+    """The plan with what only a search can say: bounds, and where the memory limit binds, what a byte is worth."""
+    predicted: dict[str, float] = {
+        "data_timeline_s": result.baselines["data"].timeline.total_s,
+        "lower_bound_s": result.optimum.lower_bound_s,
+        **({} if result.overlap_bound_s is None else {"timeline_lower_bound_s": result.overlap_bound_s}),
+    }
+    proof: dict[str, object] = {
+        "additive_optimum_proven": result.optimum.proven,
+        "memory_limit_bytes": result.memory_bytes,
+        "offer": list(result.offer),
+    }
+    if result.within is not None:
+        free = result.unlimited
+        proof["without_limit"] = {
+            "step_time_s": free.price.step_time_s,
+            "timeline_s": free.timeline.total_s,
+            "memory_bytes": free.price.memory_bytes,
+        }
+        proof["memory_prices"] = [asdict(price) for price in result.within.prices]
+    if result.halos is not None:
+        proof["halos"] = asdict(result.halos)
+    return replace(
+        plan,
+        predicted={**plan.predicted, **predicted},
+        provenance={**plan.provenance, **proof},
+        halos_sent=result.halos_sent,
     )
 
 

@@ -49,7 +49,7 @@ class Candidate:
 
     @cached_property
     def error(self) -> float:
-        """The model's, of its step's time (`cost.basis.model_error`)."""
+        """The model's, of its step's time (`cost.price.model_error`)."""
         return self._error()
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.ends import Input
-from layerwise.ops.nn.embed import Embedding
+from layerwise.ops.nn.linear import Embedding
 from layerwise.ops.nn.loss import Loss
 from layerwise.tensor import TensorSpec
 from layerwise.volumes.reading import classes_of

@@ -29,7 +29,7 @@ from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import CellSpec
 from layerwise.measure.cells import CellTask
 from layerwise.measure.job import Measuring
-from layerwise.ops.stages import needed_box
+from layerwise.ops.fused import needed_box
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
 from layerwise.search.find import search

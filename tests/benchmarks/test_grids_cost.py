@@ -19,7 +19,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import grids
 from layerwise.search.find import search
-from tests.search.test_grids import mlp
+from tests.search.test_baselines import mlp
 
 LAYERS = full_layers(mlp(8, 16, 32, 2))
 LINK = AlphaBeta(1e-3, 1e-6)

@@ -14,14 +14,12 @@ from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Maps
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose
-from layerwise.ops.nn.embed import Embedding
-from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.nn.linear import Embedding, Linear, MatMul
 from layerwise.ops.nn.loss import Loss
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, LocalResponseNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.nn.resample import Interpolate, Pad
-from layerwise.ops.tensor.along import Softmax
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat, Softmax
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary
 from layerwise.ops.tensor.reduce import Reduce
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import basis, describe, model_error, unmeasured_error, warnings
 from layerwise.cost.compute.measured import LAYER, fitted, groups, held_out_error, latest, step_name, update_name
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.cost.price import measured_share, price
+from layerwise.cost.price import basis, describe, measured_share, model_error, price, unmeasured_error, warnings
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
@@ -165,7 +164,7 @@ def test_cells_are_cut_as_coarsely_as_any_follower() -> None:
 
 
 @given(networks.branches(), st.integers(2, 4), st.integers(1, 3))
-@examples(60)
+@examples(35)
 def test_a_share_of_the_samples_costs_what_a_smaller_batch_does(network: LayerGraph, degree: int, each: int) -> None:
     """On any processor; parameters are updated whole."""
     large, small = network.rebatch(degree * each), network.rebatch(each)
@@ -181,7 +180,7 @@ def test_a_share_of_the_samples_costs_what_a_smaller_batch_does(network: LayerGr
 
 
 @given(st.tuples(*[st.integers(1, 3000)] * 3), st.integers(0, 2), st.integers(1, 600), st.integers(1, 3))
-@examples(100)
+@examples(60)
 def test_more_work_never_takes_less_time(sizes: tuple[int, ...], which: int, more: int, kernel: int) -> None:
     """More samples, more input channels or more output channels."""
     larger = tuple(s + more * (i == which) for i, s in enumerate(sizes))
@@ -212,7 +211,7 @@ def cells(factors: tuple[float, float, float], count: int, seed: int = 0) -> dic
 
 
 @given(st.tuples(positive, st.floats(0.5, 3), st.floats(0, 3)), st.integers(4, 12))
-@examples(40)
+@examples(25)
 def test_times_made_of_the_terms_are_found_again(factors: tuple[float, float, float], count: int) -> None:
     fit = fitted({FIT_CONV: cells(factors, count)})
     work = np.array([[2, 3e-4, 5e-4], [1, 1e-5, 1e-3]])
@@ -222,7 +221,7 @@ def test_times_made_of_the_terms_are_found_again(factors: tuple[float, float, fl
 
 
 @given(st.lists(st.tuples(positive, positive, positive, positive), min_size=4, max_size=12))
-@examples(60)
+@examples(35)
 def test_factors_are_never_negative(rows: list[tuple[float, float, float, float]]) -> None:
     """So no cell, however small, is predicted below nothing; and less work never takes longer."""
     known = {(i,): CellTime(t, t, 0.0, 1, Work(1, a, b), Work(1, a, c)) for i, (t, a, b, c) in enumerate(rows)}
@@ -385,7 +384,7 @@ def test_the_latest_set_of_the_element_type_is_used() -> None:
 
 
 def test_other_conditions_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerwise.cost.basis.version", lambda name: {"torch": "2.13.0+cpu"}[name])
+    monkeypatch.setattr("layerwise.cost.price.version", lambda name: {"torch": "2.13.0+cpu"}[name])
     assert not list(warnings(model_of()))
     assert not list(warnings(model_of(LayerTimes(WHERE))))
     (said,) = warnings(model_of(LayerTimes(WHERE), dtype="float16"))

@@ -23,8 +23,7 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Role
 from layerwise.ops.ends import Constant
-from layerwise.ops.nn.embed import Embedding
-from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.linear import Embedding, Linear
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
 from layerwise.ops.tensor.view import Reshape
@@ -108,7 +107,7 @@ def counted_statistics(model: CostModel, layer: Layer, config: Config, devices: 
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@examples(30)
+@examples(18)
 def test_bytes_are_those_of_every_element(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Law 7 for the predicted side, also where the cells are of different sizes."""
     model = CostModel(network, graph)
@@ -161,14 +160,6 @@ def test_a_tied_parameter_is_replicated_and_flattened_outputs_stay_with_data_par
     assert found.bytes["sync"] == 2 * 3 * 80 * 4
 
 
-def test_channels_split_unevenly_are_synchronised_once_each() -> None:
-    network = classifier(batch=2)
-    model = CostModel(network, brute.machine((6,)))
-    found = price(model, {"conv": Config.of({"n": 2, "c": 3}), "linear": Config.of({"n": 2, "c": 3})})
-    assert found.layers["conv"].bytes["sync"] == 2 * 4 * (7 * 4 + 3 * 7)
-    assert found.layers["linear"].bytes["sync"] == 2 * 5 * 4 * (5 * 6 + 5)  # its c is dimension 1, not its features
-
-
 def test_gradients_are_of_the_type_of_their_own_operator() -> None:
     """A float16 cast that follows does not halve the weights; nor does the epilogue widen partial sums."""
     b = GraphBuilder("mixed")
@@ -206,7 +197,7 @@ def test_every_device_makes_its_own_constants() -> None:
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@examples(30)
+@examples(18)
 def test_a_price_is_the_sum_of_the_tables(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Whatever else is in the tables, and whichever way the links and the gradients are priced."""
     options = CostOptions(
@@ -217,10 +208,18 @@ def test_a_price_is_the_sum_of_the_tables(network: LayerGraph, graph: DeviceGrap
     )
     model = CostModel(network, graph, options)
     strategy = random_strategy(model, data)
-    others = [random_strategy(model, data) for _ in range(2)]
+    again = {
+        name: replace(config, recompute=network.differentiates(network[name]) and data.draw(st.booleans()))
+        for name, config in strategy.items()
+    }
+    others = [random_strategy(model, data), again]
     configs = {name: tuple(dict.fromkeys([o[name] for o in others] + [c])) for name, c in strategy.items()}
-    found = price(model, strategy)
-    assert found.step_time_s == pytest.approx(model.tables(configs).price(strategy))
+    found, more, tables = price(model, strategy), price(model, again, memory_bytes=0.0), model.tables(configs)
+    assert found.step_time_s == pytest.approx(tables.price(strategy))
+    assert more.step_time_s == pytest.approx(tables.price(again))
+    assert more.step_time_s >= found.step_time_s
+    assert all(more.bytes[kind] >= found.bytes[kind] for kind in found.bytes)
+    assert more.bytes["sync"] == found.bytes["sync"]
     assert found.step_time_s == pytest.approx(price(CostModel(network, graph, options), strategy).step_time_s)
     terms = ("compute", "transfer", "sync", "statistics", "reduction")
     assert found.step_time_s == pytest.approx(sum(p.seconds[t] for p in found.layers.values() for t in terms))
@@ -286,7 +285,7 @@ def test_a_tied_parameter_is_held_once_and_updated_once() -> None:
 
 
 @given(NETWORKS, st.data())
-@examples(30)
+@examples(18)
 def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) -> None:
     """Parameters with their gradients, what the layer makes, and what it gathers from others: of each device."""
     model = CostModel(network, brute.machine((2, 6)))
@@ -390,24 +389,6 @@ def test_what_it_is_made_of_travels_once_more() -> None:
         assert costs[0, 1] == pytest.approx(costs[0, 0] * (1 + 1 / directions))
 
 
-@given(NETWORKS, st.data())
-@examples(30)
-def test_tables_have_what_a_strategy_is_priced_at(network: LayerGraph, data: st.DataObject) -> None:
-    model = CostModel(network, brute.machine((2, 6)))
-    plain = complete(model, random_strategy(model, data))
-    again = {
-        name: replace(config, recompute=network.differentiates(network[name]) and data.draw(st.booleans()))
-        for name, config in plain.items()
-    }
-    tables = model.tables({name: (plain[name], again[name]) for name in plain})
-    for strategy in (plain, again):
-        assert tables.price(strategy) == pytest.approx(price(model, strategy, memory_bytes=0.0).step_time_s)
-    more, less = price(model, again, memory_bytes=0.0), price(model, plain, memory_bytes=0.0)
-    assert more.step_time_s >= less.step_time_s
-    assert all(more.bytes[kind] >= less.bytes[kind] for kind in less.bytes)
-    assert more.bytes["sync"] == less.bytes["sync"]
-
-
 def test_a_deep_network_keeps_what_crosses_blocks_and_one_block() -> None:
     """Of 3 x 16 tensors a column each: kept is about the root, as of Chen et al., 2016."""
     network = deep(16)
@@ -419,21 +400,6 @@ def test_a_deep_network_keeps_what_crosses_blocks_and_one_block() -> None:
     assert with_all - with_few > 20 * tensor
     one = plain | {"norm3": Config(recompute=True)}  # a single one: its input is kept, but for its neighbour, too
     assert peak_bytes(model, complete(model, one))[0] <= with_all + 8 * 16 * 4
-
-
-@given(NETWORKS, st.data())
-@examples(30)
-def test_a_step_with_recompute_lets_go_of_all_that_it_takes(network: LayerGraph, data: st.DataObject) -> None:
-    """Storages are dropped as often as they are held: the tracker asserts it. Nothing is below the parameters'."""
-    model = CostModel(network, brute.machine((2, 4)))
-    strategy = complete(model, random_strategy(model, data))
-    again = {
-        name: replace(config, recompute=network.differentiates(network[name]) and data.draw(st.booleans()))
-        for name, config in strategy.items()
-    }
-    found = peak_bytes(model, again)
-    assert np.isfinite(found).all()
-    assert (found > 0).any()
 
 
 def test_what_has_no_backward_pass_is_refused() -> None:

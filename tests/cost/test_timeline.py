@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from layerwise.config import Config
 from layerwise.cost.collectives import bucket_s, group_shape, sync_rate
 from layerwise.cost.compute.roofline import rooflines
-from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
+from layerwise.cost.terms import gradients_of
 from layerwise.cost.timeline.simulate import SimulatedSpan, timeline
 from layerwise.cost.timeline.stream import Flow, Stream
 from layerwise.graph.builder import GraphBuilder
@@ -24,7 +24,7 @@ from layerwise.machine import DeviceGraph
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat
 from layerwise.partition.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
@@ -61,7 +61,7 @@ def slower(graph: DeviceGraph, factor: float) -> DeviceGraph:
 
 
 @given(NETWORKS, st.data())
-@examples(25)
+@examples(15)
 def test_on_one_device_a_step_is_its_computation(network: LayerGraph, data: st.DataObject) -> None:
     model = CostModel(network, brute.machine((1,)))
     strategy = complete(model, {layer.name: Config() for layer in network.inner})
@@ -82,7 +82,7 @@ def test_on_one_device_a_step_is_its_computation(network: LayerGraph, data: st.D
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@examples(30)
+@examples(18)
 def test_a_step_is_no_shorter_than_any_device_computes(
     network: LayerGraph, graph: DeviceGraph, data: st.DataObject
 ) -> None:
@@ -109,7 +109,7 @@ def test_a_step_is_no_shorter_than_any_device_computes(
 
 
 @given(st.lists(st.integers(1, 6000), min_size=2, max_size=6), brute.machines(), st.integers(1, 1000))
-@examples(40)
+@examples(25)
 def test_data_parallelism_is_no_slower_than_its_additive_price(
     widths: list[int], graph: DeviceGraph, slow: int
 ) -> None:

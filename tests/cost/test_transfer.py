@@ -41,7 +41,6 @@ from tests.examples import examples
 COPIES = LayerTimes(
     Conditions("device", "2.13.0", "float32", threads=1), cells={COPY: {(100,): CellTime(1.0, 2.0, 0.1, 9)}}
 )
-MANY, SOME = examples(60), examples(20)  # 220 cases in all, of several edges each
 
 
 def check(found: Traffic, table: brute.Table, item_bytes: int, graph: DeviceGraph) -> None:
@@ -99,15 +98,13 @@ def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) 
                 assert isclose(copied[i, j], exact[i, j] + table.diagonal().max() * source.out.item_bytes * a_byte)
 
 
-@given(networks.windows(), brute.machines(), st.data())
-@MANY
-def test_halos(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
-    check_network(network, graph, data)
+ALL = networks.windows() | networks.views() | networks.branches() | networks.sequences()
 
 
-@given(networks.views(), brute.machines(), st.data())
-@MANY
-def test_views(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+@given(ALL, brute.machines(), st.data())
+@examples(70)
+def test_transfers_are_those_of_every_element(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    """Halos, views, concats, followers, tied parameters, attention and scalars."""
     check_network(network, graph, data)
 
 
@@ -118,18 +115,6 @@ def test_a_batch_of_one_is_squeezed() -> None:
         x = networks.add(b, f"view{i}", Expand(shape) if i == 0 else Reshape(shape), [x])
     network = b.finish([x])
     assert all(networks.one_to_one(maps) for layer in network.layers for maps in layer.space.needs)
-
-
-@given(networks.branches(), brute.machines(), st.data())
-@SOME
-def test_concats_and_followers(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
-    check_network(network, graph, data)
-
-
-@given(networks.sequences(), brute.machines(), st.data())
-@SOME
-def test_tied_parameters_attention_and_scalars(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
-    check_network(network, graph, data)
 
 
 @st.composite
@@ -166,7 +151,7 @@ def axis_maps(draw: st.DrawFn, extents: tuple[int, ...], over: tuple[Dim, ...], 
 
 
 @given(dims("nchw"), dims("nsc"), st.booleans(), brute.machines(), st.data())
-@MANY
+@examples(35)
 def test_any_maps(
     held: tuple[Dim, ...], out: tuple[Dim, ...], reduced: bool, graph: DeviceGraph, data: st.DataObject
 ) -> None:
@@ -269,7 +254,7 @@ def maps(draw: st.DrawFn) -> tuple[Held, AxisMap, Dim]:
 
 
 @given(maps(), st.sampled_from([0, module.TABLE]), st.data())
-@examples(150)
+@examples(80)
 def test_they_are_those_of_every_pair_of_cells(
     drawn: tuple[Held, AxisMap, Dim], most: int, data: st.DataObject
 ) -> None:
@@ -302,7 +287,7 @@ def test_they_are_those_of_every_pair_of_cells(
 
 
 @given(st.lists(st.integers(1, 6), max_size=3), st.integers(1, 6), brute.machines(), st.data())
-@examples(75)
+@examples(45)
 def test_boxes_are_the_cells_of_each_group(
     extents: list[int], depth: int, graph: DeviceGraph, data: st.DataObject
 ) -> None:
@@ -366,28 +351,24 @@ def kinked(graph: DeviceGraph) -> DeviceGraph:
     return replace(graph, links=Links(curves))
 
 
-def costs(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+@given(NETWORKS, brute.machines(), st.data())
+@examples(15)
+def test_ports_loads_and_bounds_agree_on_a_curve_with_kinks(
+    network: LayerGraph, graph: DeviceGraph, data: st.DataObject
+) -> None:
     """What some devices see is a bound of what all do, and that is what the ports' loads take."""
-    model = CostModel(network, graph)
+    model = CostModel(network, kinked(graph))
     chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count)) for layer in network.layers}
     for edge in network.edges():
         ends = chosen[edge[0]], chosen[edge[1]]
         exact = model.edge_cost(edge, *ends)
-        found = model.directions(edge) * seconds(traffic(model.edge(edge, *ends), graph), graph, "port")
-        np.testing.assert_allclose(exact, found, atol=1e-15)
-        assert (model.edge_cost(edge, *ends, telling_devices(graph)) <= exact * (1 + 1e-9)).all()
-
-
-@given(NETWORKS, brute.machines(), st.data())
-@examples(25)
-def test_ports_loads_and_bounds_agree_on_a_curve_with_kinks(
-    network: LayerGraph, graph: DeviceGraph, data: st.DataObject
-) -> None:
-    costs(network, kinked(graph), data)
+        loads = traffic(model.edge(edge, *ends), model.devices)
+        np.testing.assert_allclose(exact, model.directions(edge) * seconds(loads, model.devices, "port"), atol=1e-15)
+        assert (model.edge_cost(edge, *ends, telling_devices(model.devices)) <= exact * (1 + 1e-9)).all()
 
 
 @given(NETWORKS, st.sampled_from([(4,), (6,)]), st.data())
-@examples(25)
+@examples(15)
 def test_a_measured_line_is_the_analytic_one(network: LayerGraph, sizes: tuple[int, ...], data: st.DataObject) -> None:
     graph = brute.machine(sizes)
     plain, measured = CostModel(network, graph), CostModel(network, as_stated(graph))

@@ -20,7 +20,7 @@ from layerwise.machine import load
 from layerwise.ops.base import Role
 from layerwise.ops.fused import Fused
 from layerwise.ops.nn.linear import Linear
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
 from layerwise.ops.tensor.view import Expand, Permute, Reshape
 from layerwise.search.solve.eliminate import eliminate

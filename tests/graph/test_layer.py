@@ -37,8 +37,7 @@ from layerwise.ops.base import Op
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm
-from layerwise.ops.tensor.along import Softmax
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat, Softmax
 from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
 from layerwise.ops.tensor.view import Expand, Reshape
 from layerwise.run.load import load

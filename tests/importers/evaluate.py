@@ -22,15 +22,13 @@ from layerwise.ops.base import Op, Role
 from layerwise.ops.fused import Fused
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose
-from layerwise.ops.nn.embed import Embedding, Learned
-from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.nn.linear import Embedding, Learned, Linear, MatMul
 from layerwise.ops.nn.loss import Loss
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.nn.resample import Interpolate, Pad
 from layerwise.ops.opaque import TorchOp
-from layerwise.ops.tensor.along import Cumsum, Gather, OneHot, Positions, Scatter, Softmax, Take
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat, Cumsum, Gather, OneHot, Positions, Scatter, Softmax, Take
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
 from layerwise.ops.tensor.reduce import Reduce
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice

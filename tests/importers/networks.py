@@ -14,7 +14,7 @@ from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
-from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary
 from layerwise.ops.tensor.view import Permute, Reshape, Slice
 from layerwise.tensor import TensorSpec

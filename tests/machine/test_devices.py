@@ -165,21 +165,11 @@ LINKS = Links(
 )
 
 
-def seconds(size: float) -> float:
-    return float(CURVE.seconds(np.array(size)))
-
-
 def test_lines_between_knots_the_last_one_going_on() -> None:
-    assert seconds(0) == 0
-    assert seconds(1) == seconds(1000) == 1e-3
-    assert seconds(2000) == pytest.approx(1.5e-3)
-    assert seconds(3000) == pytest.approx(2e-3)
-    assert seconds(6000) == pytest.approx(8e-3)
-
-
-def test_pieces_are_alpha_and_beta() -> None:
+    found = CURVE.seconds(np.array([0, 1, 1000, 2000, 3000, 6000]))
+    assert found == pytest.approx([0, 1e-3, 1e-3, 1.5e-3, 2e-3, 8e-3])
     for at, alpha, beta in CURVE.pieces:
-        assert seconds(at + 10) == pytest.approx(alpha + beta * (at + 10))
+        assert float(CURVE.seconds(np.array(at + 10))) == pytest.approx(alpha + beta * (at + 10))
     assert [at for at, _, _ in CURVE.pieces] == [1000, 3000]
 
 
@@ -202,16 +192,12 @@ def test_the_next_higher_load_stands_in() -> None:
     assert LINKS.port(1) is None
 
 
-def test_overlap_of_a_shape_or_of_one_of_as_many_levels() -> None:
-    assert LINKS.overlap((1, 2), 1) == LINKS.overlaps[0]
+def test_overlap_of_a_shape_or_of_one_of_as_many_levels_and_of_an_operation_or_that_of_an_all_reduce() -> None:
+    """Profiles of earlier versions have the latter only."""
+    assert LINKS.overlap((1, 2), 1) == LINKS.overlap((1, 2), 1, "all_gather") == LINKS.overlaps[0]
     assert LINKS.overlap((4, 4), 1) == LINKS.overlaps[1]
     assert LINKS.overlap((2,), 1) is None
-
-
-def test_overlap_of_an_operation_or_that_of_an_all_reduce() -> None:
-    """Profiles of earlier versions have the latter only."""
     assert LINKS.overlap((1, 4), 1, "reduce_scatter") == LINKS.overlaps[2]
-    assert LINKS.overlap((1, 2), 1, "all_gather") == LINKS.overlaps[0]
 
 
 def test_further_messages_cost_more_the_more_bytes_they_have(tmp_path: Path) -> None:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
+from layerwise.measure import bench as cold
+from layerwise.measure import job as layers
 from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, UpdateBench, UpdateSpec
 from layerwise.measure.cells import wanted_cells
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.job import bench_of
+from layerwise.measure.timing import Stopwatch, nothing
 from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.linear import Linear
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.examples import examples
@@ -29,7 +37,7 @@ CPU = Mode(torch.device("cpu"), torch.float32)
 
 
 @given(NETWORKS, st.sampled_from([(1,), (2,), (4,), (2, 6)]), st.data())
-@examples(25)
+@examples(15)
 def test_every_cell_runs(network: LayerGraph, sizes: tuple[int, ...], data: st.DataObject) -> None:
     model = CostModel(network, brute.machine(sizes))
     configs = {
@@ -85,12 +93,8 @@ def test_cells_of_mixed_precision() -> None:
     assert inputs == [torch.float32, torch.bfloat16]
 
 
-def test_the_partial_sums_of_k_are_cut_and_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_partial_sums_of_k_are_cut_and_added() -> None:
     """4 devices with a quarter of k each: 3 others' parts are added to the quarter that is owned."""
-    from layerwise.graph.builder import GraphBuilder
-    from layerwise.ops.nn.linear import Linear
-    from layerwise.tensor import TensorSpec
-
     b = GraphBuilder("one")
     x = b.input("x", TensorSpec((8, 16), ("n", None)))
     graph = b.finish([networks.add(b, "linear", Linear(12), [x])])
@@ -155,3 +159,86 @@ def test_what_is_not_there_cannot_be_measured() -> None:
         mode_of(device_of(None), "tf32", channels_last=False)
     with pytest.raises(LayerwiseError, match="float16: layerwise runs float64, float32"):
         mode_of(device_of(None), "float16", channels_last=False)
+
+
+@pytest.mark.parametrize(("text", "size"), [("2048K\n", 2**21), ("odd", cold.USUAL_BYTES), (None, cold.USUAL_BYTES)])
+def test_the_size_of_a_cores_own_cache(tmp_path: Path, text: str | None, size: int) -> None:
+    if text is not None:
+        (tmp_path / "index2").mkdir()
+        (tmp_path / "index2" / "size").write_text(text)
+    assert cold.own_cache_bytes(tmp_path) == size
+
+
+def test_forward_finds_the_inputs_and_backward_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = GraphBuilder("linear")
+    x = b.input("x", TensorSpec((4, 6), ("n", None)))
+    graph = b.finish([b.add("linear", Linear(3), [x], ["weight", "bias"])])
+    cells = wanted_cells(CostModel(graph, brute.machine((1,))), {"linear": (Config(),)}).values()
+    (cell,) = (c for c in cells if "linear" in c.name)
+    seen: list[str] = []
+
+    def leave_only(recent: Sequence[Tensor] | None, device: torch.device) -> None:
+        seen.append("all" if recent is None else str([tuple(x.shape) for x in recent]))
+
+    class Told(Bench):
+        def forward(self) -> None:
+            seen.append("forward")
+            super().forward()
+
+        def backward(self) -> None:
+            seen.append("backward")
+            super().backward()
+
+    monkeypatch.setattr(layers, "leave_only", leave_only)
+    monkeypatch.setattr(layers, "Bench", Told)
+    layers.timed(cell, CPU, Stopwatch(CPU.device, 0.0, least=1, warm=1))
+    assert seen[:5] == ["[(4, 6)]", "forward", "[(4, 3)]", "backward", "all"]
+    assert len(seen) % 5 == 0
+
+
+class Clock:
+    """Time that passes only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def passes(self, *seconds: float) -> Passing:
+        return Passing(self, seconds)
+
+
+class Passing:
+    """Something that takes so long, one call after the other, then over again."""
+
+    def __init__(self, clock: Clock, seconds: tuple[float, ...]) -> None:
+        self.clock, self.seconds, self.calls = clock, itertools.cycle(seconds), 0
+
+    def __call__(self) -> None:
+        self.clock.now += next(self.seconds)
+        self.calls += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
+    return made
+
+
+def test_medians_of_each_part(clock: Clock) -> None:
+    forward, backward, between = clock.passes(1, 2, 9), clock.passes(5), clock.passes(100)
+    found = Stopwatch(CPU.device, budget_s=650.0, least=4, warm=3)([forward, backward], [between, nothing])
+    assert found.seconds == pytest.approx((2, 5))  # the odd 9 does not count
+    assert found.samples == 5  # in 650 s, where the last of the warm-up took 107 or 114
+    assert forward.calls == found.samples + 3
+
+
+def test_slow_ones_are_repeated_at_least_and_fast_ones_at_most(clock: Clock) -> None:
+    slow, fast = clock.passes(50.0), clock.passes(1e-6)
+    assert Stopwatch(CPU.device, budget_s=1.0, least=5)([slow]).samples == 5
+    assert Stopwatch(CPU.device, budget_s=1.0, most=30)([fast]).samples == 30
+
+
+def test_the_spread_is_of_the_middle_half(clock: Clock) -> None:
+    steady, shaky = clock.passes(2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 7.0), clock.passes(1.0, 3.0)
+    assert Stopwatch(CPU.device, budget_s=0.0, least=8, warm=8)([steady]).spread == 0
+    assert Stopwatch(CPU.device, budget_s=0.0, least=8)([shaky]).spread == pytest.approx(1.0)

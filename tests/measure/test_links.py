@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,26 +12,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.collectives import all_reduce_s
-from layerwise.cost.layer_collectives import gradients_of
+from layerwise.cost.collectives import all_reduce_s, group_shape, groups_per_port
 from layerwise.cost.model import CostModel
+from layerwise.cost.terms import gradients_of
+from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
-from layerwise.machine import load, save
-from layerwise.machine.curves import Curve, Overlap
+from layerwise.machine import DeviceGraph, Level, load, save
+from layerwise.machine.curves import Curve, Overlap, trimmed
 from layerwise.measure import beside
-from layerwise.measure import link_times as links
+from layerwise.measure import links as module
 from layerwise.measure.beside import rates
-from layerwise.measure.link_times import Measured, Series, knots, measure_links
-from layerwise.measure.links_profile import conditions, contention, with_links
-from layerwise.measure.topology import RankGroups, Topology, pairs, shapes
+from layerwise.measure.links import (
+    TOLERANCE,
+    Measured,
+    Series,
+    conditions,
+    contention,
+    knots,
+    measure_links,
+    with_links,
+)
+from layerwise.measure.topology import RankGroups, Topology, find_topology, pairs, shapes, topology_of
 from tests.comm.thread import ThreadComm, run_threads
+from tests.cost.brute import PROCESSOR
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small messages and products, few of them."""
-    monkeypatch.setattr(links, "SIZES", (1024, 4096, 16384))
+    monkeypatch.setattr(module, "SIZES", (1024, 4096, 16384))
     monkeypatch.setattr(beside, "KERNEL", {"cpu": (1, 4, 4, 4)})
     monkeypatch.setattr(beside, "ALONE", 1e-4)
     monkeypatch.setattr("layerwise.measure.timing.ROUND_S", 1e-4)
@@ -50,7 +60,7 @@ def test_every_operation_of_every_shape_is_measured_and_all_ranks_agree(where: T
     told = run(where)
     measured = told[0][0]
     assert all(one == measured for one, _ in told)
-    wanted = {(name, s.fan, s.load) for s in shapes(where) for name in links.COLLECTIVES}
+    wanted = {(name, s.fan, s.load) for s in shapes(where) for name in module.COLLECTIVES}
     wanted |= {(name, s.fan, s.load) for s in pairs(where) for name in ("message", "exchange")}
     assert {(s.curve.operation, s.curve.fan, s.curve.load) for s in measured.series} == wanted
     assert {(o.operation, o.fan, o.load) for o in measured.overlaps} == {
@@ -126,7 +136,7 @@ def test_further_messages_are_what_an_exchange_with_all_takes_more_than_a_pair_a
     pair = Series(Curve("exchange", (1, 2), 1, ((0.0, 1.0), (300.0, 4.0))), ((0.0, 1.0), (300.0, 4.0)), 0.0)
     wide = ((100.0, 3.75), (400.0, 12.0))  # of 75 and of 300 bytes to three others
     every = [pair, Series(Curve("all_to_all", (1, 4), 1, wide), wide, 0.0)]
-    curve = next(links._with_further_messages(every)).curve
+    curve = next(module._with_further_messages(every)).curve
     assert curve.further == ((75.0, 1.0), (300.0, 4.0))
     assert curve.ports_seconds(np.array(300.0), np.array(3.0)) == 12.0
 
@@ -173,3 +183,101 @@ def test_contention_compares_equal_messages() -> None:
     alone = Series(Curve("exchange", (1, 2), 1, ((1.0, 1.0), (2.0, 2.0))), ((100.0, 1.0), (400.0, 2.0)), 0.0)
     both = Series(Curve("exchange", (1, 2), 2, ((1.0, 1.0), (2.0, 2.0))), ((200.0, 1.5), (800.0, 4.0)), 0.0)
     assert contention(both, alone) == 2.0
+
+
+SIZES = [float(1024 * 4**i) for i in range(9)]
+times = st.lists(st.floats(1e-6, 10.0), min_size=2, max_size=9)
+
+
+@given(times)
+def test_no_point_is_missed_by_more_than_the_tolerance(seconds: list[float]) -> None:
+    """But for noise: a time that falls as the size grows counts as the one before."""
+    points = list(zip(SIZES, seconds, strict=False))
+    found = knots(points)
+    risen = np.maximum.accumulate(seconds)
+    line = np.interp(SIZES[: len(seconds)], *np.array(found).T)
+    assert np.abs(line - risen).max() <= TOLERANCE * risen.max()
+    assert (np.abs(line / risen - 1) <= TOLERANCE + 1e-9).all()
+    assert set(found) <= set(zip(SIZES, risen.tolist(), strict=False))
+    assert (found[0][0], found[-1][0]) == (SIZES[0], SIZES[len(seconds) - 1])
+
+
+@pytest.mark.parametrize("switch", [3, 4, 6, None])
+def test_the_switch_point_is_found(switch: int | None) -> None:
+    """Latency until some size, then a slower line; a line alone needs two knots."""
+    points = [(size, 1e-4 + max(0.0, size - SIZES[switch or 0]) * 1e-8) for size in SIZES]
+    assert [size for size, _ in knots(points)] == [SIZES[0], *(SIZES[i] for i in (switch,) if i), SIZES[-1]]
+
+
+def test_two_points_may_be_anything() -> None:
+    assert knots([(1.0, 2.0), (4.0, 1.0)]) == ((1.0, 2.0), (4.0, 2.0))
+
+
+topologies = st.builds(Topology, st.integers(1, 6), st.integers(1, 6)).filter(lambda where: where.size > 1)
+
+
+def graph(where: Topology) -> DeviceGraph:
+    """A NIC a node."""
+    node = Level("node", where.local, 1e-6, 1e-9, 1)
+    levels = (node, Level("cluster", where.size, 1e-5, 1e-8, where.local)) if where.nodes > 1 else (node,)
+    return DeviceGraph("x", where.size, PROCESSOR, levels)
+
+
+@given(topologies)
+def test_shapes_are_those_that_the_cost_model_asks_for(where: Topology) -> None:
+    for shape in shapes(where):
+        row = np.full(where.size, -1, np.int64)
+        for number, group in enumerate(shape.groups):
+            assert list(group) == sorted(group)
+            row[list(group)] = number
+        found = group_shape(row, graph(where))
+        assert trimmed(found.fan) == shape.fan
+        assert groups_per_port(found) == shape.load
+
+
+@given(topologies)
+def test_groups_are_apart_and_where_all_are_at_once_everybody_is_in_one(where: Topology) -> None:
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for shape in shapes(where):
+        members = list(chain(*shape.groups))
+        assert len(set(members)) == len(members)
+        alike.setdefault(shape.fan, []).append(len(members))
+    assert all(max(sizes) == where.size for sizes in alike.values())
+
+
+@given(topologies)
+def test_pairs_are_of_their_level(where: Topology) -> None:
+    found = pairs(where)
+    levels = {(2,)} if where.local > 1 else set()
+    assert {shape.fan for shape in found} == levels | ({(1, 2)} if where.nodes > 1 else set())
+    for shape in found:
+        members = list(chain(*shape.groups))
+        assert len(set(members)) == len(members)
+        for a, b in shape.groups:
+            assert (a // where.local == b // where.local) == (shape.fan == (2,))
+        if shape.fan == (1, 2):  # so many behind each NIC that has any
+            behind = np.bincount(np.array(members) // where.local)
+            assert set(behind.tolist()) <= {0, shape.load}
+
+
+def test_host_names_are_nodes() -> None:
+    assert topology_of(["a", "a", "b", "b"]) == Topology(2, 2)
+    assert topology_of(["a"]) == Topology(1, 1)
+
+
+@pytest.mark.parametrize("hosts", [["a", "b", "a", "b"], ["a", "a", "b"], ["a", "b", "b"]])
+def test_unequal_nodes_are_refused(hosts: list[str]) -> None:
+    with pytest.raises(LayerwiseError, match="do not fill equal nodes one after another"):
+        topology_of(hosts)
+
+
+def test_nodes_in_one_machine_are_told_apart_by_torchruns_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(comm: ThreadComm) -> Topology:
+        return find_topology(comm)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert run_threads(4, find) == [Topology(2, 2)] * 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert run_threads(4, find) == [Topology(1, 4)] * 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert run_threads(4, find) == [Topology(1, 4)] * 4

@@ -7,19 +7,20 @@ Reductions: partial results over the parts of `k` must add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from layerwise.geometry import Box, Lattices, boundaries
 from layerwise.ops.base import Op, space
-from layerwise.ops.facts import Maps, Space
+from layerwise.ops.facts import Local, Maps, Space
 from layerwise.tensor import TensorSpec
 
-Reference = Callable[..., torch.Tensor]  # (*inputs, **parameters by name) -> output
+Reference = Callable[..., Tensor]  # (*inputs, **parameters by name) -> output
 
 IMAGES = {0: ("n", "c"), 1: ("n", "c", "l"), 2: ("n", "c", "h", "w"), 3: ("n", "c", "d", "h", "w")}  # by spatial rank
 
@@ -65,7 +66,7 @@ def needed(maps: Maps, cell: Box) -> Box:
     return Box(tuple(lo), tuple(hi))
 
 
-def values(specs: Sequence[TensorSpec], seed: int = 0) -> list[torch.Tensor]:
+def values(specs: Sequence[TensorSpec], seed: int = 0) -> list[Tensor]:
     """Random float64 inputs (small non-negative integers for integer types)."""
     g = torch.Generator().manual_seed(seed)
     return [
@@ -76,12 +77,12 @@ def values(specs: Sequence[TensorSpec], seed: int = 0) -> list[torch.Tensor]:
     ]
 
 
-def parameters(where: Space, seed: int = 1) -> dict[str, torch.Tensor]:
+def parameters(where: Space, seed: int = 1) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     return {p.name: torch.randn(p.shape, generator=g, dtype=torch.float64) for p in where.parameters}
 
 
-def outside(t: torch.Tensor, box: Box, fill: float) -> torch.Tensor:
+def outside(t: Tensor, box: Box, fill: float) -> Tensor:
     """`t` with everything but `box` replaced."""
     out = torch.full_like(t, fill)
     out[box.slices()] = t[box.slices()]
@@ -179,3 +180,63 @@ def check_reduction(op: Op, specs: Sequence[TensorSpec], degree: int, reference:
             **{p.name: outside(params[p.name], needed(p.maps, cell), 0.0) for p in where.parameters},
         )
     torch.testing.assert_close(total, full, rtol=1e-10, atol=1e-10)
+
+
+def whole(
+    op: Op,
+    specs: Sequence[TensorSpec],
+    *,
+    training: bool = True,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    seed: int = 0,
+) -> Local:
+    """The cell of one device that computes all of `op`."""
+    where = space(op, tuple(specs))
+    cell = Box((0,) * len(where.dims), tuple(d.extent for d in where.dims))
+    return Local(where, tuple(specs), cell, tuple(needed(m, cell) for m in where.needs), training, all_reduce, seed)
+
+
+def check_identical(
+    op: Op,
+    specs: Sequence[TensorSpec],
+    reference: Reference,
+    *,
+    training: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Output, gradients and buffers of one device's cell are PyTorch's, to the last bit."""
+    results = []
+    for sharded in (True, False):
+        g = torch.Generator().manual_seed(3)
+        inputs = [
+            torch.randn(s.shape, generator=g).to(dtype).requires_grad_()
+            if s.differentiable
+            else torch.randint(0, 2 if s.dtype == "bool" else 3, s.shape, generator=g).to(getattr(torch, s.dtype))
+            for s in specs
+        ]
+        params: Mapping[str, Tensor] = {
+            p.name: torch.rand(p.shape, generator=g).to(dtype).requires_grad_(p.trainable)
+            for p in space(op, tuple(specs)).parameters
+        }
+        out = op.run(whole(op, specs, training=training), inputs, params) if sharded else reference(*inputs, **params)
+        if out.requires_grad:
+            out.backward(torch.randn(out.shape, generator=g).to(out.dtype))  # type: ignore[no-untyped-call]
+        results.append([out, *(t.grad for t in (*inputs, *params.values())), *params.values()])
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert a is None or a.dtype == b.dtype
+
+
+def flat(pads: tuple[tuple[int, int], ...]) -> list[int]:
+    """As torch has them: last dimension first."""
+    return [p for pair in reversed(pads) for p in pair]
+
+
+def pairs(draw: st.DrawFn, rank: int, low: int, high: int, *, symmetric: bool) -> tuple[tuple[int, int], ...]:
+    firsts = each(draw, rank, low, high)
+    return tuple(zip(firsts, firsts if symmetric else each(draw, rank, low, high), strict=True))
+
+
+def sample(x: TensorSpec) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(1))

@@ -21,10 +21,14 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role
+from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import LayerNorm
+from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.pointwise import Binary, Unary
+from layerwise.partition.ahead import begun_before, weights_late
 from layerwise.partition.blocks import LIMITS, _starts, blocks, recomputable, saved_within
+from layerwise.partition.buckets import BUCKET_BYTES, CAPS, FIRST_BUCKET_BYTES, fill, flushed_after
 from layerwise.tensor import TensorSpec
 from tests.cost.networks import add
 from tests.examples import examples
@@ -65,7 +69,7 @@ def test_layers_that_keep_nothing_are_recomputed_for_those_that_read_them() -> N
 
 
 @given(st.data())
-@examples(60)
+@examples(35)
 def test_about_least_is_held(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
     sizes = st.lists(st.integers(0, 9), min_size=count, max_size=count)
@@ -113,3 +117,91 @@ class Drawn(nn.Module):
 def test_what_begins_with_a_draw_is_given_nothing_to_keep() -> None:
     graph = fuse(from_torch(Drawn(), (torch.zeros(2, 3, 8, 8),)))
     assert saved_within(graph) == {"one": ("two", 0)}
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> LayerGraph:
+    """Linear layers, each of one or two tensors made before."""
+    b = GraphBuilder("branches")
+    made = [b.input(f"x{i}", TensorSpec((4, 8), ("n", "c"))) for i in range(draw(st.integers(1, 2)))]
+    for number in range(draw(st.integers(1, 6))):
+        sources = [draw(st.sampled_from(made)) for _ in range(draw(st.integers(1, 2)))]
+        x = sources[0] if len(sources) == 1 else add(b, f"cat{number}", Concat(1), sources)
+        made.append(add(b, f"linear{number}", Linear(8), [x]))
+    outputs = draw(st.lists(st.sampled_from(made), min_size=1, max_size=3, unique=True))
+    return fuse(b.finish(list(dict.fromkeys([*outputs, made[-1]]))))
+
+
+@given(graphs(), st.sampled_from(["sample", "free"]))
+def test_an_edge_runs_ahead_where_a_layer_computes_before_its_user(graph: LayerGraph, io: str) -> None:
+    names = [layer.name for layer in graph.layers]
+    expected: dict[str, list[tuple[str, int]]] = {}
+    for user, layer in enumerate(graph.layers):
+        for slot, source in enumerate(layer.inputs):
+            between = range(names.index(source) + 1, user)
+            computing = [names[i] for i in between if graph.layers[i].role is Role.COMPUTE]
+            if computing and not (io == "free" and layer.role is Role.SINK):
+                expected.setdefault(computing[0], []).append((layer.name, slot))
+    assert {name: list(edges) for name, edges in begun_before(graph, io).items()} == expected
+
+
+def test_weights_are_late_where_the_input_has_a_gradient_and_they_have_one() -> None:
+    b = GraphBuilder("convolutions")
+    x = b.input("x", TensorSpec((4, 8, 9), ("n", "c", "h")))
+    x = add(b, "conv", Conv(8, (3,), (1,), ((1, 1),), (1,)), [x])
+    graph = b.finish([add(b, "linear", Linear(8), [x])])
+    assert weights_late(graph["conv"], True, "cuda")
+    assert not weights_late(graph["conv"], True, "cpu")
+    assert not weights_late(graph["conv"], False, "cuda")
+    assert not weights_late(graph.freeze(["conv.weight"])["conv"], True, "cuda")
+    assert not weights_late(graph["linear"], True, "cuda")
+
+
+MB = 2**20
+GRADIENTS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30 * MB)), max_size=20)
+
+
+@given(GRADIENTS)
+def test_each_gradient_travels_once_with_its_own_group(gradients: list[tuple[str, int]]) -> None:
+    found = fill(gradients)
+    assert sorted(i for bucket in found for i in bucket) == list(range(len(gradients)))
+    assert all(len({gradients[i][0] for i in bucket}) == 1 for bucket in found)
+    assert [bucket[0] for bucket in found] == sorted(bucket[0] for bucket in found)
+
+
+@given(GRADIENTS, st.sampled_from([*CAPS, MB // 2]))
+def test_a_bucket_ends_with_the_gradient_that_fills_it(gradients: list[tuple[str, int]], cap: int) -> None:
+    """The first of its group at 1 MiB at most, the others at the plan's, 25 by default."""
+    assert fill(gradients) == fill(gradients, BUCKET_BYTES)
+    for group in "ab":
+        mine = [bucket for bucket in fill(gradients, cap) if gradients[bucket[0]][0] == group]
+        for number, bucket in enumerate(mine):
+            limit = cap if number else min(FIRST_BUCKET_BYTES, cap)
+            size = [gradients[i][1] for i in bucket]
+            assert sum(size[:-1]) < limit
+            assert sum(size) >= limit or number == len(mine) - 1
+
+
+@given(GRADIENTS)
+def test_what_else_a_device_has_does_not_matter(gradients: list[tuple[str, int]]) -> None:
+    """Two members of group a fill its buckets alike, though one is in group b, too."""
+    own = [number for number, (group, _) in enumerate(gradients) if group == "a"]
+    alone = [[own[i] for i in bucket] for bucket in fill(gradients[i] for i in own)]
+    assert [bucket for bucket in fill(gradients) if gradients[bucket[0]][0] == "a"] == alone
+
+
+@given(GRADIENTS, st.lists(st.integers(1, 7), min_size=2, max_size=2))
+def test_a_bucket_waits_for_those_before_it_on_each_of_its_devices(
+    gradients: list[tuple[str, int]], devices: list[int]
+) -> None:
+    """Found device by device: each goes through its own buckets in order, as the runtime does."""
+    buckets = fill(gradients)
+    of = dict(zip("ab", devices, strict=True))  # bits: which of three devices are in a group
+    inside = [[d for d in range(3) if of[gradients[numbers[0]][0]] >> d & 1] for numbers in buckets]
+    masks = [np.isin(np.arange(3), here) for here in inside]
+    reached = dict.fromkeys(range(3), 0)
+    expected = list[int]()
+    for numbers, here in zip(buckets, inside, strict=True):
+        reached |= {d: max(reached[d], numbers[-1]) for d in here}
+        expected.append(max(reached[d] for d in here))
+    assert flushed_after(buckets, ["all"] * len(buckets), masks) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -10,17 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.config import Config
+from layerwise.config import Config, SearchSpace
 from layerwise.cost.collectives import all_gather_s, group_shape, reduce_scatter_s
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
 from layerwise.geometry import Box, numbering
 from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.load import load_model
 from layerwise.machine import Curve, DeviceGraph, Links, load
+from layerwise.ops.facts import Parameter
 from layerwise.ops.nn.conv import Conv
+from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.edge import are_gathers
-from layerwise.partition.transfer import transfer
+from layerwise.partition.groups import sharing
+from layerwise.partition.moved import transfer
+from layerwise.partition.place import Boxes, data_parallel, of_all_classes, place
+from layerwise.partition.sharding import Sharding, held_configurations, may_shard, shardings, states_of
+from layerwise.run.state.placements import placement
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.examples import examples
@@ -46,12 +55,15 @@ def patterns(network: LayerGraph, edge: tuple[str, str, int], u: Config, v: Conf
 
 
 @given(st.one_of(networks.windows(), networks.views(), networks.sequences()), brute.machines(), st.data())
-@examples(40)
+@examples(25)
 def test_as_the_runtime_decides(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
-    model = CostModel(network, graph)
+    """And what some devices see of them is a lower bound of what they take."""
+    model = CostModel(network, replace(graph, collectives=True))
     chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count, 4)) for layer in network.layers}
     for edge in network.edges():
         us, vs = chosen[edge[0]], chosen[edge[1]]
+        exact = model.edge_cost(edge, us, vs)
+        assert (model.edge_cost(edge, us, vs, telling_devices(graph)) <= exact * 1.000001).all()
         if network[edge[0]].out.shape:
             found = are_gathers(model.edge(edge, us, vs))
             for i, u in enumerate(us):
@@ -127,13 +139,124 @@ def test_as_measured() -> None:
     assert costs(replace(graph, links=Links(curves)), config, config) == pytest.approx(3.0, rel=1e-6)
 
 
-@given(networks.windows(), brute.machines(), st.data())
-@examples(30)
-def test_some_devices_give_a_lower_bound(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
-    model = CostModel(network, replace(graph, collectives=True))
-    chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count, 4)) for layer in network.layers}
-    for edge in network.edges():
-        exact = model.edge_cost(edge, chosen[edge[0]], chosen[edge[1]])
-        assert (
-            model.edge_cost(edge, chosen[edge[0]], chosen[edge[1]], telling_devices(graph)) <= exact * 1.000001
-        ).all()
+NETWORKS = st.one_of(networks.windows(), networks.views(), networks.sequences())
+DEVICES = 6
+
+
+@given(NETWORKS, st.data())
+@examples(35)
+def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data: st.DataObject) -> None:
+    for layer in network.inner:
+        (config,) = data.draw(brute.configs(layer.space, DEVICES, 1))
+        at = place(layer, config, DEVICES, "sample")
+        expected = {device: (cell, own) for device, cell, own in brute.holdings(config, layer.space, DEVICES)}
+        for device in range(DEVICES):
+            cell, own = expected.get(device, (None, None))
+            assert (at.computed.each[device], at.owned.each[device]) == (cell, own)
+        for device, cell, own in brute.holdings(config, layer.space, DEVICES):
+            for p in layer.space.parameters:
+                assert at.holds(p).each[device] == brute.need(p.maps, own if p.epilogue else cell)
+
+
+@given(NETWORKS, st.permutations(range(DEVICES)))
+@examples(12)
+def test_devices_in_another_order(network: LayerGraph, order: list[int]) -> None:
+    """As a plan numbers its ranks."""
+    layer = network.inner[-1]
+    at = place(layer, data_parallel(layer, DEVICES), DEVICES, "sample")
+    assert at.on(np.array(order)).computed.each == tuple(at.computed.each[device] for device in order)
+
+
+def test_what_is_fed() -> None:
+    """With io free all devices have all of it, else each its samples, as many devices as there are samples."""
+    b = GraphBuilder("fed")
+    b.input("x", TensorSpec((4, 3), ("n", "c")))
+    layer = b.finish([networks.add(b, "first", Unary("relu"), ["x"])]).layers[0]
+    assert layer.end
+    assert data_parallel(layer, DEVICES) == Config.of({"n": 4})
+    assert place(layer, data_parallel(layer, DEVICES), DEVICES, "free").everywhere
+    rows = place(layer, data_parallel(layer, DEVICES), DEVICES, "sample").owned.each
+    assert rows == (*(Box((i, 0), (i + 1, 3)) for i in range(4)), None, None)
+
+
+def test_a_loss_is_computed_once_of_each_box_of_all_classes() -> None:
+    """Devices 0 and 1 have halves of the classes of the first samples; 2 has no part; 3 has a copy of 1's."""
+    lo, hi = np.array([[0, 0], [0, 5], [0, 0], [0, 5]]), np.array([[2, 5], [2, 10], [0, 0], [2, 10]])
+    owned = Boxes(lo, hi, np.array([True, True, False, True]))
+    found = of_all_classes(owned, TensorSpec((4, 10), ("n", "c")))
+    assert found.each == (Box((0, 0), (2, 10)), None, None, None)
+
+
+def network(name: str) -> LayerGraph:
+    return fuse(load_model(name, 8))
+
+
+def of(graph: LayerGraph, layer: str, config: Config, devices: int, number: int = 0) -> Sharding | None:
+    """Of one of a layer's parameters."""
+    return shardings(graph[layer], graph[layer].own_parameters()[number][1], (config,), devices)[0]
+
+
+@pytest.mark.parametrize("name", ["lenet5", "resnet18", "mlp:12x8x6"])
+def test_parts_fill_a_groups_box_and_are_a_dtensors(name: str) -> None:
+    graph, chance, found = network(name), random.Random(0), 0
+    for devices in (2, 3, 4, 6, 8, 12):
+        space = SearchSpace(devices, dims=("n", "c", "h", "w", "k"), spread=True)
+        for layer in graph.inner:
+            configs = held_configurations(layer, space)
+            for config in chance.sample(configs, min(len(configs), 3)):
+                computed = place(layer, config, devices, "sample")
+                for _, p in layer.own_parameters():
+                    made = shardings(layer, p, (config,), devices)[0]
+                    if made is not None:
+                        found += 1
+                        check(made, p, computed.holds(p).each, devices)
+    assert found > 20
+
+
+def check(made: Sharding, p: Parameter, computed: tuple, devices: int) -> None:
+    held = made.boxes.each
+    assert placement(held, p.shape, tuple(range(devices))) is not None
+    for device in range(devices):
+        group = sharing(computed, device)
+        if not group:  # no part of the layer
+            assert held[device] is None
+            assert not made.rows[device]
+            continue
+        parts = [held[member] for member in group]
+        assert len(group) == made.members == len(set(parts))
+        assert all(part & computed[device] == part for part in parts)
+        assert sum(part.volume for part in parts) == computed[device].volume
+        assert [part.lo for part in parts] == sorted(part.lo for part in parts)
+        assert made.rows[device] == max(part.volume for part in parts)
+    assert made.total == made.members * made.rows.sum() >= sum(box.volume for box in computed if box)
+    assert made.largest == made.members * made.rows.max()
+
+
+def test_what_is_cut() -> None:
+    """The dimension that the mesh can cut further, with the least to fill up."""
+    graph = network("mlp:12x8x6")
+    names = [layer.name for layer in graph.inner]
+    wide, last = names[0], names[-1]
+
+    def cut(layer: str, devices: int, number: int = 0, **degrees: int) -> int | None:
+        made = of(graph, layer, Config.of(degrees), devices, number)
+        return None if made is None else made.dimension
+
+    assert cut(wide, 4, n=4) == 0  # 8 outputs x 12 inputs
+    assert cut(wide, 3, n=3) == 1  # by 3 the inputs are cut into equal parts
+    assert cut(wide, 4, n=2, c=2) == 1  # copies are outside of the cuts of dimension 0
+    assert cut(wide, 4, 1, n=2, c=2) is None  # so a bias stays whole
+    assert cut(wide, 4, c=2, k=2) is None  # nobody holds the same
+    assert cut(last, 8, 1, n=8) is None  # 6 elements
+    assert of(graph, last, Config.of({"n": 4}), 4, 1).boxes.volume.tolist() == [2, 1, 2, 1]
+    assert of(graph, wide, Config.of({"n": 2}, "strided"), 4).boxes.volume.tolist() == [48, 0, 48, 0]
+
+
+def test_where_states_mean_anything() -> None:
+    graph = network("mlp:12x8x6")
+    layer = graph.inner[0]
+    assert may_shard(layer, Config.of({"n": 4}), 4)
+    assert not may_shard(layer, Config.of({"c": 4}), 4)
+    assert not may_shard(layer, Config(), 1)
+    assert not may_shard(next(one for one in graph.layers if one.end), Config.of({"n": 4}), 4)
+    assert states_of(layer, Config(states="gathered")) == "gathered"

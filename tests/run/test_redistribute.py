@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from layerwise.comm.solo import SoloComm
 from layerwise.geometry import Box, Grid
-from layerwise.partition.transfer import Transfer, groups_of, transfer
+from layerwise.partition.moved import Transfer, groups_of, transfer
 from layerwise.run.schedule.redistribute import Redistribution
 from tests.comm.thread import run_threads
 

@@ -183,7 +183,7 @@ times = st.sampled_from([1.0, 0.9995, 0.985, 0.975, 0.96, 0.5, 2.0])
 candidates = st.lists(st.builds(made, st.just("layerwise"), times, st.booleans()), max_size=4)
 
 
-@examples(150)
+@examples(80)
 @given(candidates, st.builds(made, st.just("data"), times, st.booleans()), candidates)
 def test_the_choice(found: list[Candidate], data: Candidate, others: list[Candidate]) -> None:
     best = choose(found, {"data": data} | {f"other{i}": c for i, c in enumerate(others)})

@@ -9,8 +9,8 @@ import pytest
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.price import price
 from layerwise.errors import LayerwiseError
+from layerwise.partition.moved import transfer
 from layerwise.partition.place import input_maps, place_in
-from layerwise.partition.transfer import transfer
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations, search
 from tests.importers.networks import chain, inception, residual

@@ -13,11 +13,10 @@ import numpy as np
 
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.layer_collectives import ParameterKind, kind_of
 from layerwise.cost.memory.allocations import AllocationTracker, Ref
-from layerwise.cost.memory.kernels import update
 from layerwise.cost.model import CostModel
 from layerwise.cost.step_facts import GradientSum
+from layerwise.cost.terms import ParameterKind, kind_of
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Parameter
@@ -159,12 +158,21 @@ class ParameterStorages:
                 self._flat[number] += self.tracker.new(others, "gradients")
 
     def update(self, _: Update) -> None:
-        """The backward pass has ended, and the optimizer steps."""
+        """The backward pass has ended, and the optimizer steps: Adam has its denominators meanwhile.
+
+        For all parameters at once (PyTorch's foreach, https://pytorch.org/docs/stable/generated/torch.optim.Adam.html),
+        but on a CPU for one after the other: its root and that divided, beside the last one's.
+        """
         for rows in self._flat.values():
             self.tracker.drop(rows)
-        spikes = update(self._updated, self.model)
-        for size in spikes:
-            self.tracker.spike(size)
+        if self.model.options.optimizer != "adam":
+            return
+        before, on_cpu = np.zeros(self.model.devices.count), self.model.devices.device_type == "cpu"
+        if not on_cpu:
+            self.tracker.spike(sum(self._updated, before))
+        for size in self._updated if on_cpu else ():
+            self.tracker.spike(before + 2 * size)
+            before = size
 
     # ---- the gradients of a layer, within its backward pass ----
 

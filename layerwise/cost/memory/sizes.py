@@ -1,25 +1,161 @@
-"""Sizes: what layers make and save under one strategy, and what arrives where their inputs travel.
-
-What follows from single configurations of layers and edges is kept by the model: strategies differ in few layers.
-"""
+"""Sizes: what a layer's stages, its parameters and the sink take of memory, on every device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.memory.kernels import StageMemory, stages_of
 from layerwise.cost.memory.parameters import ParameterMemory, parameters_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Role
+from layerwise.ops.base import Role, Stage
+from layerwise.ops.facts import Saved
+from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import saved_within
 from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, lattices_of, place, read
+from layerwise.tensor import ITEM_BYTES
+
+BEFORE = -1  # instead of a slot: the result of the stage before
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageMemory:
+    """One operator of a layer on all N devices; arrays are (N,), in bytes."""
+
+    saved: Saved
+    made: Floats  # its result
+    extra: Floats  # this, `forward` and `between`: as in Saved, where a device has a part of the layer
+    forward: Floats
+    between: Floats
+    slots: tuple[int, ...]  # the layer's inputs that it reads; the first reads the parameters of other layers, too
+    tracked: bool  # whether its result has a gradient
+    running: bool  # whether the result of the stage before has
+    view: bool
+    copies: dict[int, Floats]  # what autocast reads a copy of: by slot, BEFORE for the result of the stage before
+    weights: Floats  # the copies that it makes of weights
+    padded: Floats  # of `extra` and `between`, of a padded copy of its first input; see `given_padded`
+
+    def given_padded(self) -> StageMemory:
+        """The stage where that input travels: it arrives padded, which it saves instead of a copy."""
+        saved = replace(self.saved, inputs=self.saved.inputs | (self.padded > 0))
+        return replace(self, saved=saved, extra=self.extra - self.padded, between=self.between - self.padded)
+
+
+def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
+    """A layer's stages on all devices. flows: whether its inputs have a gradient; split: whether its reduction is."""
+    rows: list[StageMemory] = []
+    running = False
+    for stage, gradients in zip(layer.stages, layer.gradients(flows), strict=True):
+        space, boxes = stage.space, place.at(stage.epilogue)
+        dims, rank = len(space.dims), len(space.out.shape)
+        saved = stage.op.saved(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
+        made = place.owned.volume * space.out.item_bytes
+        around = 0.0 if stage.epilogue or (stage.views and stage.views[0]) else saved.padded
+        extra, forward, between, padded = (
+            np.where(boxes.active, size, 0.0) for size in (saved.extra, saved.forward, saved.between, around)
+        )
+        if split and not stage.epilogue:  # partial sums; what leaves of them and what comes; then backward those of all
+            extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
+            partial = np.where(boxes.active, extents.prod(1), 0.0) * space.out.item_bytes
+            forward, between = forward + 3 * partial, between + 2 * partial
+        slots = tuple(range(stage.inputs.stop)[stage.inputs])
+        flags = gradients.result, running, stage.view
+        copies, weights = _copies(layer, stage, place, slots)
+        slots += () if rows else tuple(range(len(layer.specs), len(layer.inputs)))
+        rows.append(StageMemory(saved, made, extra, forward, between, slots, *flags, copies, weights, padded))
+        running = gradients.result
+    return rows
+
+
+def remembered(layer: Layer, place: Place) -> list[tuple[str, Floats]]:
+    """The running statistics, to which training writes, where they are computed."""
+    rows = ((name, place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[d]) for name, p, d in layer.remembered)
+    return [(name, np.where(place.computed.active, size, 0.0)) for name, size in rows]
+
+
+def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> tuple[dict[int, Floats], Floats]:
+    """The casts of autocast for a stage, to the type that it makes: bytes by slot, and of weights.
+
+    Matrix products cast all that they read; so do operators that autocast brings to float32.
+    """
+    out, none = stage.space.out, np.zeros(len(place.owned.volume))
+    if layer.types is None or not out.differentiable:
+        return {}, none
+    product = bool(stage.op.gemms(stage.specs, np.ones((1, len(stage.space.dims)), np.int64)))
+    types = [spec.dtype for spec in stage.specs if spec.differentiable]
+    if isinstance(stage.op, Cast) or not (product or (types and out.dtype not in types)):
+        return {}, none
+    boxes = place.at(stage.epilogue)
+    sources = list(slots) if stage.slot is None else [*slots[: stage.slot], BEFORE, *slots[stage.slot :]]
+    copies = {
+        slot: boxes.needs(maps).volume * out.item_bytes
+        for slot, maps, spec in zip(sources, stage.space.needs, stage.specs, strict=True)
+        if spec.differentiable and spec.dtype != out.dtype
+    }
+    number = next(i for i, one in enumerate(layer.stages) if one is stage)
+    if not product or layer.types.parameters[number] == out.dtype:
+        return copies, none
+    weights = [place.at(p.epilogue).needs(p.maps).volume for p in layer.space.parameters[stage.parameters]]
+    return copies, sum(weights, none) * out.item_bytes
+
+
+TARGET_BYTES = 8  # a class is an int64
+T = TypeVar("T")
+New = Callable[[int, Floats], T]
+Drop = Callable[[Sequence[T]], None]
+
+
+def returned(new: New[T], drop: Drop[T], sizes: Sequence[Floats], received: Sequence[T]) -> None:
+    """Returns outputs, in inference, as copies of what is received; they stay."""
+    for slot, size in enumerate(sizes):
+        new(slot, size)
+    drop(received)
+
+
+def differentiated(
+    new: New[T], drop: Drop[T], model: CostModel, sink: Layer, sizes: Sequence[Floats], received: Sequence[T]
+) -> list[T]:
+    """The gradients of outputs, which leave as copies of what is received.
+
+    Of those that are no losses the cross entropy is taken, as `layerwise train` does. It has targets and saves
+    logarithms, whose gradient comes before that of the output.
+    """
+    free, batch = model.options.io == "free", model.graph.batch
+    uneven = not free and bool(batch % min(model.devices.count, batch))
+    copies = [new(slot, size) for slot, size in enumerate(sizes)]
+    drop(received)
+    scored: list[Floats] = []
+    for slot, (size, name, spec) in enumerate(zip(sizes, sink.inputs, sink.specs, strict=True)):
+        ends = not spec.differentiable or len(spec.shape) < 2 or name in model.graph.losses
+        scored.append(0 * size if ends else size)
+        if not ends:
+            elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes
+            new(slot, elements / spec.shape[1] * TARGET_BYTES)
+    # Of 16 bits it is taken in float32.
+    wide = [spec.item_bytes == 2 for spec in sink.specs]
+    scored = [score * (1 + twice) for score, twice in zip(scored, wide, strict=True)]
+    widened = [new(slot, score * twice) for slot, (score, twice) in enumerate(zip(scored, wide, strict=True))]
+    logs = [new(slot, size) for slot, size in enumerate(scored)]
+    drop([*copies, *widened])
+    gradients = list[T]()
+    for slot, (size, score, log, twice) in enumerate(zip(sizes, scored, logs, wide, strict=True)):
+        flows = model.has_gradient[sink.inputs[slot]]
+        first, gradient = new(slot, score), new(slot, np.where(twice, score, size) * flows)
+        drop([first, log])
+        for copied in (twice, uneven):  # to 16 bits; scaled to the mean over all samples
+            if copied:
+                made = new(slot, size * flows)
+                drop([gradient])
+                gradient = made
+        gradients.append(gradient)
+    return gradients
 
 
 def place_of(model: CostModel, layer: Layer, config: Config) -> Place:

@@ -3,9 +3,6 @@
 The order is the program's. What is here is PyTorch's: what a kernel makes and saves for backward (`Op.saved`), what
 autograd adds up and where, and who holds a storage. So the peak is that of an instant, and no sum of maxima. What a
 library takes for itself (a convolution's workspace) is not counted, nor what an allocator loses.
-
-
-What memory is held for where it is fullest.
 """
 
 from __future__ import annotations
@@ -24,10 +21,8 @@ from layerwise.cost.memory.allocations import (
     devices_of,
     part,
 )
-from layerwise.cost.memory.kernels import BEFORE, remembered
-from layerwise.cost.memory.outputs import differentiated, returned
 from layerwise.cost.memory.parameters import ParameterStorages
-from layerwise.cost.memory.sizes import TensorSizes
+from layerwise.cost.memory.sizes import BEFORE, TensorSizes, differentiated, remembered, returned
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.step_facts import step_facts
 from layerwise.geometry.arrays import Floats
@@ -102,9 +97,8 @@ class _Storages:
             flight = TransferStorage(arrived, tracker.new(edge.forth * item_bytes, "workspace"))
         else:
             arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
-            flight = TransferStorage(
-                arrived, tracker.new(edge.back * item_bytes, "workspace"), self._inward(layer, slot)
-            )
+            copies, gradient = tracker.new(edge.back * item_bytes, "workspace"), self.inward[layer.name][slot]
+            flight = TransferStorage(arrived, copies, gradient)
         self.in_flight[layer.name, slot] = flight
 
     def end(self, instruction: End) -> None:
@@ -124,7 +118,7 @@ class _Storages:
         if instruction.way == "backward":
             arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
             tracker.spike(edge.back * item_bytes)
-            self._add(layer.inputs[slot], edge, self._inward(layer, slot), arrived)
+            self._add(layer.inputs[slot], edge, self.inward[layer.name][slot], arrived)
         elif edge.local:
             here = tracker.hold(self._value(layer, slot), devices_of(edge.need > 0))
             self.received.setdefault(layer.name, {})[slot] = here
@@ -217,7 +211,7 @@ class _Storages:
             if keeps:
                 inputs = stage.saved.inputs
                 where = devices_of(inputs) if isinstance(inputs, np.ndarray) else tracker.everyone * inputs
-                read = {BEFORE: before} | {slot: given[slot] for slot in self._slots(layer, number)} | copies
+                read = {BEFORE: before} | {slot: given[slot] for slot in stage.slots} | copies
                 for ref in read.values():
                     mine += tracker.hold(ref, where)
                 mine += tracker.hold(weights)
@@ -242,11 +236,6 @@ class _Storages:
         rest[-1] += self.tracker.hold(given, where)
         self.tracker.drop(part(out, where))
 
-    def _slots(self, layer: Layer, number: int) -> tuple[int, ...]:
-        """The layer's inputs that a stage reads; the first one also the parameters that other layers use, too."""
-        slots = self.stages[layer.name][number].slots
-        return slots if number else slots + tuple(range(len(layer.specs), len(layer.inputs)))
-
     # ---- backward ----
 
     def _backward(self, layer: Layer) -> None:
@@ -258,19 +247,14 @@ class _Storages:
         else:
             self.inward[layer.name] = self._differentiate(layer)
 
-    def _inward(self, layer: Layer, slot: int) -> Ref:
-        return self.inward[layer.name][slot]
-
     def _differentiate(self, layer: Layer) -> list[Ref]:
         tracker, stages, saved = self.tracker, self.stages[layer.name], self.saved.pop(layer.name)
         running, inward = self.gradients.pop(layer.name, NOBODY), [NOBODY] * len(layer.inputs)
         tracked = [number for number, stage in enumerate(stages) if stage.tracked]
         for number in reversed(tracked):
-            stage, before, slots, weights = stages[number], NOBODY, stages[number].slots, NOBODY
+            stage, before, weights = stages[number], NOBODY, NOBODY
             parameters = list[Ref]()
             late = number == 0 and layer.name in self.late
-            if number == tracked[0]:
-                slots = self._slots(layer, 0) if number == 0 else slots
             if number == tracked[0] and not late:
                 weights = tracker.new(stage.weights)  # the gradients of copies come first
                 parameters = [] if weights else self.parameters.gradients(layer)
@@ -280,9 +264,10 @@ class _Storages:
             if late:
                 self.waiting, read = [read], NOBODY
             tracker.drop(part(read, two))
-            for slot in slots:
-                if self.flows[layer.inputs[slot]]:
-                    inward[slot] = self._gradient(layer, slot, running if stage.saved.through else None)
+            for slot in stage.slots:
+                if self.flows[layer.inputs[slot]]:  # a view of the output's gradient, or made
+                    size = self.sizes.received(layer, slot)
+                    inward[slot] = tracker.hold(running) if stage.saved.through else tracker.new(size, "gradients")
             if stage.running:
                 before = (
                     tracker.hold(running) if stage.saved.through else tracker.new(stages[number - 1].made, "gradients")
@@ -306,12 +291,6 @@ class _Storages:
         self.parameters.put(layer, made)
         self.waiting = []
         self.parameters.hand_out(layer)
-
-    def _gradient(self, layer: Layer, slot: int, through: Ref | None) -> Ref:
-        """The gradient of an input: a view of the output's, or made."""
-        if through is not None:
-            return self.tracker.hold(through)
-        return self.tracker.new(self.sizes.received(layer, slot), "gradients")
 
     def _add(self, source: str, edge: Moved, gradient: Ref, arrived: Ref) -> None:
         """A gradient that came back is added to those that came before."""

@@ -32,8 +32,8 @@ from layerwise.importers.torch.read.effects import as_it_was, changed, numbers
 from layerwise.importers.torch.trace import Imported
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Local
+from layerwise.ops.fused import needed_box
 from layerwise.ops.opaque import TorchOp
-from layerwise.ops.stages import needed_box
 from layerwise.ops.tensor.pointwise import Cast
 
 FEW = 2  # samples are run

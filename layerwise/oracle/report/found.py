@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from layerwise.cost.basis import basis, describe, warnings
+from layerwise.cost.price import basis, describe, warnings
 from layerwise.oracle.ask import Asked, Budget, Suggestion
 from layerwise.oracle.pipeline import imbalance
 from layerwise.oracle.question import NAMES, Answer, Oracle

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
+from layerwise.ops.fused import run_stages
 from layerwise.ops.random import combine, signed
-from layerwise.ops.stages import run_stages
 from layerwise.ops.whole import Whole
 from layerwise.run.compiling import Settings
 from layerwise.run.compiling import compiled as compile_with

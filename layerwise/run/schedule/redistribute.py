@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm, Done, Group, Handle, Kind, Then
 from layerwise.geometry import Box
-from layerwise.partition.transfer import Transfer
+from layerwise.partition.moved import Transfer
 
 Messages = Sequence[tuple[int, Tensor]]  # (peer, what travels)
 

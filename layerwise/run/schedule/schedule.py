@@ -15,8 +15,8 @@ from layerwise.ops.base import Role
 from layerwise.partition.ahead import weights_late
 from layerwise.partition.blocks import blocks, recomputable, saved_within
 from layerwise.partition.groups import statistics
+from layerwise.partition.moved import Transfer, groups_of, transfer
 from layerwise.partition.place import Each, input_maps, lattices_of, of_all_classes
-from layerwise.partition.transfer import Transfer, groups_of, transfer
 from layerwise.plan import Plan
 from layerwise.program import Kind as ProgramKind
 from layerwise.program import Program, StrategyFacts, program

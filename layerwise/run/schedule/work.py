@@ -11,8 +11,8 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm, Group
 from layerwise.graph.layer import Layer
+from layerwise.ops.fused import LocalStage, local_stages, run_stages
 from layerwise.ops.random import combine
-from layerwise.ops.stages import LocalStage, local_stages, run_stages
 from layerwise.partition.groups import Reduction, reduction, statistics
 from layerwise.partition.place import Place
 

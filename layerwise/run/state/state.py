@@ -16,8 +16,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.partition.groups import sharing
+from layerwise.partition.moved import transfer
 from layerwise.partition.place import Each
-from layerwise.partition.transfer import transfer
 from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.redistribute import Redistribution

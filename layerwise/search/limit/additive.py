@@ -13,8 +13,8 @@ import numpy as np
 
 from layerwise.cost.model import CostTables, EdgeName
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.search.solve.bound import Messages
 from layerwise.search.solve.eliminate import eliminate
+from layerwise.search.solve.narrow import Messages
 
 SWEEPS = 1  # of message passing: more tighten the bounds little
 

@@ -175,8 +175,7 @@ class Memory:
     def row(self, row: int) -> Costs:
         """Bytes of one row."""
         if row not in self._tables:
-            tables = self.bounds[row // self._each].tables(*self.where(row))
-            self._tables[row] = Costs(tables.node, tables.edge)
+            self._tables[row] = Costs(*self.bounds[row // self._each].tables(*self.where(row)))
         return self._tables[row]
 
     def rows(self, choice: Choice) -> Floats:

@@ -19,9 +19,8 @@ import numpy as np
 from layerwise.config import distinct_cells
 from layerwise.cost.collectives import GroupShape, least_rate
 from layerwise.cost.compute.roofline import rooflines
-from layerwise.cost.layer_collectives import Collective, gradients_of, shares_of
 from layerwise.cost.model import CostModel, EdgeName
-from layerwise.cost.terms import COMPUTE, LAYER_TERMS
+from layerwise.cost.terms import COMPUTE, LAYER_TERMS, Collective, gradients_of, shares_of
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer
 from layerwise.machine.curves import Operation

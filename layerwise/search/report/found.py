@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerwise.cost.basis import basis, warnings
 from layerwise.cost.memory.allocations import Kind
 from layerwise.cost.model import CostModel
-from layerwise.cost.price import LayerPrice
+from layerwise.cost.price import LayerPrice, basis, warnings
 from layerwise.plan import as_json
 from layerwise.quantities import units
 from layerwise.report.content import Lines, Part, Report, described

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from layerwise.config import Config
-from layerwise.cost.basis import basis, describe, warnings
 from layerwise.cost.model import CostModel
+from layerwise.cost.price import basis, describe, warnings
 from layerwise.quantities import units
 from layerwise.search.remedies import Remedy
 from layerwise.search.result import Candidate, SearchResult, timeline_s

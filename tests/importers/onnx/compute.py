@@ -29,7 +29,7 @@ from layerwise.ops.tensor.reduce import Reduce
 from layerwise.ops.tensor.view import Slice
 from layerwise.tensor import TensorSpec
 from tests.importers.evaluate import run
-from tests.ops.whole import whole
+from tests.ops.harness import whole
 
 Array = NDArray[np.generic]
 

@@ -20,7 +20,7 @@ from layerwise.importers.load import load_network
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role
 from layerwise.ops.ends import Constant, Tied
-from layerwise.ops.nn.embed import Embedding, Learned
+from layerwise.ops.nn.linear import Embedding, Learned
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
 from tests.comm.thread import run_threads

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from layerwise.ops.base import space
 from layerwise.ops.nn.conv import Conv, ConvTranspose
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import IMAGES, each
+from tests.ops.harness import IMAGES, each, flat, pairs, sample, whole
 from tests.ops.harness import parameters as random_parameters
 from tests.ops.kernels import check_kernel, check_split
-from tests.ops.windows import flat, pairs, sample, whole
 
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 
@@ -138,7 +137,7 @@ def test_initial_values(module: nn.Conv2d) -> None:
 def test_one_device_runs_plain_torch(data: st.DataObject) -> None:
     """Bit by bit, in float32: the same call on the same tensors."""
     op, x = data.draw(convolutions().filter(lambda pair: all(a == b for a, b in pair[0].padding)))
-    at = whole(op, x)
+    at = whole(op, [x])
     t = sample(x)
     assume(at.needs[0].shape == tuple(t.shape))  # else PyTorch reads further than any stride comes, by another kernel
     held = {k: v.float() for k, v in random_parameters(at.space).items()}

@@ -18,14 +18,12 @@ from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local
 from layerwise.ops.fused import Fused
 from layerwise.ops.nn.attention import Attention
-from layerwise.ops.nn.embed import Embedding
-from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.nn.linear import Embedding, Learned, Linear, MatMul
 from layerwise.ops.random import uniform
 from layerwise.ops.tensor.view import Expand, Permute, Reshape
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import cells, check_needs, check_reduction, each, needed, values
+from tests.ops.harness import cells, check_identical, check_needs, check_reduction, each, needed, values, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
-from tests.ops.whole import check_identical, whole
 
 
 @given(st.data())
@@ -85,24 +83,6 @@ def test_labels_of_products() -> None:
     assert MatMul().output(x, bound).dims == ("n", "s", None)
     cut = TensorSpec((12, 6), ("c", None), units=(4, 1))
     assert space(MatMul(), (TensorSpec((2, 12), ("n", "c"), units=(1, 6)), cut)).dims[-1].unit == 12
-
-
-@given(st.data())
-def test_embedding_needs(data: st.DataObject) -> None:
-    dims = data.draw(st.sampled_from([("n",), ("n", "s"), ("n", "h", "w")]))
-    ids = TensorSpec(tuple(data.draw(st.integers(1, 4)) for _ in dims), dims, "int64")
-    op = Embedding(data.draw(st.integers(3, 7)), data.draw(st.integers(1, 5)))  # (the harness draws ids below 3)
-    where = space(op, (ids,))
-    assert where.out.dims == (*dims, "c")
-    assert where.out.dtype == "float32"
-    check_needs(op, [ids], data.draw(cells(where)), F.embedding, tight=False)
-    # Which rows are read depends on the ids, which columns does not.
-    cell = data.draw(cells(where))
-    weight = torch.zeros(op.count, op.width, requires_grad=True)
-    box = tuple(slice(lo, hi) for lo, hi in zip(cell.lo[:-1], cell.hi[:-1], strict=True))
-    (grad,) = torch.autograd.grad(F.embedding(torch.zeros(ids.shape, dtype=torch.int64), weight)[box].sum(), weight)
-    columns = grad[0].nonzero().flatten().tolist()
-    assert columns == list(range(cell.lo[-2], cell.hi[-2]))
 
 
 DIMS = ("n", "c", "s", None)
@@ -318,15 +298,21 @@ def test_queries_that_see_nothing_get_zeros() -> None:
 
 @given(st.data())
 def test_embedding(data: st.DataObject) -> None:
-    dims = data.draw(st.sampled_from([(), ("n",), ("n", "s"), ("n", "c")]))
+    dims = data.draw(st.sampled_from([(), ("n",), ("n", "s"), ("n", "c"), ("n", "h", "w")]))
     ids = TensorSpec(each(data.draw, len(dims), 1, 4), dims, data.draw(st.sampled_from(["int64", "int32"])))
-    count = data.draw(st.integers(1, 9))
+    count = data.draw(st.integers(3, 9))  # (the harness draws ids below 3)
     padding = data.draw(st.none() | st.integers(0, count - 1))
     op = Embedding(count, data.draw(st.integers(1, 5)), padding=padding)
+    where, cell = space(op, (ids,)), data.draw(cells(space(op, (ids,))))
+    assert (where.out.dims[-1], where.out.dtype) == (None if "c" in dims else "c", "float32")
+    check_needs(op, [ids], cell, F.embedding, tight=False)
+    # Which rows are read depends on the ids, which columns does not.
+    (table,) = where.parameters
+    columns = needed(table.maps, cell)
+    assert (columns.lo[1], columns.hi[1]) == (cell.lo[len(dims)], cell.hi[len(dims)])
     rows = torch.randint(0, op.count, ids.shape, generator=torch.Generator().manual_seed(0))
-    cuts = data.draw(degrees(space(op, (ids,))))
     real = partial(F.embedding, padding_idx=padding)
-    check_kernel(op, [ids], cuts, real, inputs=[rows.to(getattr(torch, ids.dtype))])
+    check_kernel(op, [ids], data.draw(degrees(where)), real, inputs=[rows.to(getattr(torch, ids.dtype))])
 
 
 def test_rows_that_are_elsewhere_stay_untouched() -> None:
@@ -365,3 +351,18 @@ def test_initial_values_are_pytorchs() -> None:
     (table,) = space(Embedding(500, 40), (TensorSpec((2,), ("n",), "int64"),)).parameters
     assert (table.initial, table.scale) == ("normal", 1.0)
     assert float(nn.Embedding(500, 40).weight.detach().std()) == pytest.approx(table.scale, rel=2e-2)
+
+
+@pytest.mark.parametrize("cuts", [(1, 1, 1), (3, 1, 1), (2, 1, 2), (1, 1, 4)])
+def test_every_cell_has_its_part(cuts: tuple[int, ...]) -> None:
+    op = Learned((1, 1, 4), (3, 2, 4))
+    assert space(op, ()).out.dims == ("n", None, "c")
+
+    def expanded(value: Tensor) -> Tensor:
+        return value.expand(3, 2, 4)
+
+    check_kernel(op, [], cuts, expanded)
+
+
+def test_it_follows_the_batch() -> None:
+    assert Learned((1, 1, 4), (3, 2, 4)).at_batch(3, 7) == Learned((1, 1, 4), (7, 2, 4))

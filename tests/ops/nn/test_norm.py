@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Callable
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -16,124 +13,36 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box, Grid
+from layerwise.geometry import Box
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local, Statistics
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.tensor.along import Softmax
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import IMAGES, cells, check_needs, each, images, parameters, values
+from tests.ops.harness import IMAGES, cells, check_identical, each, images, needed, parameters, values, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
-from tests.ops.whole import check_identical, whole
 
 
-def along(t: Tensor, rank: int) -> Tensor:
-    """A tensor of channels, to broadcast over (n, c, ...)."""
-    return t.reshape(1, -1, *(1,) * (rank - 2))
-
-
+@pytest.mark.parametrize("op", [BatchNorm(), BatchNorm(False), GroupNorm(2), InstanceNorm(), InstanceNorm(True)])
 @given(st.data())
-def test_batch_norm_needs(data: st.DataObject) -> None:
-    """By running statistics: those of the batch are tested below."""
-    x = data.draw(images(ranks=(0, 3), low=2, high=5))
-    op = BatchNorm(data.draw(st.booleans()))
-    cell = data.draw(cells(space(op, (x,))))
-
-    def reference(t: Tensor, running_mean: Tensor, running_var: Tensor, **affine: Tensor) -> Tensor:
-        mean, var = running_mean, running_var.abs() + 1
-        normal = (t - along(mean, t.ndim)) / (along(var, t.ndim) + op.eps).sqrt()
-        result = normal * along(affine["weight"], t.ndim) + along(affine["bias"], t.ndim) if affine else normal
-        with torch.no_grad():  # PyTorch's own has no gradient to the running statistics
-            real = F.batch_norm(t, mean, var, eps=op.eps, **affine)
-            torch.testing.assert_close(result.detach(), real, equal_nan=True)
-        return result
-
-    check_needs(op, [x], cell, reference)
-    assert [p.name for p in op.parameters((x,), x) if p.trainable] == ["weight", "bias"] * op.affine
-
-
-@given(st.data())
-def test_group_and_instance_norm_need(data: st.DataObject) -> None:
-    """By given statistics."""
-    block = data.draw(st.integers(1, 3))
-    x = data.draw(images(ranks=(0, 3), low=2, high=5, block=block))
-    affine, eps = data.draw(st.booleans()), 1e-3
-    op: Op = GroupNorm(x.shape[1] // block, affine, eps) if block > 1 else InstanceNorm(affine, eps)
+def test_norms_need_their_own_box(op: BatchNorm | GroupNorm | InstanceNorm, data: st.DataObject) -> None:
+    """Of the input; of a parameter its channels. Statistics are exchanged, which is tested below."""
+    x = data.draw(images(ranks=(0, 3), low=2, high=5, block=2))
+    x = TensorSpec((x.shape[0], 4, *x.shape[2:]), x.dims)
     where = space(op, (x,))
-    assert where.dims[1].max_degree == x.shape[1] // block
+    assert where.dims[1].max_degree == (2 if isinstance(op, GroupNorm) else 4)
     cell = data.draw(cells(where))
-    grouped = values([x])[0].reshape(x.shape[0], x.shape[1] // block, -1)
-    mean, var = (t.repeat_interleave(block, 1).reshape(*x.shape[:2], *(1,) * (len(x.shape) - 2))
-                 for t in (grouped.mean(2), grouped.var(2, correction=0)))  # fmt: skip
-
-    def reference(t: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        normal = (t - mean + 0.1) / (var + eps).sqrt()  # the mean of one element would be itself: no gradient
-        return normal if weight is None or bias is None else normal * along(weight, t.ndim) + along(bias, t.ndim)
-
-    check_needs(op, [x], cell, reference)
-
-
-def split(data: st.DataObject, op: Op, x: TensorSpec) -> Grid:
-    dims = space(op, (x,)).dims
-    degrees = tuple(data.draw(st.integers(1, min(d.max_degree, 3))) for d in dims)
-    return Grid(x.shape, degrees, tuple(d.unit for d in dims))
-
-
-def normalised(x: Tensor, grid: Grid, statistics: Statistics, eps: float) -> Tensor:
-    """Every cell adds up its sums; those that differ only along `over` share them; then every cell normalises."""
-    rank, keys, block = x.ndim, statistics.keys, statistics.block
-    boxes = list(grid)
-    index = itertools.product(*map(range, grid.degrees))
-    group = [tuple(0 if i in statistics.over else at for i, at in enumerate(cell)) for cell in index]
-    sums: dict[tuple[int, ...], Tensor | float] = defaultdict(float)
-
-    def blocked(box: Box) -> Tensor:
-        """Keys first: (n, c/block, elements) or (1, c/block, elements)."""
-        t = x[box.slices()]
-        if 0 not in keys:
-            t = t.transpose(0, 1).flatten(1)[None]
-        return t.reshape(t.shape[0], t.shape[1] // block, -1)
-
-    for g, box in zip(group, boxes, strict=True):
-        t = blocked(box)
-        partial = torch.stack([t.sum(-1), t.square().sum(-1)])
-        assert partial.numel() == statistics.per_key * prod(box.shape[i] for i in keys) // block
-        sums[g] += partial
-    count = prod(x.shape[i] for i in range(rank) if i not in keys) * block
-    out = torch.empty_like(x)
-    for g, box in zip(group, boxes, strict=True):
-        mean, square = sums[g] / count
-        var = square - mean**2
-        mean, var = (t.repeat_interleave(block, 1).reshape(*t.shape[:1], -1, *(1,) * (rank - 2)) for t in (mean, var))
-        out[box.slices()] = (x[box.slices()] - mean) / (var + eps).sqrt()
-    return out
-
-
-@given(st.data())
-def test_statistics_add_up(data: st.DataObject) -> None:
-    """The cells' all-reduced sums give what the whole operator gives, in training, for every way to split."""
-    block, eps = data.draw(st.integers(1, 3)), 1e-3
-    x = data.draw(images(ranks=(1, 3), low=2, high=5, block=block))
-    (t,) = values([x])
-    groups = x.shape[1] // block
-    kinds: list[tuple[Op, tuple[int, ...], int, Any]] = [
-        (BatchNorm(False, eps), (1,), 1, lambda: F.batch_norm(t, None, None, training=True, eps=eps)),
-        (GroupNorm(groups, False, eps), (0, 1), block, lambda: F.group_norm(t, groups, eps=eps)),
-        (InstanceNorm(False, eps), (0, 1), 1, lambda: F.instance_norm(t, eps=eps)),
-    ]
-    op, keys, size, real = data.draw(st.sampled_from(kinds))
-    statistics = op.statistics((x,), op.output(x))
-    assert statistics is not None
-    assert (statistics.keys, statistics.block, statistics.per_key) == (keys, size, 2)
-    assert sorted((*statistics.over, *keys)) == list(range(len(x.shape)))
-    result = normalised(t, split(data, op, x), statistics, eps)
-    torch.testing.assert_close(result, real(), rtol=1e-9, atol=1e-9)
+    assert [needed(m, cell) for m in where.needs] == [cell]
+    assert all(needed(p.maps, cell) == Box(cell.lo[1:2], cell.hi[1:2]) for p in where.parameters)
+    trained = [p.name for p in where.parameters if p.trainable]
+    assert trained == ["weight", "bias"] * op.affine
 
 
 def test_statistics_only_over_what_can_be_split() -> None:
     x = TensorSpec((2, 4, 6, 6), ("n", "c", None, "w"))
     assert BatchNorm().statistics((x,), x) == Statistics((0, 3), (1,), 2)
     assert GroupNorm(2).statistics((x,), x) == Statistics((3,), (0, 1), 2, 2)
+    assert InstanceNorm().statistics((x,), x) == Statistics((3,), (0, 1), 2)
     flat = TensorSpec((2, 4), ("n", "c"))
     assert BatchNorm().statistics((flat,), flat) == Statistics((0,), (1,), 2)
     assert GroupNorm(2).statistics((flat,), flat) is None

@@ -15,9 +15,9 @@ from torch.nn import functional
 from layerwise.geometry import Box
 from layerwise.ops.base import space
 from layerwise.ops.facts import Local
+from layerwise.ops.fused import needed_box
 from layerwise.ops.nn import onednn
 from layerwise.ops.nn.conv import Conv
-from layerwise.ops.stages import needed_box
 from layerwise.tensor import TensorSpec
 from tests.examples import examples
 
@@ -80,11 +80,14 @@ def test_numbers_are_those_of_pytorch(data: st.DataObject) -> None:
         close(mine, theirs)
 
 
-def test_groups_along_one_dimension() -> None:
-    """Of one thread PyTorch leaves these to im2col, too: kernels of one position along height and width."""
-    x, weight, bias = tensors(32, 32, (16, 16, 16), (3, 1, 1))
-    leaves = [x, weight.detach()[:, :16].clone().requires_grad_(), bias]
-    how = (1, 1, 1), (1, 0, 0), (1, 1, 1), 2
+@pytest.mark.parametrize("groups", [1, 2])
+def test_it_can_be_differentiated_twice(groups: int) -> None:
+    """Of one thread PyTorch leaves groups along one dimension to im2col, too: kernels of one position elsewhere."""
+    leaves, how = tensors(16, 16, (5, 9, 21)), HOW
+    if groups == 2:
+        x, weight, bias = tensors(32, 32, (16, 16, 16), (3, 1, 1))
+        leaves = [x, weight.detach()[:, :16].clone().requires_grad_(), bias]
+        how = (1, 1, 1), (1, 0, 0), (1, 1, 1), 2
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,18 +100,6 @@ def test_groups_along_one_dimension() -> None:
     finally:
         torch.set_num_threads(threads)
     for mine, theirs in zip(*made, strict=True):
-        close(mine, theirs)
-
-
-def test_it_can_be_differentiated_twice() -> None:
-    leaves = tensors(16, 16, (5, 9, 21))
-    seconds = []
-    for convolve in (onednn.convolve, functional.conv3d):
-        out = convolve(*leaves, *HOW)
-        assert by_onednn(out) == (convolve is onednn.convolve)
-        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-        seconds.append(torch.autograd.grad(sum((g * g).sum() for g in first), leaves))
-    for mine, theirs in zip(*seconds, strict=True):
         close(mine, theirs)
 
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import IMAGES, each, images
+from tests.ops.harness import IMAGES, each, images, pairs, sample, whole
 from tests.ops.kernels import check_kernel, check_split
-from tests.ops.windows import pairs, sample, whole
 
 MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
@@ -134,7 +133,7 @@ def has_torch(op: Pool, x: TensorSpec) -> bool:
     if (
         op.mode == "average"
         and rank == 3
-        and any(k > e for k, e in zip(op.kernel, whole(op, x).needs[0].shape[-3:], strict=True))
+        and any(k > e for k, e in zip(op.kernel, whole(op, [x]).needs[0].shape[-3:], strict=True))
     ):
         return False
     symmetric = all(a == b <= k // 2 for (a, b), k in zip(op.padding, op.kernel, strict=True))
@@ -145,7 +144,7 @@ def has_torch(op: Pool, x: TensorSpec) -> bool:
 def test_one_device_pools_as_torch(data: st.DataObject) -> None:
     """Bit by bit, in float32."""
     op, x = data.draw(pools().filter(lambda pair: has_torch(*pair)))
-    at, t = whole(op, x), sample(x)
+    at, t = whole(op, [x]), sample(x)
     low, rank = [a for a, _ in op.padding], len(op.kernel)
     if op.mode == "max":
         wanted = MAX[rank - 1](t, op.kernel, op.stride, low, op.dilation, op.ceil_mode)
@@ -182,7 +181,7 @@ def test_pool_of_other_ranks() -> None:
 def test_the_norm_of_zeros_passes_no_gradient() -> None:
     op = Pool("lp", (2,), (2,), ((0, 0),), (1,))
     t = torch.tensor([[[0.0, 0.0, 3.0, 4.0]]], requires_grad=True)
-    out = op.run(whole(op, TensorSpec((1, 1, 4), IMAGES[1])), [t], {})
+    out = op.run(whole(op, [TensorSpec((1, 1, 4), IMAGES[1])]), [t], {})
     out.sum().backward()
     assert out.tolist() == [[[0.0, 5.0]]]
     assert t.grad is not None

@@ -20,9 +20,8 @@ from layerwise.ops.base import space
 from layerwise.ops.facts import Local
 from layerwise.ops.nn.resample import Interpolate, Pad
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import IMAGES, Reference, cells, check_needs, each, images, needed
+from tests.ops.harness import IMAGES, Reference, cells, check_needs, each, flat, images, needed, sample, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
-from tests.ops.windows import flat, sample, whole
 
 
 def test_pads_of_borders_need_a_halo_not_everything() -> None:
@@ -151,7 +150,7 @@ def test_interpolation(data: st.DataObject) -> None:
 def test_one_device_interpolates_as_torch(data: st.DataObject) -> None:
     """Bit by bit, in float32."""
     op, x = data.draw(interpolations().filter(lambda pair: pair[0].mode != "cubic" or len(pair[0].size) == 2))
-    at, t = whole(op, x), sample(x)
+    at, t = whole(op, [x]), sample(x)
     assert torch.equal(op.run(at, [t[at.needs[0].slices()]], {}), interpolated(op, t))
 
 

@@ -34,9 +34,8 @@ from layerwise.ops.tensor.pointwise import (
 )
 from layerwise.tensor import TensorSpec
 from tests.cases import case
-from tests.ops.harness import cells, check_needs, images
+from tests.ops.harness import cells, check_identical, check_needs, images, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
-from tests.ops.whole import check_identical, whole
 
 IMAGE = TensorSpec((3, 4, 2, 5), ("n", "c", "h", "w"))
 ARGUMENTS: dict[str, tuple[float, ...]] = {
@@ -68,18 +67,6 @@ def argued(name: str) -> tuple[float, ...]:
     return (3.0,) if name.endswith("_scalar") else ARGUMENTS.get(name, ())
 
 
-@given(st.data())
-def test_unary_needs(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted((REAL | KEEPING | TESTING) - {"bitwise_not"})))
-    op = Unary(name, argued(name))
-
-    def reference(t: Tensor) -> Tensor:
-        return function(name)(t, *op.arguments).double().nan_to_num(7.0)  # logarithms of negative numbers
-
-    cell = data.draw(cells(space(op, (IMAGE,))))
-    check_needs(op, [IMAGE], cell, reference, tight=name in ("exp", "tanh"))  # others have no slope in places
-
-
 @st.composite
 def operands(draw: st.DrawFn, count: int) -> list[TensorSpec]:
     """Shapes that broadcast, labelled each as it likes."""
@@ -94,36 +81,17 @@ def operands(draw: st.DrawFn, count: int) -> list[TensorSpec]:
 
 
 @given(st.data())
-def test_binary_needs(data: st.DataObject) -> None:
-    specs = data.draw(operands(2))
-    op = Binary("mul")
-    check_needs(op, specs, data.draw(cells(space(op, tuple(specs)))), torch.mul)
-
-
-@given(st.data(), st.booleans())
-def test_binary_with_a_parameter_needs(data: st.DataObject, swapped: bool) -> None:
+def test_operands_need_what_they_broadcast(data: st.DataObject) -> None:
     x, other = data.draw(operands(2))
-    op = Binary("sub", other.shape, swapped=swapped)
-    where = space(op, (x,))
-
-    def reference(t: Tensor, operand: Tensor) -> Tensor:
-        return operand - t if swapped else t - operand
-
-    check_needs(op, [x], data.draw(cells(where)), reference)
-    (parameter,) = where.parameters
-    assert (parameter.name, parameter.trainable, parameter.epilogue) == ("operand", True, True)
+    check_needs(Binary("mul"), [x, other], data.draw(cells(space(Binary("mul"), (x, other)))), torch.mul)
+    for swapped in (True, False):
+        op = Binary("sub", other.shape, swapped=swapped)
+        where = space(op, (x,))
+        sign = -1 if swapped else 1
+        check_needs(op, [x], data.draw(cells(where)), lambda t, operand, s=sign: s * (t - operand))
+        (parameter,) = where.parameters
+        assert (parameter.name, parameter.trainable, parameter.epilogue) == ("operand", True, True)
     assert not space(Binary("sub", other.shape, trainable=False), (x,)).parameters[0].trainable
-
-
-@given(st.data())
-def test_where_needs(data: st.DataObject) -> None:
-    condition, x, y = data.draw(operands(3))
-    condition = TensorSpec(condition.shape, condition.dims, "bool", condition.units)
-    where = space(Where(), (condition, x, y))
-    cell = data.draw(cells(where))
-    # (poison by NaN does not spread through a choice that is not made; so both branches are added)
-    check_needs(Where(), [condition, x, y], cell, lambda c, a, b: torch.where(c > 0, a + 2 * b, b + 2 * a))
-    assert where.out.dtype == "float32"
 
 
 def test_binary_functions_are_torch_functions() -> None:
@@ -170,9 +138,14 @@ def test_labels_of_broadcast_operands() -> None:
 
 
 @given(st.data())
-def test_dropout_and_cast_need_their_own_box(data: st.DataObject) -> None:
-    for op in (Dropout(0.5), Dropout(0.1, channels=True), Cast("float16")):
-        check_needs(op, [IMAGE], data.draw(cells(space(op, (IMAGE,)))), lambda t: t * 2)
+def test_functions_of_one_element_need_their_own_box(data: st.DataObject) -> None:
+    doubled = Dropout(0.5), Dropout(0.1, channels=True), Cast("float16")
+    for op, reference in (
+        (Unary("exp"), torch.exp),
+        (Unary("tanh"), torch.tanh),
+        *((op, lambda t: t * 2) for op in doubled),
+    ):
+        check_needs(op, [IMAGE], data.draw(cells(space(op, (IMAGE,)))), reference)
     assert Cast("int64").output(IMAGE).dtype == "int64"
 
 
@@ -326,8 +299,11 @@ def test_where(data: st.DataObject) -> None:
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(s.shape, generator=g, dtype=torch.float64) for s in (x, y))
     chosen = torch.rand(condition.shape, generator=g) > 0.5
-    specs = [condition, x, y]
-    check_kernel(Where(), specs, data.draw(degrees(space(Where(), tuple(specs)))), torch.where, inputs=[chosen, a, b])
+    specs, where = [condition, x, y], space(Where(), (condition, x, y))
+    assert where.out.dtype == "float32"
+    # (poison by NaN does not spread through a choice that is not made; so both branches are added)
+    check_needs(Where(), specs, data.draw(cells(where)), lambda c, a, b: torch.where(c > 0, a + 2 * b, b + 2 * a))
+    check_kernel(Where(), specs, data.draw(degrees(where)), torch.where, inputs=[chosen, a, b])
 
 
 @given(st.data())

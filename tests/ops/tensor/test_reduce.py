@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,9 +23,8 @@ from layerwise.ops.nn.loss import Loss, LossSum
 from layerwise.ops.tensor.along import Cumsum, Gather, OneHot, Positions, Scatter, Softmax, Take
 from layerwise.ops.tensor.reduce import PartialReduce, Reduce
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import IMAGES, cells, check_needs, images, values
+from tests.ops.harness import IMAGES, cells, check_identical, check_needs, images, values, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
-from tests.ops.whole import check_identical, whole
 
 REAL = {
     "mean": torch.mean,
@@ -185,29 +186,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-@given(st.data())
-def test_loss_needs(data: st.DataObject) -> None:
-    fn = data.draw(st.sampled_from(list(LOSSES)))
-    reduction = data.draw(st.sampled_from(["mean", "sum", "none"]))
-    op = Loss(fn, reduction)
-    x = data.draw(images(ranks=(0, 2), low=2, high=4, block=3))
-    target = x
-    if fn == "nll" or (fn == "cross_entropy" and data.draw(st.booleans())):
-        target = TensorSpec((x.shape[0], *x.shape[2:]), (x.dims[0], *x.dims[2:]), "int64")
-    cell = data.draw(cells(space(op, (x, target))))
-
-    def reference(a: Tensor, b: Tensor) -> Tensor:
-        losses = LOSSES[fn](a, b, reduction="none")
-        rows = losses.reshape(x.shape[0], -1)
-        return losses if reduction == "none" else rows.mean(1) if reduction == "mean" else rows.sum(1)
-
-    check_needs(op, [x, target], cell, reference, poison=0.5)
-    if reduction == "mean" and target.differentiable:  # the mean over the batch is PyTorch's own
-        a, b = (torch.rand(s.shape, dtype=torch.float64) for s in (x, target))
-        torch.testing.assert_close(reference(a, b).mean(), LOSSES[fn](a, b, reduction="mean"))
-
-
 def test_labels_of_losses() -> None:
     tokens = TensorSpec((12, 50), ("n", "c"), units=(3, 1))  # (n, s) merged
     ids = TensorSpec((12,), ("n",), "int64", units=(3,))
@@ -315,14 +293,20 @@ def test_loss(data: st.DataObject) -> None:
         a, b = a.sigmoid(), b.sigmoid()
     if fn == "kl":
         b = b.abs()
-    real = {"bce": F.binary_cross_entropy, "kl": F.kl_div}.get(fn, LOSSES[fn])
+    plain = {"bce": F.binary_cross_entropy, "kl": F.kl_div}.get(fn, LOSSES[fn])
+    named = {k: TYPES.get(k, float)(v) for k, v in arguments}
 
-    def reference(p: Tensor, t: Tensor) -> Tensor:
-        losses: Tensor = real(p, t, reduction="none", **{k: TYPES.get(k, float)(v) for k, v in arguments})
+    def reference(p: Tensor, t: Tensor, real: Callable[..., Tensor] = plain) -> Tensor:
+        losses = real(p, t, reduction="none", **named)
         rows = losses.reshape(len(losses), -1)
         return losses if reduction == "none" else rows.mean(1) if reduction == "mean" else rows.sum(1)
 
-    check_kernel(op, [x, target], data.draw(degrees(space(op, (x, target)))), reference, inputs=[a, b])
+    where = space(op, (x, target))
+    check_kernel(op, [x, target], data.draw(degrees(where)), reference, inputs=[a, b])
+    if not arguments and min(x.shape) > 1:
+        check_needs(op, [x, target], data.draw(cells(where)), partial(reference, real=LOSSES[fn]), poison=0.5)
+    if reduction == "mean" and target.differentiable:  # the mean over the batch is PyTorch's own
+        torch.testing.assert_close(reference(a, b).mean(), plain(a, b, reduction="mean", **named))
 
 
 WEIGHED = {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.geometry.arrays import Floats
 from layerwise.search.limit import rest
 from layerwise.search.limit.additive import Choice, Costs, Problem
 from layerwise.search.limit.limited import GAP, fastest_within, least_memory
+from layerwise.search.limit.multipliers import simplex
 from tests.examples import examples
 from tests.search.problems import Random, random_problems
 
@@ -23,7 +25,7 @@ def limit_at(r: Random, share: float) -> float:
     return least + share * max(fastest - least, 1e8)
 
 
-@examples(150)
+@examples(80)
 @given(random_problems(), SHARES)
 def test_it_equals_exhaustive_search(r: Random, share: float) -> None:
     limit = limit_at(r, share)
@@ -38,7 +40,7 @@ def test_it_equals_exhaustive_search(r: Random, share: float) -> None:
         assert r.problem.time.of(found.choice, r.problem.base) == pytest.approx(best)
 
 
-@examples(60)
+@examples(35)
 @given(random_problems(), SHARES, st.sampled_from([1, 50, 500]), st.sampled_from([0, 10, 100]))
 def test_where_little_is_enumerated_the_bounds_are_still_true(r: Random, share: float, room: int, checks: int) -> None:
     limit = limit_at(r, share)
@@ -53,7 +55,7 @@ def test_where_little_is_enumerated_the_bounds_are_still_true(r: Random, share: 
     assert least.bytes >= r.peaks.min()
 
 
-@examples(60)
+@examples(35)
 @given(random_problems())
 def test_the_least_memory_is_that_of_exhaustive_search(r: Random) -> None:
     least = least_memory(r.problem)
@@ -62,7 +64,7 @@ def test_the_least_memory_is_that_of_exhaustive_search(r: Random) -> None:
     assert r.problem.peak(least.best) == least.bytes
 
 
-@examples(60)
+@examples(35)
 @given(random_problems())
 def test_a_limit_that_does_not_bind_has_no_price(r: Random) -> None:
     found = fastest_within(r.problem, float(r.peaks.max()))
@@ -71,7 +73,7 @@ def test_a_limit_that_does_not_bind_has_no_price(r: Random) -> None:
     assert found.cost_s == pytest.approx(r.costs.min())
 
 
-@examples(30)
+@examples(18)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=3, max_size=8), st.floats(0.1, 0.9))
 def test_branches_alone_close_the_gap_of_a_knapsack(layers: list[tuple[int, int]], share: float) -> None:
     """Each layer either takes its memory or its time: multipliers alone leave what a part of a layer would gain."""
@@ -91,3 +93,31 @@ def test_branches_alone_close_the_gap_of_a_knapsack(layers: list[tuple[int, int]
         found = fastest_within(problem, limit)
     assert found.lower_bound_s <= best * (1 + 1e-9)
     assert best <= found.cost_s <= found.lower_bound_s * (1 + GAP) * (1 + 1e-9)
+
+
+def least_vertex(cost: Floats, matrix: Floats, right: Floats) -> float:
+    """The least cost of all feasible choices of as many columns as there are rows."""
+    least = np.inf
+    for columns in map(list, combinations(range(len(cost)), len(right))):
+        square = matrix[:, columns]
+        if abs(np.linalg.det(square)) > 1e-9:
+            level = np.linalg.solve(square, right)
+            if (level >= -1e-9).all():
+                least = min(least, float(cost[columns] @ level))
+    return least
+
+
+@examples(60)
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**32 - 1), st.booleans())
+def test_it_is_the_best_vertex_and_prices_prove_it(rows: int, columns: int, seed: int, tied: bool) -> None:
+    random = np.random.default_rng(seed)
+    numbers = random.integers(-2, 3, (rows, columns)) if tied else random.normal(size=(rows, columns))
+    matrix: Floats = np.hstack([numbers, np.eye(rows)])
+    right: Floats = random.integers(0, 3, rows).astype(np.float64) if tied else random.random(rows)
+    cost: Floats = np.r_[random.random(columns), random.random(rows)]  # above 0: the least is finite
+    solution, prices = simplex(cost, matrix, right, range(columns, columns + rows))
+    assert (solution >= 0).all()
+    assert matrix @ solution == pytest.approx(right, abs=1e-7)
+    assert (prices @ matrix <= cost + 1e-7).all()
+    assert cost @ solution == pytest.approx(least_vertex(cost, matrix, right), abs=1e-7)
+    assert prices @ right == pytest.approx(cost @ solution, abs=1e-7)

@@ -71,7 +71,7 @@ def test_no_step_is_below_its_rows(network: Callable[[int], LayerGraph], profile
     holds(network(8), profile, kind, 1, 6)
 
 
-@examples(25)
+@examples(15)
 @given(SMALL, st.sampled_from(["p100", "pcie", "h100"]), st.integers(0, 99))
 def test_nor_in_any_small_network(graph: LayerGraph, profile: str, seed: int) -> None:
     holds(graph, profile, "training", seed, 3)

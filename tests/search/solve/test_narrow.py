@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.model import CostModel, CostOptions, CostTables
+from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, load
 from layerwise.partition.sharding import held_configurations
+from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.find import configurations
 from layerwise.search.solve import narrow as module
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import (
     Configs,
+    Keep,
+    Messages,
+    by_edge_cost,
     exact_costs,
     exact_optimum,
     narrow,
     raised,
+    restrict,
     strategy_of,
 )
 from tests.cost import brute, networks
 from tests.cost.test_transfer import as_stated, kinked
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
+from tests.search.tables import complete_tables, every_strategy, random_tables, tables
 
 SMALL = networks.windows() | networks.branches() | networks.sequences()
 NETWORKS = [chain, residual, inception, dense, crossing]
@@ -123,3 +134,96 @@ def test_tables_that_memory_cannot_hold_are_refused_before_they_are_made() -> No
         ),
     ):
         narrow(model, configs, [])
+
+
+def contained(t: CostTables, upper_s: float) -> Keep:
+    """The configurations of all strategies that cost no more than `upper_s`."""
+    keep = {name: np.zeros(len(cost), bool) for name, cost in t.node.items()}
+    for choice, cost in every_strategy(t).items():
+        if cost <= upper_s:
+            for name, i in zip(keep, choice, strict=True):
+                keep[name][i] = True
+    return keep
+
+
+@examples(45)
+@given(random_tables(nodes=5, most=4), st.floats(0, 0.5))
+def test_whatever_is_part_of_a_strategy_within_the_bound_is_kept(t: CostTables, above: float) -> None:
+    upper = eliminate(t).cost_s * (1 + above)
+    keep = by_edge_cost(t, upper)
+    for name, needed in contained(t, upper).items():
+        assert keep[name][needed].all()
+    small = restrict(t, keep)
+    assert eliminate(small).cost_s == pytest.approx(eliminate(t).cost_s)
+    assert all(small.configs[name] == tuple(np.array(t.configs[name], object)[keep[name]]) for name in keep)
+
+
+def test_what_has_lost_its_cheap_partner_goes_too() -> None:
+    t = tables({"a": 3, "b": 3}, [("a", "b", 0)], seed=0)
+    t.node["a"][:], t.node["b"][:] = [0, 1, 10], 0
+    t.transfer["a", "b", 0][:] = [[2, 2, 7], [2, 2, 7], [2, 2, 2]]
+    keep = by_edge_cost(t, 3.5)
+    assert {name: k.tolist() for name, k in keep.items()} == {"a": [True, True, False], "b": [True, True, False]}
+    keep = by_edge_cost(t, 2)  # a bound that only the optima reach: they stay, whatever the rounding
+    assert {name: k.tolist() for name, k in keep.items()} == {"a": [True, False, False], "b": [True, True, False]}
+
+
+@examples(45)
+@given(random_tables(nodes=5, most=4), st.integers(0, 4))
+def test_messages_bound_every_strategy_by_each_of_its_configurations(t: CostTables, sweeps: int) -> None:
+    bounds = Messages(t.transfer, list(t.node)).bounds(t.node, sweeps)
+    for choice, cost in every_strategy(t).items():
+        for name, i in zip(t.node, choice, strict=True):
+            assert bounds.lower_s[name][i] <= cost * (1 + 1e-12) + 1e-12
+    assert tuple(bounds.choice.values()) in every_strategy(t)
+
+
+@given(st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_messages_along_a_chain_are_exact(length: int, seed: int) -> None:
+    names = [f"l{i}" for i in range(length)]
+    t = tables(dict.fromkeys(names, 4), [(u, v, 0) for u, v in itertools.pairwise(names)], seed)
+    costs = every_strategy(t)
+    bounds = Messages(t.transfer, names).bounds(t.node, 1)
+    for at, name in enumerate(names):
+        best = [min(cost for choice, cost in costs.items() if choice[at] == i) for i in range(4)]
+        assert bounds.lower_s[name] == pytest.approx(best)
+    assert costs[tuple(bounds.choice.values())] == pytest.approx(min(costs.values()))
+
+
+def test_messages_tighten_the_bound_where_it_is_not_exact() -> None:
+    t = complete_tables(6, 4)
+    best = eliminate(t).cost_s
+    lower = [
+        max(b.min() for b in Messages(t.transfer, list(t.node)).bounds(t.node, n).lower_s.values()) for n in (0, 4)
+    ]
+    assert lower[0] < 0.6 * best < 0.75 * best < lower[1] <= best
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_some_rows_of_a_table_at_a_time_give_the_same_bounds(rows: int) -> None:
+    t = complete_tables(5, 4)
+    whole = Messages(t.transfer, list(t.node)).bounds(t.node, 2)
+    with mock.patch.object(module, "CACHED", rows * 4):
+        parts = Messages(t.transfer, list(t.node)).bounds(t.node, 2)
+    assert parts.choice == whole.choice
+    for name, lower_s in whole.lower_s.items():
+        assert (parts.lower_s[name] == lower_s).all()
+
+
+@pytest.mark.parametrize("network", [chain, residual, inception, dense, crossing])
+@pytest.mark.parametrize(("devices", "batch"), [(4, 8), (6, 4), (8, 1), (1, 2)])
+def test_the_search_over_pruned_tables_is_the_search_over_full_ones(
+    network: Callable[[int], LayerGraph], devices: int, batch: int
+) -> None:
+    options = CostOptions(io="sample" if batch >= devices else "free")
+    node = 2 if devices > 1 else 1
+    model = CostModel(fuse(network(batch)), load("p100").device_graph(devices, node), options)
+    space = SearchSpace(devices, spread=devices > 2)
+    named = {name: complete(model, baseline(model, name)) for name in NAMES}
+    configs = configurations(model, space, named, {})
+    narrowed = narrow(model, configs, list(named.values()))
+    best = eliminate(model.tables(configs)).cost_s
+    last, found = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
+    assert found.cost_s == pytest.approx(best, rel=1e-12)
+    assert sum(exact_costs(model, [strategy_of(last.configs, found.choice)])[0]) == pytest.approx(best, rel=1e-12)
+    assert best <= narrowed.upper_s * (1 + 1e-12)

@@ -1,5 +1,5 @@
 """Lower bounds of the memory of a step as sums over layers and edges, so that a search can bound it."""
 
-from layerwise.cost.memory.bounds.tables import MemoryBounds, MemoryTables
+from layerwise.cost.memory.bounds.tables import MemoryBounds
 
-__all__ = ["MemoryBounds", "MemoryTables"]
+__all__ = ["MemoryBounds"]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from layerwise.config import distinct_cells
 from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, Kind
-from layerwise.cost.memory.bounds.state import ALWAYS, WEIGHTS, Received, StageResult, StepClaims
-from layerwise.cost.memory.kernels import BEFORE
+from layerwise.cost.memory.bounds.state import ALWAYS, WEIGHTS, GradientClaims, Received, StageResult, StepClaims
+from layerwise.cost.memory.sizes import BEFORE, differentiated, moved_between, place_of, returned
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.program.instructions import Forget, Keep
+from layerwise.program.instructions import Forget, Free, Keep, Output
 from layerwise.tensor import ITEM_BYTES
 
 
@@ -78,7 +80,7 @@ class Forward(StepClaims):
                 where = ((self.at[name].table(stage.saved.inputs) > 0) | (stage.padded > 0)) & keeps
                 whole = np.broadcast_to(keeps, where.shape)
                 read: dict[int, StageResult | Received | None] = {BEFORE: before}
-                read |= {slot: given[slot] for slot in self._slots(layer, number)}
+                read |= {slot: given[slot] for slot in stage.slots}
                 read |= copies
                 for slot, ref in read.items():
                     mine += self._keep(name, ref, whole if slot == WEIGHTS else where)
@@ -133,6 +135,41 @@ class Forward(StepClaims):
         claims = self.ledger.hold(out.storage, edge, "own", size, np.ones(kept.shape), local=True)
         return claims + self.ledger.hold(out.storage, edge, "own", size, (~kept).astype(np.float64), local=False)
 
+    def free(self, instruction: Free) -> None:
+        """The layer's output is claimed by what saved it only."""
+        value = self.values.get(instruction.value)
+        self.ledger.drop(value.working if value else [])
+
+    def output(self, instruction: Output) -> None:
+        """Gradients of the outputs: all follows from the configuration of the layer whose output it is."""
+        sink, model = self.model.graph[instruction.layer], self.model
+        sizes, received = list[Floats](), list[list[Claim]]()
+        for slot, (name, spec) in enumerate(zip(sink.inputs, sink.specs, strict=True)):
+            cells, which = distinct_cells(self.configs[name])
+            end, source = place_of(model, sink, self.configs[sink.name][0]), model.graph[name]
+            edges = [moved_between(model, sink, slot, place_of(model, source, config), end) for config in cells]
+            local = np.array([[edge.local] for edge in edges])
+            if model.options.io != "sample":
+                self.local[name, sink.name, slot] = local
+            sizes.append(np.stack([edge.need for edge in edges])[which] * spec.item_bytes)
+            received.append(self._new(name, np.where(local[which], 0.0, sizes[-1])))
+
+        def new(slot: int, size: Floats) -> list[Claim]:
+            return self._new(sink.inputs[slot], size)
+
+        if model.options.kind == "inference":
+            returned(new, self._drop_outputs, sizes, received)
+            return
+        made = differentiated(new, self._drop_outputs, model, sink, sizes, received)
+        self.inward[sink.name] = {
+            slot: GradientClaims(claims[0].storage if claims else self.ledger.storage(), size[:1], claims)
+            for slot, (size, claims) in enumerate(zip(sizes, made, strict=True))
+        }
+
+    def _drop_outputs(self, claims: Sequence[list[Claim]]) -> None:
+        self.ledger.instant(f"outputs {self.ledger.now}")
+        self.ledger.drop([claim for each in claims for claim in each])
+
     # ---- what is recomputed ----
 
     def keep(self, instruction: Keep) -> None:
@@ -173,8 +210,3 @@ class Forward(StepClaims):
             made = self.remade.get(source)
             there += [(made.storage, made.size * ~made.held)] if isinstance(made, StageResult) else []
         return self._received(layer, slot, there, self._need(layer, slot) * on, "recomputed")
-
-    def _slots(self, layer: Layer, number: int) -> tuple[int, ...]:
-        """The layer's inputs that a stage reads; the first one also the parameters that other layers use, too."""
-        slots = self.stages[layer.name][number].slots
-        return slots if number else slots + tuple(range(len(layer.specs), len(layer.inputs)))

@@ -22,16 +22,6 @@ from layerwise.cost.model import Configs, CostModel, EdgeName
 from layerwise.geometry.arrays import Floats, Ints, Mask
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryTables:
-    """The bytes of one instant on one device: their sum is at most `peak_bytes` of that device, for every strategy."""
-
-    instant: str
-    device: int
-    node: dict[str, Floats]  # (V_l,) bytes
-    edge: dict[EdgeName, Floats]  # (B_u, B_v) bytes; only edges that have something
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _OwnerClaims:
     """The K claims of one owner, which lie together in all claims."""
@@ -167,8 +157,11 @@ class MemoryBounds:
             return False
         return bool((_row(claim.source, u) * _row(claim.target, v)).any())
 
-    def tables(self, instant: str, device: int) -> MemoryTables:
-        """The tables of one of the `instants` on one device."""
+    def tables(self, instant: str, device: int) -> tuple[dict[str, Floats], dict[EdgeName, Floats]]:
+        """The bytes of one of the `instants` on one device: (V_l,) of layers, (B_u, B_v) of edges that have any.
+
+        Their sum is at most `peak_bytes` of that device, for every strategy.
+        """
         now = self._index[instant]
         node = {name: np.zeros(count) for name, count in self._counts.items()}
         edge: dict[EdgeName, Floats] = {}
@@ -187,7 +180,7 @@ class MemoryBounds:
                     cells = self._travels[name].bytes(part, u[:, None], v[None], np.array(device))
                     travelling = cells[self._pairs(name)]
                     edge[name] = edge[name] + travelling if name in edge else travelling
-        return MemoryTables(instant, device, node, {name: table for name, table in edge.items() if table.any()})
+        return node, {name: table for name, table in edge.items() if table.any()}
 
     def _pairs(self, edge: EdgeName) -> tuple[Ints, ...]:
         """The entries of a table over cells for the (B_u, B_v) bases."""
@@ -255,14 +248,12 @@ def _bytes(owner: Owner, rows: _OwnerClaims, choice: Mapping[str, int], local: M
         alone: Floats = rows.source[choice[owner]]
         return alone
     assert rows.target is not None
-    u, v = choice[owner[0]], choice[owner[1]]
-    here = rows.local == local[owner]
-    source = rows.source[u if len(rows.source) > 1 else 0]
-    result: Floats = source * rows.target[v if len(rows.target) > 1 else 0] * here[:, None]
+    ends = _row(rows.source, choice[owner[0]]) * _row(rows.target, choice[owner[1]])
+    result: Floats = ends * (rows.local == local[owner])[:, None]
     return result
 
 
 def _row(sizes: Floats, number: int) -> Floats:
-    """(N,) of (V, N), or of (1, N) for all."""
+    """(..., N) of (V, ..., N), or of (1, ..., N) for all."""
     row: Floats = sizes[number if len(sizes) > 1 else 0]
     return row

@@ -26,7 +26,7 @@ from layerwise.importers.registry import Built, Call, Operand, Result, Table, Te
 from layerwise.importers.tensors import depth_to_space as to_space
 from layerwise.importers.tensors import expanded, gathered, joined, permuted, repeated, reshaped, sliced
 from layerwise.importers.tensors import space_to_depth as to_depth
-from layerwise.ops.nn.embed import Embedding, Learned
+from layerwise.ops.nn.linear import Embedding, Learned
 from layerwise.ops.nn.resample import Interpolate, Pad
 from layerwise.ops.tensor.view import Expand, Slice
 from layerwise.tensor import TensorSpec

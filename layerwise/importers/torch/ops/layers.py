@@ -17,8 +17,7 @@ from layerwise.importers.torch.ops.weights import standardised
 from layerwise.importers.torch.patterns import BATCH_MEAN
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose
-from layerwise.ops.nn.embed import Embedding
-from layerwise.ops.nn.linear import MatMul
+from layerwise.ops.nn.linear import Embedding, MatMul
 from layerwise.ops.nn.loss import Loss
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
