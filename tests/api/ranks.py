@@ -36,11 +36,7 @@ def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[f
     dataset = data(2 * BATCH)
     share = BATCH // comm.size
     example = dataset.tensors[0][:share]
-    model = parallelize(
-        network(SEED + comm.rank) if source is None else source,
-        example,
-        **keywords(how, comm=comm),
-    )
+    model = parallelize(network(SEED + comm.rank) if source is None else source, example, **keywords(how, comm=comm))
     first = model.full_state_dict()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
@@ -194,10 +190,7 @@ def smooth() -> nn.Module:
 def automatic(comm: Comm, compute_s: float) -> tuple[int, str]:
     """What "auto" finds."""
     example = data().tensors[0][: BATCH // comm.size]
-    return auto(
-        parallelize(smooth(), example, **quiet(comm, strategy="data")),
-        compute_s,
-    )
+    return auto(parallelize(smooth(), example, **quiet(comm, strategy="data")), compute_s)
 
 
 class Named(nn.Module):

@@ -294,10 +294,7 @@ def graph(*, fused: bool = True) -> LayerGraph:
 
 BF16, F32 = "bfloat16", "float32"
 OFF = (Region(TRACED, None),)
-OUTPUTS = {
-    "cpu": [BF16, BF16, BF16, BF16, BF16, F32, F32],
-    "cuda": [F32, F32, F32, F32, BF16, F32, F32],
-}
+OUTPUTS = {"cpu": [BF16, BF16, BF16, BF16, BF16, F32, F32], "cuda": [F32, F32, F32, F32, BF16, F32, F32]}
 
 
 @pytest.mark.parametrize("fused", [False, True])

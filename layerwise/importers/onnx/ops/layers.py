@@ -8,15 +8,7 @@ from math import prod
 from layerwise.errors import LayerwiseError
 from layerwise.importers import reductions
 from layerwise.importers.functions import scaled
-from layerwise.importers.onnx.call import (
-    axes,
-    axis,
-    integers,
-    optional,
-    recast,
-    text,
-    weights,
-)
+from layerwise.importers.onnx.call import axes, axis, integers, optional, recast, text, weights
 from layerwise.importers.onnx.ops.pointwise import both
 from layerwise.importers.products import einsum, linear_layer
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor

@@ -9,11 +9,7 @@ from layerwise.importers.tensors import permuted, reshaped
 from layerwise.ops.nn.recurrent import RecurrentInOne, ResetFirst
 from layerwise.ops.tensor.view import Slice
 
-USUAL: dict[str, tuple[str, ...]] = {
-    "lstm": ("sigmoid", "tanh", "tanh"),
-    "gru": ("sigmoid", "tanh"),
-    "rnn": ("tanh",),
-}
+USUAL: dict[str, tuple[str, ...]] = {"lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh"), "rnn": ("tanh",)}
 PLAIN: dict[tuple[str, ...], str] = {("tanh",): "rnn_tanh", ("relu",): "rnn_relu"}
 UNSUPPORTED = {"clip": "clipped states", "input_forget": "coupled gates", "P": "peepholes"}
 
