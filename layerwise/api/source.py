@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from layerwise.api.unbatched import Unbatched
 from layerwise.errors import LayerwiseError
 from layerwise.importers.as_written import as_written, as_written_unbatched
-from layerwise.importers.load import Network, load_network, network_of
+from layerwise.importers.load import Network, load_network, network_of, network_with
+from layerwise.importers.torch.from_torch import import_torch
 from layerwise.importers.torch.read.arguments import Call, call_of
 from layerwise.ops.base import Role
 from layerwise.run.guards.hooks import without_hooks
@@ -85,7 +86,8 @@ def network(model: Model, call: Call, batch: int, whole: Sequence[str] = (), *, 
     if whole:
         raise LayerwiseError("whole= names modules of an nn.Module, and the model is none")
     if isinstance(model, ExportedProgram):
-        return _exported(model, "exported program", batch)
+        graph, stored = import_torch(model, name="exported program")
+        return network_with(graph, stored, model.state_dict, model.state_dict, batch)
     if not isinstance(model, str | os.PathLike):
         raise LayerwiseError(
             f"the model is of type {type(model).__name__}: give an nn.Module, an ExportedProgram, or the path of an "
@@ -127,18 +129,3 @@ def _check_types(imported: Network) -> None:
                 f"layer {layer.name!r} is given {layer.specs[0].dtype}, but its weights need floating-point numbers: "
                 "give example_inputs of the type that the model is called with"
             )
-
-
-def _exported(program: ExportedProgram, name: str, batch: int) -> Network:
-    from layerwise.importers.torch.from_torch import import_torch
-
-    graph, stored = import_torch(program, name=name)
-    state: Mapping[str, Tensor] = program.state_dict
-    names: dict[int, str] = {}
-    for key, tensor in state.items():
-        if key in stored or id(tensor) not in names:
-            names[id(tensor)] = key
-    keys = {key: names[id(tensor)] for key, tensor in state.items()}
-    values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in state.items() if key not in stored}
-    frozen = {names[id(t)] for t in state.values() if isinstance(t, nn.Parameter) and not t.requires_grad}
-    return Network(graph.freeze(frozen | graph.unreached).rebatch(batch), values, keys)

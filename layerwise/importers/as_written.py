@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -36,18 +36,18 @@ def as_written(module: nn.Module, call: Call, batch: int, why: LayerwiseError) -
             by_row = _returns_rows(module, call, samples)
     except Exception as error:  # the model's own code, which may raise anything
         raise why from error
-    builder = GraphBuilder(type(module).__name__)
-    inputs: list[str] = []
+    inputs: dict[str, TensorSpec] = {}
 
     def leaf(x: object) -> Leaf:
         if not isinstance(x, Tensor):
             return Leaf(None, x)
-        inputs.append(builder.input(f"input {len(inputs)}", _spec(x, samples)))
-        return Leaf(inputs[-1], (tuple(x.shape), x.dtype))
+        name = f"input {len(inputs)}"
+        inputs[name] = _spec(x, samples)
+        return Leaf(name, (tuple(x.shape), x.dtype))
 
     arguments = Arguments(signature_of(module), pytree.tree_map(leaf, call), samples)
     op = AsWritten(_shapes(held), _dtype(*held.values(), *examples), by_row)
-    return _network(module, builder, op, inputs, arguments, held, keys, batch)
+    return _network(module, op, inputs, arguments, held, keys, batch)
 
 
 def as_written_unbatched(
@@ -65,11 +65,10 @@ def as_written_unbatched(
         raise LayerwiseError(
             f"{why}; but called with example_inputs as they are the model raises {type(error).__name__}: {error}"
         ) from error
-    builder, dtype = GraphBuilder(type(module).__name__), _dtype(*held.values())
+    dtype = _dtype(*held.values())
     arguments = Arguments(signature_of(module), pytree.tree_map(lambda _: Leaf(None, None), call), batch)
     op = AsWritten(_shapes(held), dtype, counted=counted)
-    inputs = [builder.input("samples", TensorSpec((batch,), ("n",), dtype))]
-    return _network(module, builder, op, inputs, arguments, held, keys, batch)
+    return _network(module, op, {"samples": TensorSpec((batch,), ("n",), dtype)}, arguments, held, keys, batch)
 
 
 def _held(module: nn.Module, why: LayerwiseError) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -97,16 +96,16 @@ def _dtype(*tensors: Tensor) -> str:
 
 def _network(
     module: nn.Module,
-    builder: GraphBuilder,
     op: AsWritten,
-    inputs: Sequence[str],
+    inputs: Mapping[str, TensorSpec],
     arguments: Arguments,
     held: Mapping[str, Tensor],
     keys: Mapping[str, str],
     batch: int,
 ) -> Network:
     """The network of one layer, of these inputs."""
-    builder.add(LAYER, op, inputs, tuple(held))
+    builder = GraphBuilder(type(module).__name__)
+    builder.add(LAYER, op, [builder.input(name, spec) for name, spec in inputs.items()], tuple(held))
     frozen = {name for name, t in held.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
     graph: LayerGraph = builder.finish([LAYER]).freeze(frozen)
     stored = {name: (lambda t=t: t.detach()) for name, t in held.items()}

@@ -49,18 +49,20 @@ def build_graph(
 ) -> OnnxNetwork:
     """The layers of a checked model, unfused, at the batch of `inputs`."""
     known = inferred(model, folder, sizes)
-    importer = _Importer(model, folder, title, inputs, known, {})
+    importer = OnnxImporter(model, folder, title, inputs, known, {})
     graph = importer.graph()
     # Which parameters are shared is known once all layers are.
     uses, roots = importer.placer.uses, importer.placer.roots
     sharing = {root: sharing_of(roots[root], uses[root]) for root in roots if len(uses[root]) > 1}
     if sharing:
-        importer = _Importer(model, folder, title, inputs, known, sharing)
+        importer = OnnxImporter(model, folder, title, inputs, known, sharing)
         graph = importer.graph()
     return OnnxNetwork(graph, importer.placer.held, importer.placer.unsampled)
 
 
-class _Importer:
+class OnnxImporter:
+    """Goes through the nodes of a model."""
+
     def __init__(
         self,
         model: ModelProto,
