@@ -27,7 +27,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.measure import timing
 from tests.api.keywords import keywords, quiet
-from tests.api.script import BATCH, SEED, data, network
+from tests.api.script import BATCH, SEED, data, network, sgd, step
 from tests.traces import once
 
 
@@ -38,15 +38,10 @@ def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[f
     example = dataset.tensors[0][:share]
     model = parallelize(network(SEED + comm.rank) if source is None else source, example, **keywords(how, comm=comm))
     first = model.full_state_dict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
+    optimizer, losses = sgd(model), []
     for start in (0, BATCH):
         x, y = (t[start : start + BATCH][model.share()] for t in dataset.tensors)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item() * len(x) / BATCH)
+        losses.append(step(model, x, y, optimizer) * len(x) / BATCH)
     whole, own = model.full_state_dict(), copy.deepcopy(model.state_dict())
     model.load_state_dict(first)
     back = all(torch.equal(value, first[name]) for name, value in model.full_state_dict().items())
@@ -112,9 +107,9 @@ def plan_text(comm: Comm) -> str:
 
 
 @once()
-def differently(comm: Comm, name: str, values: tuple[Any, Any]) -> str:
+def differently(comm: Comm, cases: dict[str, tuple[Any, Any]]) -> dict[str, str]:
     """The ranks are given different values of an argument."""
-    return refused(comm, {name: values[comm.rank]})
+    return {name: refused(comm, {name: values[comm.rank]}) for name, values in cases.items()}
 
 
 @once()
@@ -146,16 +141,11 @@ def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tens
     dataset = data(count)
     model = parallelize(network(), dataset.tensors[0][: BATCH // comm.size], **quiet(comm))
     share = split(dataset, model, verbose=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
+    optimizer, losses = sgd(model), []
     loader = DataLoader(share, share.batch_size)
     for i, (x, y) in enumerate(loader):
         whole = share.last if share.last and i + 1 == len(loader) else BATCH
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x, batch=whole), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item() * len(x) / whole)
+        losses.append(step(model, x, y, optimizer, batch=whole) * len(x) / whole)
     return losses, model.full_state_dict()
 
 
@@ -166,14 +156,11 @@ def accumulated(comm: Comm, every: int) -> tuple[list[bool], dict[str, Tensor]]:
     options = ParallelOptions(comm=comm, sync_every=every, measure_s=0)
     example = dataset.tensors[0][: BATCH // comm.size]
     model = parallelize(smooth(), example, strategy="data", verbose=False, options=options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    changed = []
+    optimizer, changed = sgd(model), []
     for start in range(0, 4 * BATCH, BATCH):
         x, y = (t[start : start + BATCH][model.share()] for t in dataset.tensors)
         before = [p.detach().clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        step(model, x, y, optimizer)
         changed.append(any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)))
     with torch.no_grad():
         model(x)  # leaves no trace
@@ -290,10 +277,7 @@ def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tu
     example = dataset.tensors[0][:4]
     model = parallelize(network(SEED + comm.rank), example, strategy="data", device_mesh=mesh, verbose=False)
     x, y = (t[model.share()] for t in dataset.tensors)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
+    loss = step(model, x, y, sgd(model))
     again = parallelize(
         network(), dataset.tensors[0][:4], strategy="data", verbose=False, options=ParallelOptions(measure_s=0)
     )
@@ -301,7 +285,7 @@ def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tu
     try:
         parallelize(network(), dataset.tensors[0][:4], device_mesh=DeviceMesh("cpu", torch.tensor([[[0, 1]]])))
     except LayerwiseError as error:
-        return [loss.item()], model.full_state_dict(), model.plan.device_order, str(error)
+        return [loss], model.full_state_dict(), model.plan.device_order, str(error)
     raise AssertionError("a mesh of three dimensions was taken")
 
 
@@ -312,13 +296,10 @@ def fine_tuned(comm: Comm) -> tuple[float, int, dict[str, Tensor]]:
     net = network()
     net[:5].requires_grad_(False)
     model = parallelize(net, x[: BATCH // comm.size], **quiet(comm, strategy="data"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     before = comm.sent["sync"]
-    loss = F.cross_entropy(model(x[model.share()]), y[model.share()])
-    loss.backward()
+    loss = step(model, x[model.share()], y[model.share()], sgd(model))
     sent = comm.sent["sync"] - before
-    optimizer.step()
-    whole = sum(float(text) for text in comm.all_gather_text(str(loss.item()))) / comm.size
+    whole = sum(comm.all_gather_object(loss)) / comm.size
     return whole, sent, model.full_state_dict()
 
 

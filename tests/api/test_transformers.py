@@ -9,7 +9,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
-from tests.api.test_parallelize import apart
+from tests.api.script import apart
 from tests.comm.pool import run_ranks
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
