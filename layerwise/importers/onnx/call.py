@@ -1,4 +1,4 @@
-"""A node of an ONNX graph as a Call, bound by the operator's schema; and what rows read of one, whichever opset it is of.
+"""A node of an ONNX graph as a Call, bound by the operator's schema; and what rows read of one, of whichever opset.
 
 What was an attribute once is a constant input now.
 """
