@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
-from layerwise.api.arguments import at_least_1, check_autocast
+from layerwise.api.arguments import ParallelOptions, at_least_1, check_autocast
 from layerwise.api.evaluation import Metric, check_loss, check_targets, evaluate
 from layerwise.api.feed import Feed, feed
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
-from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.api.source import Model
 from layerwise.api.split import seat

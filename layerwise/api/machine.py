@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from layerwise.api.options import ParallelOptions
+from layerwise.api.arguments import ParallelOptions
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
 from layerwise.cache import folder

@@ -16,12 +16,10 @@ from torch.utils.data import DataLoader
 
 from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate, auto
-from layerwise.api.arguments import check, check_autocast, check_io, facts
+from layerwise.api.arguments import ParallelOptions, check, check_autocast, check_io, facts
 from layerwise.api.build import Task
-from layerwise.api.options import ParallelOptions
 from layerwise.api.planner import Request, Strategy
-from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
-from layerwise.api.unbatched import unbatched
+from layerwise.api.source import ExampleInputs, Model, device_of, examples_of, unbatched
 from layerwise.api.world import join
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from layerwise.api.accumulate import auto
+from layerwise.api.arguments import ParallelOptions
 from layerwise.api.fit import Epoch, fit
 from layerwise.api.machine import cache_file
-from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.api.save import save
 from layerwise.api.split import split
