@@ -178,8 +178,8 @@ def network_of(
 
     call = tuple(examples), dict(kwargs or {})
     imported, called, written, parts = traced(module, call, name, trusted, whole, partly)
-    held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    made = network_with(imported.graph, imported.stored, held, module.state_dict(keep_vars=True), batch)
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
     known = {key: read() for key, read in made.stored.items() if not isinstance(read, Missing)}
     built = {key: value for key, value in known.items() if isinstance(value, torch.Tensor)}
     stored = dict(made.stored) | {key: (lambda t=t: t) for key, t in built.items()}  # what is written into is read

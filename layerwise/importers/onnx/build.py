@@ -39,7 +39,7 @@ class OnnxNetwork:
     """The graph, and where the values of its parameters and constants are."""
 
     graph: LayerGraph
-    held: Mapping[str, PlacedValue]
+    values: Mapping[str, PlacedValue]
     unsampled: str  # the first layer that drops the dimension of the samples, which only a batch of 1 allows
 
 
@@ -56,7 +56,7 @@ def build_graph(
     if sharing:
         importer = OnnxImporter(model, folder, title, inputs, known, sharing)
         graph = importer.graph()
-    return OnnxNetwork(graph, importer.placer.held, importer.placer.unsampled)
+    return OnnxNetwork(graph, importer.placer.stored, importer.placer.unsampled)
 
 
 class OnnxImporter:

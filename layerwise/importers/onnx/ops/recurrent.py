@@ -25,16 +25,16 @@ def recurrent(fn: str) -> Build:
         samples_first = bool(call.get("layout", 0))
         steps = 1 if samples_first else 0
         kind, direction, both = _checked(call, fn, x.shape[steps])
-        held = (weights(call, "W"), weights(call, "R"), *optional(call, "B"))
-        hidden = held[1].shape[-1]
+        stored = (weights(call, "W"), weights(call, "R"), *optional(call, "B"))
+        hidden = stored[1].shape[-1]
         ends = [permuted(state, (1, 0, 2)) if samples_first else state for state in _states(call)]
         back = direction == "reverse"
         sequence: Tensor = flipped(x, steps, x.shape[steps]) if back else x
         kernel = ResetFirst if fn == "gru" and not call.get("linear_before_reset", 0) else RecurrentInOne
         layer = partial(
-            kernel, kind, hidden, bias=len(held) == 3, both=both, batch_first=samples_first, given=bool(ends)
+            kernel, kind, hidden, bias=len(stored) == 3, both=both, batch_first=samples_first, given=bool(ends)
         )
-        made = [Built(layer(result=i), (sequence, *ends), held) for i in range(3 if fn == "lstm" else 2)]
+        made = [Built(layer(result=i), (sequence, *ends), stored) for i in range(3 if fn == "lstm" else 2)]
         count = 2 if both else 1
         whole: Tensor = flipped(made[0], steps, x.shape[steps]) if back else made[0]
         whole = reshaped(whole, (*x.shape[:2], count, hidden))
