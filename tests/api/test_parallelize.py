@@ -155,15 +155,10 @@ def test_wrong_arguments(how: dict, message: str) -> None:
         layerwise.parallelize(network(), data().tensors[0][:4], **keywords(how))
 
 
-@pytest.mark.parametrize("inputs", [None, (), "x", [[1.0]], torch.zeros(()), torch.zeros(0, 1, 8, 8)])
-def test_wrong_inputs(inputs: object) -> None:
-    with pytest.raises(LayerwiseError, match="example_inputs"):
-        layerwise.parallelize(network(), inputs)
-
-
-def test_whole_numbers_where_weights_need_floats() -> None:
-    with pytest.raises(LayerwiseError, match="is given int64, but its weights need floating-point numbers"):
-        layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64), verbose=False)
+def test_wrong_inputs() -> None:
+    for inputs in (None, (), "x", [[1.0]], torch.zeros(()), torch.zeros(0, 1, 8, 8)):
+        with pytest.raises(LayerwiseError, match="example_inputs"):
+            layerwise.parallelize(network(), inputs)
 
 
 class Branching(nn.Module):
@@ -176,6 +171,12 @@ def test_wrong_models() -> None:
         layerwise.parallelize(Branching(), torch.randn(2, 3), strategy="model")
     with pytest.raises(LayerwiseError, match=r"the model is of type int: give an nn\.Module"):
         layerwise.parallelize(7, torch.randn(2, 3))
+    with pytest.raises(LayerwiseError, match="is given int64, but its weights need floating-point numbers"):
+        layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64), verbose=False)
+    with pytest.raises(LayerwiseError, match="parallel already"):
+        layerwise.parallelize(layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3), verbose=False))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(LayerwiseError, match=r"within torch\.autocast.*before"):
+        layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3))
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     with pytest.raises(
         LayerwiseError, match=r"bring (them to one type|what it is given to that type)|torch\.export fails"
