@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,7 +60,9 @@ class ParallelOptions:
     comm: Comm | None = None
 
 
-def check(model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object) -> None:
+def check(
+    model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object, whole: Sequence[object]
+) -> None:
     """LayerwiseError for the first that will not do."""
     if isinstance(model, ParallelModule):
         raise LayerwiseError(
@@ -79,6 +81,8 @@ def check(model: object, optimizer: str, sync_every: object, memory_limit: objec
         parse_bytes(memory_limit, "memory_limit")
     if batch is not None:
         at_least_1("batch", batch)
+    if isinstance(whole, str) or not all(isinstance(path, str) for path in whole or ()):
+        raise LayerwiseError(f"whole= must be paths of modules, such as ['decoder.nms'], not {whole!r}")
 
 
 def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None:
