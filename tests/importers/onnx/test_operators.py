@@ -229,13 +229,13 @@ def test_nearest_neighbours_that_are_torchs(tmp_path: Path) -> None:
                               nearest_mode=rounding)]  # fmt: skip
                 path = write(tmp_path / "m.onnx", nodes, [2, 3, 4, 6], [tensor("z", size)])
                 x = np.random.default_rng(0).standard_normal((2, 3, 4, 6)).astype(np.float32)
-                graph, said = attempt(path)
+                graph, weights, said = attempt(path)
                 if graph is None:
                     assert "is not supported; export with" in said
                     assert (where, rounding) != ("asymmetric", "floor")
                     continue
                 assert isinstance(graph["Resize_0"].op, Interpolate)
-                np.testing.assert_array_equal(compute(graph, [x], {})[0], refer(path, x))
+                np.testing.assert_array_equal(compute(graph, [x], weights)[0], refer(path, x))
 
 
 def test_einsum_is_a_matrix_product(tmp_path: Path) -> None:
