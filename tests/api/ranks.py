@@ -24,7 +24,6 @@ from layerwise.api.split import split
 from layerwise.api.world import join
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.machine import load as load_profile
 from layerwise.measure import timing
 from tests.api.keywords import keywords, quiet
 from tests.api.script import BATCH, SEED, data, network, sgd, step
@@ -232,25 +231,6 @@ def short_rounds() -> Iterator[None]:
         yield
     finally:
         timing.ROUND_S, timing.TRIES = before
-
-
-def measured_here(comm: Comm, folder: str) -> list[dict[str, Any]]:
-    """Twice in a row, the cache being empty at first: what the profile says after each, on rank 0."""
-    os.environ["LAYERWISE_CACHE"] = folder
-    found = []
-    for _ in range(2):
-        with short_rounds():
-            model = parallelize(
-                network(), data().tensors[0][:4], options=ParallelOptions(comm=comm, measure_s=0.1), verbose=False
-            )
-        if comm.rank == 0:
-            (path,) = Path(folder).glob("*.json")
-            profile = load_profile(path)
-            assert profile.links is not None
-            assert model.plan.provenance["profile"] == profile.name
-            (times,) = profile.layers
-            found.append({"links": profile.links.as_json(), "dtype": times.conditions.dtype, "cells": times.count})
-    return found
 
 
 def in_a_bad_cache(comm: Comm, folder: str) -> tuple[str, str]:
