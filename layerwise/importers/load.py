@@ -100,7 +100,7 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
         graph = from_onnx(spec, batch=batch)
         keys = {name: name for name in _names(graph)}
         constants = [layer.name for layer in graph.layers if layer.role is Role.CONSTANT]
-        return Network(graph, {n: (lambda n=n: weights(spec).get(n)) for n in (*keys, *constants)}, keys)
+        return Network(graph, {n: (lambda n=n: weights(spec).get(n)) for n in (*keys, *constants)}, keys)  # type: ignore[misc]
     if suffix in SUFFIXES:
         from layerwise.importers.torch.from_torch import import_torch
         from layerwise.importers.torch.read.load_pt2 import load_pt2, load_pt2_weights

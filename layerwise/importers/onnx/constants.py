@@ -221,7 +221,7 @@ def _run(
         if kind not in VIEWS:
             # What is not known, as of NonZero, is at most as long as an input.
             most = max((a.size for a in few if a is not None), default=1)
-            counts = [(prod(most if n is None else n for n in shape), size) for shape, size in _outputs(model)]
+            counts = [(prod(shape), size) for shape, size in _outputs(model, most)]
             needed = sum(count * size for count, size in counts)
             if needed > FOLD_BYTES:
                 raise LayerwiseError(too_large(node, sum(count for count, _ in counts)))
@@ -252,7 +252,7 @@ def _shape(node: NodeProto, x: FoldedConstant, others: Sequence[Array | None], o
     """The shape of what the node makes of x, whose values are not read."""
     blank = np.broadcast_to(np.zeros((), np.bool_), x.shape)
     with _refused(node):
-        return tuple(int(n) for n in _outputs(_alone(node, [blank, *others], opset))[0][0])
+        return _outputs(_alone(node, [blank, *others], opset))[0][0]
 
 
 def _alone(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> ModelProto:
@@ -273,11 +273,12 @@ def _alone(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> Model
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
 
 
-def _outputs(model: ModelProto) -> list[tuple[tuple[int | None, ...], int]]:
-    """Shape and bytes an element of each output, by onnx's shape inference."""
+def _outputs(model: ModelProto, unknown: int = 0) -> list[tuple[tuple[int, ...], int]]:
+    """Shape and bytes an element of each output, by onnx's shape inference; unknown: an extent that is."""
     found = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph.output
     types = [helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type or 1) for info in found]
-    return [(extents(info) or (), dtype.itemsize) for info, dtype in zip(found, types, strict=True)]
+    shapes = [tuple(unknown if n is None else n for n in extents(info) or ()) for info in found]
+    return [(shape, dtype.itemsize) for shape, dtype in zip(shapes, types, strict=True)]
 
 
 def too_large(node: NodeProto, count: int) -> str:

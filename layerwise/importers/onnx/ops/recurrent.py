@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from layerwise.errors import LayerwiseError
 from layerwise.importers.onnx.call import integers, optional, text, weights
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
@@ -31,10 +29,9 @@ def recurrent(fn: str) -> Build:
         back = direction == "reverse"
         sequence: Tensor = flipped(x, steps, x.shape[steps]) if back else x
         kernel = ResetFirst if fn == "gru" and not call.get("linear_before_reset", 0) else RecurrentInOne
-        layer = partial(
-            kernel, kind, hidden, bias=len(stored) == 3, both=both, batch_first=samples_first, given=bool(ends)
-        )
-        made = [Built(layer(result=i), (sequence, *ends), stored) for i in range(3 if fn == "lstm" else 2)]
+        how = {"bias": len(stored) == 3, "both": both, "batch_first": samples_first, "given": bool(ends)}
+        layers = [kernel(kind, hidden, result=i, **how) for i in range(3 if fn == "lstm" else 2)]  # type: ignore[arg-type]
+        made = [Built(layer, (sequence, *ends), stored) for layer in layers]
         count = 2 if both else 1
         whole: Tensor = flipped(made[0], steps, x.shape[steps]) if back else made[0]
         whole = reshaped(whole, (*x.shape[:2], count, hidden))
