@@ -22,7 +22,7 @@ _HOME = {
     "LayerGraph": "layerwise.graph.layer",
     "LayerwiseError": "layerwise.errors",
     "Op": "layerwise.ops.base",
-    "ParallelOptions": "layerwise.api.options",
+    "ParallelOptions": "layerwise.api.arguments",
     "Plan": "layerwise.plan",
     "SearchSpace": "layerwise.config",
     "TensorSpec": "layerwise.tensor",
@@ -45,8 +45,8 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
+    from layerwise.api.arguments import ParallelOptions as ParallelOptions
     from layerwise.api.fit import fit as fit
-    from layerwise.api.options import ParallelOptions as ParallelOptions
     from layerwise.api.parallelize import parallelize as parallelize
     from layerwise.api.save import save as save
     from layerwise.api.split import split as split

@@ -5,7 +5,7 @@ import sys
 
 import torch.distributed as dist
 
-from layerwise.api.options import ParallelOptions
+from layerwise.api.arguments import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.start import leave
 

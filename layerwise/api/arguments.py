@@ -1,18 +1,22 @@
-"""Arguments that are wrong whatever the model is: they are refused before anything is done."""
+"""ParallelOptions, what `parallelize` and `fit` are told seldom; and arguments that are wrong for any model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from layerwise.api.options import ParallelOptions
-from layerwise.api.unbatched import LISTS, arguments_of
+from layerwise.api.source import LISTS, arguments_of
+from layerwise.comm.base import Comm
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.read.arguments import Call
+from layerwise.machine.profile import Profile
 from layerwise.plan import Plan
 from layerwise.quantities import parse_bytes
 from layerwise.run.options import plan_digest
@@ -21,7 +25,44 @@ from layerwise.tensorfile import dtype_name
 from layerwise.version import __version__
 
 
-def check(model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    """How a model is planned and run in parallel, beside what most users have to say. All ranks give the same.
+
+        model = layerwise.parallelize(model, x, options=layerwise.ParallelOptions(measure_s=0, seed=7))
+
+    Attributes:
+        profile: The machine: a profile, its file or its built-in name. None: these ranks are measured.
+        measure_s: Seconds to measure in what `~/.cache/layerwise` does not have yet (0: a built-in profile serves).
+        effort: How long the plan is improved by its simulated step; quick: not at all.
+        local_batch_norm: Statistics are of each rank's own samples, as with DistributedDataParallel.
+        sync_every: k, for data parallelism only: gradients travel and the optimizer steps every k-th time, for a batch
+            k times as large. "auto": the least k whose communication takes below 10 % of the time.
+        seed: Of dropout, and of the initial values of a model on the meta device.
+        timeout_s: Seconds after which a rank that does not come is named.
+        compare_ranks: In some of the first steps and every 100th, ranks that have the same parameters compare a sample
+            of them, so that a rank whose loop differs is named.
+        comm: How ranks talk, where torch.distributed is not it (None).
+
+    Examples:
+        >>> ParallelOptions(profile="h100", measure_s=0).seed
+        0
+    """
+
+    profile: Profile | str | os.PathLike[str] | None = None
+    measure_s: float = 30.0
+    effort: Literal["quick", "normal", "thorough"] = "normal"
+    local_batch_norm: bool = False
+    sync_every: int | Literal["auto"] = 1
+    seed: int = 0
+    timeout_s: float = 30.0
+    compare_ranks: bool = True
+    comm: Comm | None = None
+
+
+def check(
+    model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object, whole: Sequence[object]
+) -> None:
     """LayerwiseError for the first that will not do."""
     if isinstance(model, ParallelModule):
         raise LayerwiseError(
@@ -40,6 +81,8 @@ def check(model: object, optimizer: str, sync_every: object, memory_limit: objec
         parse_bytes(memory_limit, "memory_limit")
     if batch is not None:
         at_least_1("batch", batch)
+    if isinstance(whole, str) or not all(isinstance(path, str) for path in whole or ()):
+        raise LayerwiseError(f"whole= must be paths of modules, such as ['decoder.nms'], not {whole!r}")
 
 
 def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None:

@@ -11,12 +11,10 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import nn
 
-from layerwise.api.arguments import check_autocast
+from layerwise.api.arguments import ParallelOptions, check_autocast
 from layerwise.api.machine import machine_of
-from layerwise.api.options import ParallelOptions
 from layerwise.api.planner import Planner, Request, Strategy, report
-from layerwise.api.source import Model, dtype_of, network, network_as_written
-from layerwise.api.unbatched import Unbatched
+from layerwise.api.source import Model, Unbatched, dtype_of, network, network_as_written
 from layerwise.api.world import World
 from layerwise.comm.together import agree, alone
 from layerwise.config import Config

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
-from layerwise.api.arguments import at_least_1, check_autocast
+from layerwise.api.arguments import ParallelOptions, at_least_1, check_autocast
 from layerwise.api.evaluation import Metric, check_loss, check_targets, evaluate
 from layerwise.api.feed import Feed, feed
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
-from layerwise.api.options import ParallelOptions
-from layerwise.api.parallelize import parallelize
+from layerwise.api.parallelize import Keywords, parallelize
 from layerwise.api.source import Model
 from layerwise.api.split import seat
 from layerwise.cli import console, progress_bar
@@ -212,7 +210,7 @@ def _module(
 
 def _check_keywords(model: object, keywords: Mapping[str, Any]) -> None:
     """LayerwiseError for what parallelize does not take, and for all of it where the model is parallel already."""
-    accepted = set(signature(parallelize).parameters) - {"model", "example_inputs", "held_out"}
+    accepted = Keywords.__annotations__
     for name in keywords:
         if name in accepted and isinstance(model, ParallelModule):
             raise LayerwiseError(

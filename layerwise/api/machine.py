@@ -7,15 +7,14 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from layerwise.api.options import ParallelOptions
+from layerwise.api.arguments import ParallelOptions
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
 from layerwise.cache import folder
@@ -24,7 +23,6 @@ from layerwise.comm.together import alone
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
-from layerwise.files import check_writable
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load as load_profile
 from layerwise.machine import names, save
@@ -88,26 +86,6 @@ def cache_file(world: World) -> Path:
     return folder() / f"{name}-{world.nodes}x{world.gpus_per_node}-{digest}.json"
 
 
-@contextmanager
-def _place(path: Path, cached: Profile | None) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yields the file that rank 0 writes: the cache's, or a passing one where that cannot be written; and a note."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        check_writable(path)
-        if cached is None:
-            path.unlink(missing_ok=True)
-    except (LayerwiseError, OSError) as error:
-        note = f"what is measured is not kept, the cache's file {path} cannot be written: {error}"
-    else:
-        yield path, ()
-        return
-    with tempfile.TemporaryDirectory(prefix="layerwise-") as folder:
-        passing = Path(folder) / path.name
-        if cached is not None:
-            save(cached, passing)
-        yield passing, (note,)
-
-
 def machine_of(
     graph: LayerGraph, world: World, request: Request, options: ParallelOptions, *, measure: bool
 ) -> Machine:
@@ -142,13 +120,22 @@ def _measured(planner: Planner, base: Machine, budget_s: float) -> Machine:
         return base
     file = cache_file(planner.world)
     cached = _cached(base, file)
-    profile = None if cached.profile is base.profile else cached.profile
-    with _place(file, profile) as (path, notes):
+    notes, profile = cached.notes, None if cached.profile is base.profile else cached.profile
+    with tempfile.TemporaryDirectory(prefix="layerwise-") as passing:
+        path = Path(passing) / file.name
+        if profile is not None:
+            save(profile, path)
         _measure(planner, profile, path, budget_s)
-        notes = (*cached.notes, *notes)
         if not path.exists():
             return replace(base, notes=notes)
-        return Machine(load_profile(path), MEASURED.format(path if path == file else "not kept"), notes)
+        measured, kept = load_profile(path), str(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save(measured, file)
+    except (LayerwiseError, OSError) as error:
+        note = f"what is measured is not kept, the cache's file {file} cannot be written: {error}"
+        kept, notes = "not kept", (*notes, note)
+    return Machine(measured, MEASURED.format(kept), notes)
 
 
 def _measure(planner: Planner, profile: Profile | None, path: Path | None, budget_s: float) -> None:

@@ -16,12 +16,10 @@ from torch.utils.data import DataLoader
 
 from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate, auto
-from layerwise.api.arguments import check, check_autocast, check_io, facts
+from layerwise.api.arguments import ParallelOptions, check, check_autocast, check_io, facts
 from layerwise.api.build import Task
-from layerwise.api.options import ParallelOptions
 from layerwise.api.planner import Request, Strategy
-from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
-from layerwise.api.unbatched import unbatched
+from layerwise.api.source import ExampleInputs, Model, device_of, examples_of, unbatched
 from layerwise.api.world import join
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
@@ -139,7 +137,7 @@ def parallelize(
     """
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
-    check(model, optimizer, options.sync_every, memory_limit, batch)
+    check(model, optimizer, options.sync_every, memory_limit, batch, whole)
     check_autocast(autocast)
     settings = settings_of(compile)
     loaders = _loaders(example_inputs, held_out, batch)
@@ -147,14 +145,10 @@ def parallelize(
         example_inputs, batch = loaders_of.example_of(example_inputs)
     call, examples = examples_of(example_inputs, model)
     device = device_of(model, examples)
-    if options.comm is None and device_mesh is not None and not (dist.is_available() and dist.is_initialized()):
-        raise LayerwiseError("device_mesh needs torch.distributed's process group: start the script with torchrun")
     world = join(device, device_mesh, options.comm, options.timeout_s)
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
     check_io(io, user_plan, loaders)
     boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
-    if isinstance(whole, str) or not all(isinstance(path, str) for path in whole or ()):
-        raise LayerwiseError(f"whole= must be paths of modules, such as ['decoder.nms'], not {whole!r}")
     whole = tuple(whole or ())
     arguments = {
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 
 from layerwise.api.arguments import at_least_1
 from layerwise.errors import LayerwiseError
@@ -19,21 +19,16 @@ from layerwise.run.parallel import ParallelModule
 Remainder = Literal["short", "repeat", "leave out"]
 
 
-class SplitDataset(Dataset[Any]):
+class SplitDataset(Subset[Any]):
     """A rank's share of a map-style data set: some of its samples, in its order.
 
-    numbers: which. batch_size: how many of a whole batch, for a DataLoader. last: how many samples of all ranks
-    together the last batch has, where it is not whole, else None. note: what became of the remainder.
+    batch_size: how many of a whole batch, for a DataLoader. last: how many samples of all ranks together the last batch
+    has, where it is not whole, else None. note: what became of the remainder.
     """
 
     def __init__(self, dataset: Any, numbers: Sequence[int], batch_size: int, last: int | None, note: str) -> None:
-        self.dataset, self.numbers, self.batch_size, self.last, self.note = dataset, numbers, batch_size, last, note
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.dataset[self.numbers[number]]
+        super().__init__(dataset, numbers)
+        self.batch_size, self.last, self.note = batch_size, last, note
 
 
 def split(

@@ -74,6 +74,8 @@ def join(
     where the ranks do not fill equal nodes one after another (neither the cost model nor the measured links know other
     ones), or have unlike devices.
     """
+    if comm is None and mesh is not None and not (dist.is_available() and dist.is_initialized()):
+        raise LayerwiseError("device_mesh needs torch.distributed's process group: start the script with torchrun")
     size = comm.size if comm is not None else dist.get_world_size() if mesh is not None else 0
     grid = np.arange(size)[None] if mesh is None else _grid(mesh, size)
     members: Group = tuple(sorted(grid.flatten().tolist()))

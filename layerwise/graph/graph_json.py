@@ -64,10 +64,10 @@ def _layer(layer: Layer) -> dict[str, object]:
     return {"name": layer.name, "op": {"kind": layer.op.kind, **dict(_attributes(layer.op))}, **named}
 
 
-def _attributes(held: Op | TensorSpec) -> Iterator[tuple[str, object]]:
+def _attributes(described: Op | TensorSpec) -> Iterator[tuple[str, object]]:
     """Attributes that are not the default."""
-    for field in fields(held):  # type: ignore[arg-type]  # every operator is a dataclass
-        value = getattr(held, field.name)
+    for field in fields(described):  # type: ignore[arg-type]  # every operator is a dataclass
+        value = getattr(described, field.name)
         if field.default is MISSING or value != field.default:
             yield field.name, dict(_attributes(value)) if isinstance(value, TensorSpec) else value
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
-from layerwise.graph.layer import LayerGraph
-from layerwise.importers.load import Network
+from layerwise.importers.load import Network, network_with
 from layerwise.importers.torch.batches import repeated
 from layerwise.importers.torch.read.arguments import Arguments, Call, Leaf, signature_of
 from layerwise.importers.torch.read.effects import as_it_was
@@ -27,7 +27,7 @@ def as_written(module: nn.Module, call: Call, batch: int, why: LayerwiseError) -
 
     why: what keeps it from being split. It is raised where the module cannot be run, either.
     """
-    held, keys = _held(module, why)
+    tensors = _tensors(module, why)
     examples = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
     samples = next(x.shape[0] for x in examples if x.dim())
     try:
@@ -36,18 +36,18 @@ def as_written(module: nn.Module, call: Call, batch: int, why: LayerwiseError) -
             by_row = _returns_rows(module, call, samples)
     except Exception as error:  # the model's own code, which may raise anything
         raise why from error
-    builder = GraphBuilder(type(module).__name__)
-    inputs: list[str] = []
+    inputs: dict[str, TensorSpec] = {}
 
     def leaf(x: object) -> Leaf:
         if not isinstance(x, Tensor):
             return Leaf(None, x)
-        inputs.append(builder.input(f"input {len(inputs)}", _spec(x, samples)))
-        return Leaf(inputs[-1], (tuple(x.shape), x.dtype))
+        name = f"input {len(inputs)}"
+        inputs[name] = _spec(x, samples)
+        return Leaf(name, (tuple(x.shape), x.dtype))
 
     arguments = Arguments(signature_of(module), pytree.tree_map(leaf, call), samples)
-    op = AsWritten(_shapes(held), _dtype(*held.values(), *examples), by_row)
-    return _network(module, builder, op, inputs, arguments, held, keys, batch)
+    op = AsWritten(_shapes(tensors), _dtype(*tensors.values(), *examples), by_row)
+    return _network(module, op, inputs, arguments, tensors, batch)
 
 
 def as_written_unbatched(
@@ -57,7 +57,7 @@ def as_written_unbatched(
 
     LayerwiseError where the module cannot be called so, in the mode that it has.
     """
-    held, keys = _held(module, why)
+    tensors = _tensors(module, why)
     try:
         with as_it_was(module), torch.no_grad():
             module(*call[0], **call[1])
@@ -65,29 +65,23 @@ def as_written_unbatched(
         raise LayerwiseError(
             f"{why}; but called with example_inputs as they are the model raises {type(error).__name__}: {error}"
         ) from error
-    builder, dtype = GraphBuilder(type(module).__name__), _dtype(*held.values())
+    dtype = _dtype(*tensors.values())
     arguments = Arguments(signature_of(module), pytree.tree_map(lambda _: Leaf(None, None), call), batch)
-    op = AsWritten(_shapes(held), dtype, counted=counted)
-    inputs = [builder.input("samples", TensorSpec((batch,), ("n",), dtype))]
-    return _network(module, builder, op, inputs, arguments, held, keys, batch)
+    op = AsWritten(_shapes(tensors), dtype, counted=counted)
+    return _network(module, op, {"samples": TensorSpec((batch,), ("n",), dtype)}, arguments, tensors, batch)
 
 
-def _held(module: nn.Module, why: LayerwiseError) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The module's tensors by name, each once, and that name by every key of the state dict."""
-    held: dict[str, Tensor] = {}
-    names: dict[int, str] = {}
-    keys: dict[str, str] = {}
-    for key, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            keys[key] = names.setdefault(id(tensor), key)
-            held.setdefault(keys[key], tensor)
-    if any(tensor.is_meta for tensor in (*held.values(), *module.buffers())):
+def _tensors(module: nn.Module, why: LayerwiseError) -> dict[str, Tensor]:
+    """The tensors of the module's state dict, each once, by the first of its names."""
+    state = {key: x for key, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    if any(tensor.is_meta for tensor in (*state.values(), *module.buffers())):
         raise LayerwiseError(f"{why}. As it is on the meta device it cannot be run as it is written: build it for real")
-    return {name: tensor for name, tensor in held.items() if 0 not in tensor.shape}, keys
+    names = {id(tensor): key for key, tensor in reversed(state.items())}
+    return {key: x for key, x in state.items() if names[id(x)] == key and 0 not in x.shape}
 
 
-def _shapes(held: Mapping[str, Tensor]) -> tuple[tuple[tuple[int, ...], bool], ...]:
-    return tuple((tuple(t.shape), isinstance(t, nn.Parameter)) for t in held.values())
+def _shapes(tensors: Mapping[str, Tensor]) -> tuple[tuple[tuple[int, ...], bool], ...]:
+    return tuple((tuple(t.shape), isinstance(t, nn.Parameter)) for t in tensors.values())
 
 
 def _dtype(*tensors: Tensor) -> str:
@@ -97,21 +91,19 @@ def _dtype(*tensors: Tensor) -> str:
 
 def _network(
     module: nn.Module,
-    builder: GraphBuilder,
     op: AsWritten,
-    inputs: Sequence[str],
+    inputs: Mapping[str, TensorSpec],
     arguments: Arguments,
-    held: Mapping[str, Tensor],
-    keys: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
     batch: int,
 ) -> Network:
     """The network of one layer, of these inputs."""
-    builder.add(LAYER, op, inputs, tuple(held))
-    frozen = {name for name, t in held.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
-    graph: LayerGraph = builder.finish([LAYER]).freeze(frozen)
-    stored = {name: (lambda t=t: t.detach()) for name, t in held.items()}
-    built = {name: t.detach() for name, t in held.items()}
-    return Network(graph.rebatch(batch), stored, keys, arguments=arguments, built=built, module=module)
+    builder = GraphBuilder(type(module).__name__)
+    builder.add(LAYER, op, [builder.input(name, spec) for name, spec in inputs.items()], tuple(tensors))
+    state = {key: x for key, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    made = network_with(builder.finish([LAYER]), {}, tensors, state, batch)
+    built = {name: t.detach() for name, t in tensors.items()}
+    return replace(made, arguments=arguments, built=built, module=module)
 
 
 def _returns_rows(module: nn.Module, call: Call, samples: int) -> bool:

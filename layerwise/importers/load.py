@@ -7,8 +7,8 @@ import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -100,7 +100,7 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
         graph = from_onnx(spec, batch=batch)
         keys = {name: name for name in _names(graph)}
         constants = [layer.name for layer in graph.layers if layer.role is Role.CONSTANT]
-        return Network(graph, {n: partial(_value, weights, spec, n) for n in (*keys, *constants)}, keys)
+        return Network(graph, {n: (lambda n=n: weights(spec).get(n)) for n in (*keys, *constants)}, keys)  # type: ignore[misc]
     if suffix in SUFFIXES:
         from layerwise.importers.torch.from_torch import import_torch
         from layerwise.importers.torch.read.load_pt2 import load_pt2, load_pt2_weights
@@ -178,26 +178,39 @@ def network_of(
 
     call = tuple(examples), dict(kwargs or {})
     imported, called, written, parts = traced(module, call, name, trusted, whole, partly)
-    graph, stored = imported.graph, imported.stored
-    known: dict[int, str] = {}
-    for tensors in (module.named_parameters, module.named_buffers):
-        for key, tensor in tensors(remove_duplicate=False):
-            if key in stored or id(tensor) not in known:
-                known[id(tensor)] = key
-    held = module.state_dict(keep_vars=True)
-    keys = {key: known.get(id(tensor), key) for key, tensor in held.items()}
-    values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
-    frozen = {known[id(p)] for p in module.parameters() if not p.requires_grad}
-    graph = graph.freeze(frozen | graph.unreached)  # PyTorch gives these no gradient: an optimizer leaves them alone
-    known_values = {key: read() for key, read in values.items() if not isinstance(read, Missing)}
-    built = {key: value for key, value in known_values.items() if isinstance(value, torch.Tensor)}
-    values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
-    graph = graph if batch is None else graph.rebatch(batch)
-    structure, arguments = imported.structure, imported.arguments
-    return Network(
-        graph, values, keys, structure, arguments, built, module, called, written, unproven=imported.unproven,
-        whole=parts,
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
+    known = {key: read() for key, read in made.stored.items() if not isinstance(read, Missing)}
+    built = {key: value for key, value in known.items() if isinstance(value, torch.Tensor)}
+    stored = dict(made.stored) | {key: (lambda t=t: t) for key, t in built.items()}  # what is written into is read
+    return replace(
+        made, stored=stored, structure=imported.structure, arguments=imported.arguments, built=built, module=module,
+        called=called, written=written, unproven=imported.unproven, whole=parts,
     )  # fmt: skip
+
+
+def network_with(
+    graph: LayerGraph,
+    stored: Mapping[str, Callable[[], object]],
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    batch: int | None,
+) -> Network:
+    """An imported graph, at `batch` samples, with the tensors of what it was traced from and its state dict.
+
+    tensors: parameters and buffers by every name that they have; the graph knows each by one of these.
+    """
+    from torch.nn import Parameter
+
+    known: dict[int, str] = {}
+    for key, tensor in tensors.items():
+        if key in stored or id(tensor) not in known:
+            known[id(tensor)] = key
+    keys = {key: known.get(id(tensor), key) for key, tensor in state.items()}
+    values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in state.items() if key not in stored}
+    frozen = {known[id(t)] for t in tensors.values() if isinstance(t, Parameter) and not t.requires_grad}
+    graph = graph.freeze(frozen | graph.unreached)  # PyTorch gives these no gradient: an optimizer leaves them alone
+    return Network(graph if batch is None else graph.rebatch(batch), values, keys)
 
 
 def traced(
@@ -280,10 +293,6 @@ def _hookable(module: nn.Module) -> bool:
     import torch
 
     return not module._modules and not isinstance(module, torch.jit.ScriptModule)
-
-
-def _value(read: Callable[[str], Mapping[str, object]], spec: str, name: str) -> object:
-    return read(spec).get(name)
 
 
 def _names(graph: LayerGraph) -> list[str]:

@@ -79,20 +79,16 @@ def _product(first: Operand, a: str, second: Operand, b: str, result: str) -> Re
         y = permuted(y, [b.index(c) for c in depth + columns])
         made: Tensor = product(x, y)
         order = rows + columns
-    elif not stack and rows:  # rows stay apart, so that their labels do
-        merged = [*(sizes[c] for c in rows), prod(sizes[c] for c in depth)]
-        x = reshaped(permuted(x, [a.index(c) for c in rows + depth]), merged)
-        y = _matrix(permuted(y, [b.index(c) for c in depth + columns]), sizes, stack, depth, columns)
-        order = rows + columns
-        made = Built(MatMul(), (x, y))
-        if len(columns) != 1:
-            made = reshaped(made, [sizes[c] for c in order])
     else:
-        x = _matrix(permuted(x, [a.index(c) for c in stack + rows + depth]), sizes, stack, rows, depth)
+        apart, order = bool(rows) and not stack, stack + rows + columns  # rows stay apart, so that their labels do
+        x = permuted(x, [a.index(c) for c in stack + rows + depth])
+        if apart:
+            x = reshaped(x, [*(sizes[c] for c in rows), prod(sizes[c] for c in depth)])
+        else:
+            x = _matrix(x, sizes, stack, rows, depth)
         y = _matrix(permuted(y, [b.index(c) for c in stack + depth + columns]), sizes, stack, depth, columns)
-        order = stack + rows + columns
         made = Built(MatMul(), (x, y))
-        if len(rows) != 1 or len(columns) != 1:
+        if len(columns) != 1 or (len(rows) != 1 and not apart):
             made = reshaped(made, [sizes[c] for c in order])
     return permuted(made, [order.index(c) for c in result])
 

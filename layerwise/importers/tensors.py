@@ -55,6 +55,11 @@ def sliced(x: Tensor, shape: Sequence[int], dim: int, start: int, stop: int, ste
     return Built(Slice(dim, start, stop, step), (x,))
 
 
+def flipped(x: Tensor, dim: int, extent: int) -> Tensor:
+    """x with a dimension from its end to its beginning."""
+    return Built(Slice(dim, extent - 1, -extent - 1, -1), (x,))
+
+
 def expanded(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
     """x repeated to `shape`; where it is repeated `batch` times, or a multiple, it follows the number of samples."""
     aligned = (1,) * (len(shape) - len(x.shape)) + x.shape

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from layerwise.api.options import ParallelOptions
+from layerwise.api.arguments import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
 from layerwise.comm.together import agree, patiently

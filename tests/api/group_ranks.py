@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,7 +23,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from tests.api.keywords import keywords
 from tests.api.ranks import short_rounds
-from tests.api.script import BATCH, SEED, data, network
+from tests.api.script import BATCH, SEED, data, network, sgd, step
 
 STEPS = (2, 3)  # of each group
 SPLIT = ({"0": {"h": 2}, "5": {"c": 2}, "7": {"n": 1}}, {"0": {"n": 2}, "2": {"c": 2}, "5": {"k": 2}})
@@ -42,15 +41,9 @@ def net(group: int) -> nn.Module:
 
 def steps(model: nn.Module, count: int, share: slice = slice(None), batch: int = BATCH) -> list[float]:
     """Trains; the losses."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
-    x, y = data(batch * count).tensors
-    for first in range(0, len(x), batch):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x[first : first + batch][share]), y[first : first + batch][share])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    optimizer, (x, y) = sgd(model), data(batch * count).tensors
+    batches = zip(x.split(batch), y.split(batch), strict=True)
+    return [step(model, x[share], y[share], optimizer) for x, y in batches]
 
 
 def mesh() -> DeviceMesh:
@@ -112,21 +105,26 @@ def replicas(comm: Comm, how: dict[str, Any]) -> tuple[Trained, dict[str, str]]:
 def fitted(comm: Comm) -> dict[str, Tensor]:
     """`fit` in each group."""
     model = network()
-    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), nn.CrossEntropyLoss()
+    optimizer, loss = sgd(model), nn.CrossEntropyLoss()
     how = keywords({"verbose": False, "progress": False, "profile": "cpu", "strategy": SPLIT[0]})
     made = fit(model, data(2 * BATCH), loss, optimizer, batch=BATCH, shuffle=False, device_mesh=mesh()["domain"], **how)
     return made.module.full_state_dict()
 
 
-def measured(comm: Comm) -> str:
-    """Each group measures its links and layers, at the same time; the file that has these."""
-    ranks = mesh()["domain"]
+def measured(comm: Comm) -> tuple[str, list[dict[str, Any]]]:
+    """Each group measures its links and layers, at the same time, twice; the file, and what it says after each."""
+    ranks, found = mesh()["domain"], []
     file = cache_file(join(comm.device, ranks))
-    with short_rounds():
-        part(network(), ranks, profile=None, measure_s=0.1)
-    profile = load_profile(file)
-    assert profile.links is not None
-    return str(file)
+    for _ in range(2):
+        with short_rounds():
+            model = part(network(), ranks, profile=None, measure_s=0.1)
+        profile = load_profile(file)
+        assert profile.links is not None
+        assert model.plan.provenance["profile"] == profile.name
+        (times,) = profile.layers
+        found.append({"links": profile.links.as_json(), "dtype": times.conditions.dtype, "cells": times.count})
+        model.comm.barrier()  # before rank 0 writes again
+    return str(file), found
 
 
 def recalled(comm: Comm, folder: str) -> list[str]:

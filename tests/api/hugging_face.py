@@ -21,7 +21,6 @@ Batch = Mapping[str, Tensor]
 # One layer where two would be traced to no new purpose: tracing takes most of the time.
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 PATCHES = ENCODER | {"image_size": 32, "patch_size": 8, "num_labels": 7}
-TWO = {"num_hidden_layers": 2}
 TEXT = ENCODER | {"vocab_size": WORDS, "max_position_embeddings": 32}
 STAGES = {"hidden_sizes": [8, 16], "depths": [1, 2], "num_labels": 7}
 UNMASKED = ", no mask"  # of a name: the texts are all of one length, and the model makes its masks by itself
@@ -40,10 +39,8 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
         hf.SwinForImageClassification,
         hf.SwinConfig(num_labels=7, drop_path_rate=0.5, **WINDOWS | {"depths": [1, 1]}),
     ),
-    "bert": lambda: (hf.BertForSequenceClassification, hf.BertConfig(num_labels=7, **TEXT | TWO, **CERTAIN)),
     "bert, dropout": lambda: (hf.BertForSequenceClassification, hf.BertConfig(num_labels=7, **TEXT)),
     "gpt2": lambda: (hf.GPT2LMHeadModel, hf.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **GPT2)),
-    "llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(num_key_value_heads=2, **TEXT | TWO)),
     "mistral": lambda: (hf.MistralForCausalLM, hf.MistralConfig(num_key_value_heads=2, sliding_window=5, **TEXT)),
     "mixtral": lambda: (
         hf.MixtralForCausalLM,  # whose experts, sorted, PyTorch has no kernel for in float64
@@ -52,7 +49,7 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
     "t5": lambda: (hf.T5ForConditionalGeneration, hf.T5Config(decoder_start_token_id=0, **T5)),
 }
 VISION = ("vit", "resnet", "swin")
-LANGUAGE = ("gpt2", "llama", "t5", "mistral", "mixtral")
+LANGUAGE = ("gpt2", "t5", "mistral", "mixtral")
 
 
 def build(name: str, attention: str, seed: int = 0) -> nn.Module:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from layerwise.api.options import ParallelOptions
+from layerwise.api.arguments import ParallelOptions
 from layerwise.comm.base import Comm
 
 OPTIONS = {field.name for field in fields(ParallelOptions)}

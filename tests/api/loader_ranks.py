@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
 from tests.api.keywords import quiet
-from tests.api.script import BATCH, SEED, data, network
+from tests.api.script import BATCH, SEED, data, network, sgd, step
 from tests.traces import once
 
 
@@ -28,26 +28,23 @@ def loop_over_loaders(
     with contextlib.redirect_stderr(text):
         model, loader, held = parallelize(network(), loader, DataLoader(held_out, BATCH), **quiet(comm, **how))
     torch.manual_seed(SEED + comm.rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    seen, losses = [], []
+    optimizer, seen, losses = sgd(model), [], []
     for _ in range(2):
-        assert len(loader) == sum(1 for _ in _steps(model, loader, optimizer, seen, losses))
+        assert len(loader) == epoch(model, loader, optimizer, seen, losses)
     model.eval()
     with torch.no_grad():
         outputs = torch.cat([model(x) for x, _ in held])
     return seen, losses, outputs, model.full_state_dict(), text.getvalue()
 
 
-def _steps(model: nn.Module, loader: Any, optimizer: Any, seen: list[Any], losses: list[float]) -> Any:
+def epoch(model: nn.Module, loader: Any, optimizer: Any, seen: list[Any], losses: list[float]) -> int:
+    """The number of its steps."""
     model.train()
+    before = len(losses)
     for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        losses.append(step(model, x, y, optimizer))
         seen.append(x.flatten(1)[:, 0].tolist())
-        losses.append(loss.item())
-        yield
+    return len(losses) - before
 
 
 @once()

@@ -15,19 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from layerwise.api.accumulate import auto
+from layerwise.api.arguments import ParallelOptions
 from layerwise.api.fit import Epoch, fit
 from layerwise.api.machine import cache_file
-from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.api.save import save
 from layerwise.api.split import split
 from layerwise.api.world import join
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.machine import load as load_profile
 from layerwise.measure import timing
 from tests.api.keywords import keywords, quiet
-from tests.api.script import BATCH, SEED, data, network
+from tests.api.script import BATCH, SEED, data, network, sgd, step
 from tests.traces import once
 
 
@@ -36,21 +35,12 @@ def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[f
     dataset = data(2 * BATCH)
     share = BATCH // comm.size
     example = dataset.tensors[0][:share]
-    model = parallelize(
-        network(SEED + comm.rank) if source is None else source,
-        example,
-        **keywords(how, comm=comm),
-    )
+    model = parallelize(network(SEED + comm.rank) if source is None else source, example, **keywords(how, comm=comm))
     first = model.full_state_dict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
+    optimizer, losses = sgd(model), []
     for start in (0, BATCH):
         x, y = (t[start : start + BATCH][model.share()] for t in dataset.tensors)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item() * len(x) / BATCH)
+        losses.append(step(model, x, y, optimizer) * len(x) / BATCH)
     whole, own = model.full_state_dict(), copy.deepcopy(model.state_dict())
     model.load_state_dict(first)
     back = all(torch.equal(value, first[name]) for name, value in model.full_state_dict().items())
@@ -116,9 +106,9 @@ def plan_text(comm: Comm) -> str:
 
 
 @once()
-def differently(comm: Comm, name: str, values: tuple[Any, Any]) -> str:
+def differently(comm: Comm, cases: dict[str, tuple[Any, Any]]) -> dict[str, str]:
     """The ranks are given different values of an argument."""
-    return refused(comm, {name: values[comm.rank]})
+    return {name: refused(comm, {name: values[comm.rank]}) for name, values in cases.items()}
 
 
 @once()
@@ -150,16 +140,11 @@ def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tens
     dataset = data(count)
     model = parallelize(network(), dataset.tensors[0][: BATCH // comm.size], **quiet(comm))
     share = split(dataset, model, verbose=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
+    optimizer, losses = sgd(model), []
     loader = DataLoader(share, share.batch_size)
     for i, (x, y) in enumerate(loader):
         whole = share.last if share.last and i + 1 == len(loader) else BATCH
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x, batch=whole), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item() * len(x) / whole)
+        losses.append(step(model, x, y, optimizer, batch=whole) * len(x) / whole)
     return losses, model.full_state_dict()
 
 
@@ -170,14 +155,11 @@ def accumulated(comm: Comm, every: int) -> tuple[list[bool], dict[str, Tensor]]:
     options = ParallelOptions(comm=comm, sync_every=every, measure_s=0)
     example = dataset.tensors[0][: BATCH // comm.size]
     model = parallelize(smooth(), example, strategy="data", verbose=False, options=options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    changed = []
+    optimizer, changed = sgd(model), []
     for start in range(0, 4 * BATCH, BATCH):
         x, y = (t[start : start + BATCH][model.share()] for t in dataset.tensors)
         before = [p.detach().clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        step(model, x, y, optimizer)
         changed.append(any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)))
     with torch.no_grad():
         model(x)  # leaves no trace
@@ -194,10 +176,7 @@ def smooth() -> nn.Module:
 def automatic(comm: Comm, compute_s: float) -> tuple[int, str]:
     """What "auto" finds."""
     example = data().tensors[0][: BATCH // comm.size]
-    return auto(
-        parallelize(smooth(), example, **quiet(comm, strategy="data")),
-        compute_s,
-    )
+    return auto(parallelize(smooth(), example, **quiet(comm, strategy="data")), compute_s)
 
 
 class Named(nn.Module):
@@ -254,25 +233,6 @@ def short_rounds() -> Iterator[None]:
         timing.ROUND_S, timing.TRIES = before
 
 
-def measured_here(comm: Comm, folder: str) -> list[dict[str, Any]]:
-    """Twice in a row, the cache being empty at first: what the profile says after each, on rank 0."""
-    os.environ["LAYERWISE_CACHE"] = folder
-    found = []
-    for _ in range(2):
-        with short_rounds():
-            model = parallelize(
-                network(), data().tensors[0][:4], options=ParallelOptions(comm=comm, measure_s=0.1), verbose=False
-            )
-        if comm.rank == 0:
-            (path,) = Path(folder).glob("*.json")
-            profile = load_profile(path)
-            assert profile.links is not None
-            assert model.plan.provenance["profile"] == profile.name
-            (times,) = profile.layers
-            found.append({"links": profile.links.as_json(), "dtype": times.conditions.dtype, "cells": times.count})
-    return found
-
-
 def in_a_bad_cache(comm: Comm, folder: str) -> tuple[str, str]:
     """What rank 0's table says of the cache when nothing is measured, and when it is."""
     os.environ["LAYERWISE_CACHE"] = folder
@@ -297,10 +257,7 @@ def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tu
     example = dataset.tensors[0][:4]
     model = parallelize(network(SEED + comm.rank), example, strategy="data", device_mesh=mesh, verbose=False)
     x, y = (t[model.share()] for t in dataset.tensors)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
+    loss = step(model, x, y, sgd(model))
     again = parallelize(
         network(), dataset.tensors[0][:4], strategy="data", verbose=False, options=ParallelOptions(measure_s=0)
     )
@@ -308,7 +265,7 @@ def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tu
     try:
         parallelize(network(), dataset.tensors[0][:4], device_mesh=DeviceMesh("cpu", torch.tensor([[[0, 1]]])))
     except LayerwiseError as error:
-        return [loss.item()], model.full_state_dict(), model.plan.device_order, str(error)
+        return [loss], model.full_state_dict(), model.plan.device_order, str(error)
     raise AssertionError("a mesh of three dimensions was taken")
 
 
@@ -319,13 +276,10 @@ def fine_tuned(comm: Comm) -> tuple[float, int, dict[str, Tensor]]:
     net = network()
     net[:5].requires_grad_(False)
     model = parallelize(net, x[: BATCH // comm.size], **quiet(comm, strategy="data"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     before = comm.sent["sync"]
-    loss = F.cross_entropy(model(x[model.share()]), y[model.share()])
-    loss.backward()
+    loss = step(model, x[model.share()], y[model.share()], sgd(model))
     sent = comm.sent["sync"] - before
-    optimizer.step()
-    whole = sum(float(text) for text in comm.all_gather_text(str(loss.item()))) / comm.size
+    whole = sum(comm.all_gather_object(loss)) / comm.size
     return whole, sent, model.full_state_dict()
 
 

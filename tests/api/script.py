@@ -58,20 +58,37 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in b) / scale
 
 
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    """What trains it in the tests."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def step(model: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, **named: int) -> float:
+    """A step; its loss. named: arguments of the model's call."""
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x, **named), y)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def train(model: nn.Module, loader: DataLoader) -> list[float]:
     """Two epochs; the losses."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     losses = []
     for _ in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses += [step(model, x, y, optimizer) for x, y in loader]
         scheduler.step()
     return losses
+
+
+def plain(count: int = 2 * BATCH, size: int = BATCH) -> tuple[list[float], dict[str, Tensor]]:
+    """What PyTorch makes of one epoch of the network: losses and state."""
+    model = network()
+    optimizer, (x, y) = sgd(model), data(count).tensors
+    losses = [step(model, *batch, optimizer) for batch in zip(x.split(size), y.split(size), strict=True)]
+    return losses, model.state_dict()
 
 
 def main(out: str, how: str) -> None:

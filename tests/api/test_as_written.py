@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from layerwise.api.options import ParallelOptions
+from layerwise.api.arguments import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
@@ -54,8 +54,7 @@ def data() -> list[DataLoader[Any]]:
     return [DataLoader(TensorDataset(IMAGES, CLASSES), BATCH), DataLoader(TensorDataset(IMAGES[:5], CLASSES[:5]), 5)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("strategy", [None, "data"])
+@pytest.mark.parametrize(("name", "strategy"), [*((name, None) for name in MODELS), ("Branching", "data")])
 def test_a_loop_over_loaders_is_one_devices(name: str, strategy: str | None) -> None:
     wanted, outputs = loop(built(name), *data())
     models = [built(name, seed) for seed in range(2)]  # rank 0's values win

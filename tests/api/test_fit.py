@@ -14,8 +14,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.train.data import order
 from tests.api.keywords import keywords
 from tests.api.ranks import fitted
-from tests.api.script import data, network
-from tests.api.test_parallelize import apart
+from tests.api.script import apart, data, network
 from tests.comm.pool import run_ranks
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")

@@ -63,9 +63,16 @@ def test_fit_in_each_group() -> None:
         assert apart(state, alone.state_dict()) <= 1e-9
 
 
-def test_groups_measure_at_the_same_time() -> None:
-    ranks = run_ranks(4, "tests.api.group_ranks:measured")
-    assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
+def test_groups_measure_once_and_at_the_same_time() -> None:
+    """Links are measured once, then taken from the cache; layers are added to it."""
+    ranks: list[Any] = run_ranks(4, "tests.api.group_ranks:measured")
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert ranks[0][0] != ranks[2][0]
+    for _, (first, second) in ranks:
+        assert first["dtype"] == "float64"
+        assert second["links"] == first["links"]
+        assert second["cells"] >= first["cells"] > 0
 
 
 def test_what_several_groups_search_for_is_found_once(tmp_path: Path) -> None:

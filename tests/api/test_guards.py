@@ -5,11 +5,12 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import layerwise
 from layerwise.errors import LayerwiseError
-from tests.api.script import Layered, data, network
+from tests.api import script
+from tests.api.script import Layered, data
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
@@ -17,19 +18,8 @@ X, Y = data().tensors[0][:4], data().tensors[1][:4]
 QUIET = {"verbose": False, "options": layerwise.ParallelOptions(measure_s=0)}
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(X), Y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def test_an_optimizer_of_before_is_right_where_the_model_itself_is_run() -> None:
-    model = network()
-    early = torch.optim.SGD(model.parameters(), lr=0.1)
-    module = layerwise.parallelize(model, X, **QUIET)
-    assert step(module, early) > step(module, early)
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    return script.step(model, X, Y, optimizer)
 
 
 def test_an_optimizer_of_before_raises_at_its_step() -> None:
@@ -70,20 +60,6 @@ def test_the_original_says_that_it_has_the_values_of_before() -> None:
     model.load_state_dict(trained)
     torch.testing.assert_close(model.state_dict(), trained)
     torch.testing.assert_close(layerwise.parallelize(model, X, **QUIET)(X), model(X))
-
-
-def test_a_parallel_module_is_parallel_already() -> None:
-    module = layerwise.parallelize(network(), X, **QUIET)
-    with pytest.raises(LayerwiseError, match="parallel already"):
-        layerwise.parallelize(module, X)
-
-
-def test_parallelize_within_autocast_is_refused() -> None:
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(LayerwiseError, match=r"called within torch\.autocast.*call it before"),
-    ):
-        layerwise.parallelize(network().float(), X.float(), **QUIET)
 
 
 def test_the_originals_gradients_are_not_clipped_in_place_of_the_others() -> None:

@@ -24,10 +24,9 @@ from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from tests.api.keywords import keywords
-from tests.api.loader_ranks import _steps, loop_over_loaders
-from tests.api.script import BATCH, SEED, data, network
+from tests.api.loader_ranks import epoch, loop_over_loaders
+from tests.api.script import BATCH, SEED, apart, data, network, sgd
 from tests.api.test_fit import Stream
-from tests.api.test_parallelize import apart
 from tests.comm.pool import run_ranks
 from tests.comm.thread import run_threads
 
@@ -41,11 +40,9 @@ def plain(count: int) -> tuple[list, list[float], torch.Tensor, dict[str, torch.
     model = network()
     loader = DataLoader(data(count), BATCH, shuffle=True)
     torch.manual_seed(SEED)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    seen, losses = [], []
+    optimizer, seen, losses = sgd(model), [], []
     for _ in range(2):
-        for _ in _steps(model, loader, optimizer, seen, losses):
-            pass
+        epoch(model, loader, optimizer, seen, losses)
     model.eval()
     with torch.no_grad():
         outputs = model(data(BATCH + 3).tensors[0])

@@ -13,26 +13,11 @@ import layerwise
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
-from tests.api.keywords import keywords
+from tests.api.keywords import keywords, quiet
 from tests.api.ranks import trained
-from tests.api.script import BATCH, apart, data, network, train
+from tests.api.script import BATCH, apart, data, network, plain, sgd, step, train
 from tests.comm.launch import ROOT, torchrun
 from tests.comm.pool import run_ranks
-
-
-def plain(steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """What PyTorch makes of the same batches."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    x, y = data(steps * BATCH).tensors
-    for start in range(0, steps * BATCH, BATCH):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x[start : start + BATCH]), y[start : start + BATCH])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model.state_dict()
 
 
 def test_a_script_under_torchrun(tmp_path: Path) -> None:
@@ -71,7 +56,7 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
 )
 def test_the_numbers_are_plain_pytorchs(how: dict) -> None:
     ranks = run_ranks(2, "tests.api.ranks:trained", how | {"verbose": False})
-    losses, state = plain(2)
+    losses, state = plain()
     assert [sum(parts) for parts in zip(*(rank[0] for rank in ranks), strict=True)] == pytest.approx(losses, rel=1e-9)
     for _, whole, strategy, back in ranks:
         assert apart(whole, state) <= 1e-9
@@ -84,7 +69,7 @@ def test_the_numbers_are_plain_pytorchs(how: dict) -> None:
 
 
 def test_on_the_default_group_and_a_mesh() -> None:
-    losses, state = plain(1)
+    losses, state = plain(BATCH)
     ranks = run_ranks(2, "tests.api.ranks:on_the_default_group")
     assert sum(rank[0][0] for rank in ranks) / 2 == pytest.approx(losses[0], rel=1e-9)
     for _, whole, order, message in ranks:
@@ -95,24 +80,16 @@ def test_on_the_default_group_and_a_mesh() -> None:
 
 def test_one_rank_is_plain_pytorch_bit_by_bit(capsys: pytest.CaptureFixture[str]) -> None:
     losses, whole, strategy, back = trained(SoloComm(), {})
-    assert (losses, back) == (plain(2)[0], True)
-    assert all(torch.equal(value, whole[name]) for name, value in plain(2)[1].items())
+    assert (losses, back) == (plain()[0], True)
+    assert all(torch.equal(value, whole[name]) for name, value in plain()[1].items())
     assert set(map(str, strategy.values())) == {"{}"}
     assert "one rank, nothing to split" in capsys.readouterr().out
 
 
 def test_a_plan_is_used_as_it_is(tmp_path: Path) -> None:
-    model = layerwise.parallelize(
-        network(), data().tensors[0][:4], verbose=False, options=layerwise.ParallelOptions(measure_s=0)
-    )
+    model = layerwise.parallelize(network(), data().tensors[0][:4], **quiet(SoloComm()))
     model.plan.save(tmp_path / "plan.json")
-    again = layerwise.parallelize(
-        network(),
-        data().tensors[0][:4],
-        plan=tmp_path / "plan.json",
-        verbose=False,
-        options=layerwise.ParallelOptions(measure_s=0),
-    )
+    again = layerwise.parallelize(network(), data().tensors[0][:4], plan=tmp_path / "plan.json", **quiet(SoloComm()))
     assert again.plan == model.plan
     assert isinstance(again.plan.strategy["0"], Config)
 
@@ -122,12 +99,9 @@ def test_fine_tuning() -> None:
     x, y = data(BATCH).tensors
     model = network()
     model[:5].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loss = nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
+    loss = step(model, x, y, sgd(model))
     for found, sent, whole in run_ranks(2, "tests.api.ranks:fine_tuned"):
-        assert found == pytest.approx(loss.item(), rel=1e-9)
+        assert found == pytest.approx(loss, rel=1e-9)
         assert sent == 8 * (64 * 12 + 12 + 12 * 10 + 10)  # bytes: 2 (r - 1) / r a rank
         assert apart(whole, model.state_dict()) <= 1e-9
 
@@ -148,7 +122,7 @@ def test_files_train_from_their_weights(tmp_path: Path) -> None:
     example = data().tensors[0][:BATCH]
     program = torch.export.export(network().train(), (example,))
     torch.export.save(program, tmp_path / "net.pt2")
-    losses, state = plain(2)
+    losses, state = plain()
     for source in (program, tmp_path / "net.pt2"):
         found, whole, _, _ = trained(SoloComm(), {"verbose": False}, source)
         assert found == pytest.approx(losses, rel=1e-9)
@@ -181,15 +155,10 @@ def test_wrong_arguments(how: dict, message: str) -> None:
         layerwise.parallelize(network(), data().tensors[0][:4], **keywords(how))
 
 
-@pytest.mark.parametrize("inputs", [None, (), "x", [[1.0]], torch.zeros(()), torch.zeros(0, 1, 8, 8)])
-def test_wrong_inputs(inputs: object) -> None:
-    with pytest.raises(LayerwiseError, match="example_inputs"):
-        layerwise.parallelize(network(), inputs)
-
-
-def test_whole_numbers_where_weights_need_floats() -> None:
-    with pytest.raises(LayerwiseError, match="is given int64, but its weights need floating-point numbers"):
-        layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64), verbose=False)
+def test_wrong_inputs() -> None:
+    for inputs in (None, (), "x", [[1.0]], torch.zeros(()), torch.zeros(0, 1, 8, 8)):
+        with pytest.raises(LayerwiseError, match="example_inputs"):
+            layerwise.parallelize(network(), inputs)
 
 
 class Branching(nn.Module):
@@ -202,6 +171,12 @@ def test_wrong_models() -> None:
         layerwise.parallelize(Branching(), torch.randn(2, 3), strategy="model")
     with pytest.raises(LayerwiseError, match=r"the model is of type int: give an nn\.Module"):
         layerwise.parallelize(7, torch.randn(2, 3))
+    with pytest.raises(LayerwiseError, match="is given int64, but its weights need floating-point numbers"):
+        layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64), verbose=False)
+    with pytest.raises(LayerwiseError, match="parallel already"):
+        layerwise.parallelize(layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3), verbose=False))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(LayerwiseError, match=r"within torch\.autocast.*before"):
+        layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3))
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     with pytest.raises(
         LayerwiseError, match=r"bring (them to one type|what it is given to that type)|torch\.export fails"
@@ -218,7 +193,7 @@ def test_a_plan_for_more_ranks_than_there_are(tmp_path: Path) -> None:
 
 def test_ranks_that_ask_for_different_things() -> None:
     example = data().tensors[0][:4]
-    for name, values in {
+    cases = {
         "strategy": ("data", "model"),
         "sync_every": (1, 2),
         "optimizer": ("sgd", "adam"),
@@ -228,10 +203,10 @@ def test_ranks_that_ask_for_different_things() -> None:
         "profile": (None, "cpu"),
         "batch": (8, 16),
         "example_inputs": (example, example[:, :, :4]),
-    }.items():
-        first, second = run_ranks(2, "tests.api.ranks:differently", name, values)
-        assert f"the ranks differ in {name}" in first
-        assert first == second
+    }
+    first, second = run_ranks(2, "tests.api.ranks:differently", cases)
+    assert first == second
+    assert [name for name in cases if f"the ranks differ in {name}" not in first[name]] == []
 
 
 def test_an_onnx_file_trains_from_its_weights(tmp_path: Path) -> None:
@@ -250,8 +225,6 @@ def test_an_onnx_file_trains_from_its_weights(tmp_path: Path) -> None:
     inputs, labels = torch.randn(4, 6), torch.randint(0, 3, (4,))
     made = layerwise.parallelize(tmp_path / "mlp.onnx", inputs, verbose=False)
     for one in (made, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
-        nn.functional.cross_entropy(one(inputs), labels).backward()
-        optimizer.step()
+        step(one, inputs, labels, torch.optim.SGD(one.parameters(), lr=0.5))
     state = {name.replace(".", "_"): value for name, value in model.state_dict().items()}
     assert apart(made.full_state_dict(), state) <= 1e-6

@@ -3,15 +3,12 @@
 from itertools import chain
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import layerwise
 from layerwise.errors import LayerwiseError
-from tests.api.script import BATCH, data, network
-from tests.api.test_parallelize import apart
+from tests.api.script import BATCH, apart, plain
 from tests.comm.pool import run_ranks
 
 
@@ -64,19 +61,11 @@ def test_rank_0_says_what_becomes_of_the_remainder(capsys: pytest.CaptureFixture
 
 def test_a_loop_over_shares_is_one_devices() -> None:
     count = 2 * BATCH + 5
-    model, losses = network(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    x, y = data(count).tensors
-    for batch in torch.arange(count).split(BATCH):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x[batch]), y[batch])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses, wanted = plain(count)
     ranks = run_ranks(2, "tests.api.ranks:epoch_of_shares", count)
     assert [sum(parts) for parts in zip(*(rank[0] for rank in ranks), strict=True)] == pytest.approx(losses, rel=1e-9)
     for _, state in ranks:
-        assert apart(state, model.state_dict()) <= 1e-9
+        assert apart(state, wanted) <= 1e-9
 
 
 def test_wrong_arguments() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW
 
-from tests.loops.row import Numbers, row, train
+from tests.loops.row import Numbers, minimise, row, train
 from tests.loops.setting import IMAGES, Generator, Net, Setting, Supervised, whole
 
 
@@ -135,42 +135,37 @@ def two_losses(setting: Setting) -> Numbers:
 def two_forwards(setting: Setting) -> Numbers:
     """two forward passes, one backward pass (siamese networks)"""
     model = setting.net()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, y in setting.batches():
-        optimizer.zero_grad()
-        (F.cross_entropy(model(x), y) + F.mse_loss(model(0.9 * x), model(1.1 * x))).backward()
-        optimizer.step()
-    return whole(model)
+    return minimise(
+        setting, model, lambda x, y: F.cross_entropy(model(x), y) + F.mse_loss(model(0.9 * x), model(1.1 * x))
+    )
 
 
 @row
 def inputs(setting: Setting) -> Numbers:
     """gradients of inputs (adversarial samples, saliency)"""
-    model = setting.net()
-    optimizer, seen = SGD(model.parameters(), lr=0.1), []
-    for x, y in setting.batches():
+    model, seen = setting.net(), list[Tensor]()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
-        (g,) = torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), x)
-        optimizer.zero_grad()
-        F.cross_entropy(model((x + 0.1 * g.sign()).detach()), y).backward()
-        optimizer.step()
-        seen.append(g)
-    return {"rows.gradients": seen[0], **whole(model)}
+        seen.extend(torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), x))
+        return F.cross_entropy(model((x + 0.1 * seen[-1].sign()).detach()), y)
+
+    numbers = minimise(setting, model, loss)
+    return {"rows.gradients": seen[0], **numbers}
 
 
 @row
 def gradient_penalty(setting: Setting) -> Numbers:
     """a gradient penalty (`create_graph=True`)"""
     model = setting.net(smooth=True)
-    optimizer = SGD(model.parameters(), lr=0.01)
-    for x, _ in setting.batches():
+
+    def loss(x: Tensor, _: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         out = model(x)
         (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        optimizer.zero_grad()
-        (out.mean() + (g.flatten(1).norm(dim=1) - 1).square().mean()).backward()
-        optimizer.step()
-    return whole(model)
+        return out.mean() + (g.flatten(1).norm(dim=1) - 1).square().mean()
+
+    return minimise(setting, model, loss, 0.01)
 
 
 @row
@@ -270,13 +265,12 @@ def gan(setting: Setting) -> Numbers:
 def deep_supervision(setting: Setting) -> Numbers:
     """deep supervision: a loss of several outputs"""
     model = setting.parallel(Supervised(), IMAGES)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, _ in setting.batches():
-        optimizer.zero_grad()
+
+    def loss(x: Tensor, _: Tensor) -> Tensor:
         one, two = model(x)
-        (one.square().mean() + 0.5 * two.square().mean()).backward()
-        optimizer.step()
-    return whole(model)
+        return one.square().mean() + 0.5 * two.square().mean()
+
+    return minimise(setting, model, loss)
 
 
 @row

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from tests.loops.row import Numbers, row, train
+from tests.loops.row import Numbers, changed, minimise, row, train
 from tests.loops.setting import IMAGES, Balanced, Cast, Inceptive, Net, Setting, Supervised, batch, whole
 
 
@@ -77,10 +77,9 @@ def hooks_of_the_model(setting: Setting) -> Numbers:
     return {"rows.out": seen[0]}
 
 
-@row
-def initialise(setting: Setting) -> Numbers:
+@changed
+def initialise(model: Any) -> None:
     """`model.apply(fn)`: random initial values"""
-    model = setting.net()
 
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -92,28 +91,23 @@ def initialise(setting: Setting) -> Numbers:
     torch.manual_seed(3)
     model.apply(init)
     model.head.apply(lambda module: module.weight.data.uniform_(-0.1, 0.1))
-    return train(setting, model)
 
 
-@row
-def initialise_constants(setting: Setting) -> Numbers:
+@changed
+def initialise_constants(model: Any) -> None:
     """`nn.init.zeros_(model.head.bias)`, and other constants"""
-    model = setting.net()
     nn.init.zeros_(model.head.bias)
     nn.init.constant_(model.hidden.weight, 0.01)
     model.norm.weight.data.fill_(0.5)
-    return train(setting, model)
 
 
-@row
-def initialise_at_random(setting: Setting) -> Numbers:
+@changed
+def initialise_at_random(model: Any) -> None:
     """`nn.init.normal_(model.head.weight)`"""
-    model = setting.net()
     torch.manual_seed(3)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.reset_parameters()
-    return train(setting, model)
 
 
 @row
@@ -126,10 +120,10 @@ def unlike_modes(setting: Setting) -> Numbers:
     return {"gradient": 0}
 
 
-@row
-def evaluated_training(setting: Setting) -> Numbers:
+@changed
+def evaluated_training(model: Any) -> None:
     """fine-tuning in evaluation mode"""
-    return train(setting, setting.net().eval())
+    model.eval()
 
 
 @row
@@ -148,12 +142,7 @@ def noise(setting: Setting) -> Numbers:
 def channels_last(setting: Setting) -> Numbers:
     """`to(memory_format=torch.channels_last)`"""
     model = setting.net().to(memory_format=torch.channels_last)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, y in setting.batches():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x.to(memory_format=torch.channels_last)), y).backward()
-        optimizer.step()
-    return whole(model)
+    return minimise(setting, model, lambda x, y: F.cross_entropy(model(x.to(memory_format=torch.channels_last)), y))
 
 
 @row
@@ -178,12 +167,7 @@ def sum_of_parameters(setting: Setting) -> Numbers:
 def checkpointed(setting: Setting) -> Numbers:
     """`torch.utils.checkpoint` around the model"""
     model = setting.net(smooth=True)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, y in setting.batches():
-        optimizer.zero_grad()
-        F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
-        optimizer.step()
-    return whole(model)
+    return minimise(setting, model, lambda x, y: F.cross_entropy(checkpoint(model, x, use_reentrant=False), y))
 
 
 def mixed(setting: Setting, model: Any, around: torch.dtype | None) -> Numbers:
@@ -351,10 +335,7 @@ def ddp_of_the_rest(setting: Setting) -> Numbers:
         tensors = (*model.named_parameters(), *model.named_buffers())
         held._ddp_params_and_buffers_to_ignore = [f"inner.0.{name}" for name, _ in tensors]
         held = nn.parallel.DistributedDataParallel(held)
-    for x, y in setting.batches():
-        optimizer.zero_grad()
-        F.cross_entropy(held(x), y).backward()
-        optimizer.step()
+    train(setting, held, optimizer)
     return whole(model)
 
 

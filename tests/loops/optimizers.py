@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 from tests.loops.row import Numbers, row, train
 from tests.loops.setting import Net, Setting, whole
 
 
-@row
-def sgd(setting: Setting) -> Numbers:
-    """SGD with momentum"""
-    return train(setting, setting.net())
+def optimizer(name: str, title: str, make: Callable[[Iterable[nn.Parameter]], Optimizer | None]) -> None:
+    """Adds the row of the usual loop with another optimizer."""
+
+    def loop(setting: Setting) -> Numbers:
+        model = setting.net()
+        return train(setting, model, make(model.parameters()))
+
+    loop.__name__, loop.__doc__ = name, title
+    row(loop)
 
 
-@row
-def adamw_foreach(setting: Setting) -> Numbers:
-    """AdamW, `foreach=True`"""
-    model = setting.net()
-    return train(setting, model, AdamW(model.parameters(), lr=1e-2, foreach=True))
-
-
-@row
-def adamw_fused(setting: Setting) -> Numbers:
-    """AdamW, `fused=True`"""
-    model = setting.net()
-    return train(setting, model, AdamW(model.parameters(), lr=1e-2, fused=True))
+optimizer("sgd", "SGD with momentum", lambda p: None)
+optimizer("adamw_foreach", "AdamW, `foreach=True`", lambda p: AdamW(p, lr=1e-2, foreach=True))
+optimizer("adamw_fused", "AdamW, `fused=True`", lambda p: AdamW(p, lr=1e-2, fused=True))
+optimizer("adafactor", "Adafactor", lambda p: torch.optim.Adafactor(p, lr=1e-2))
+optimizer("muon", "Muon", lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=1e-2))
 
 
 @row
@@ -52,21 +51,6 @@ def parameter_groups(setting: Setting) -> Numbers:
     others = [p for name, p in model.named_parameters() if not (name.endswith("bias") or "norm" in name)]
     groups = [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1, "lr": 0.05}]
     return train(setting, model, AdamW(groups, lr=1e-2))
-
-
-@row
-def adafactor(setting: Setting) -> Numbers:
-    """Adafactor"""
-    model = setting.net()
-    return train(setting, model, torch.optim.Adafactor(model.parameters(), lr=1e-2))
-
-
-@row
-def muon(setting: Setting) -> Numbers:
-    """Muon"""
-    model = setting.net()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    return train(setting, model, torch.optim.Muon(matrices, lr=1e-2))
 
 
 @row

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import update_bn
 
-from tests.loops.row import Numbers, row, train
+from tests.loops.row import Numbers, changed, row, train
 from tests.loops.setting import Net, Setting, Tied, whole
 
 
@@ -56,36 +58,28 @@ def frozen_part(setting: Setting) -> Numbers:
     return train(setting, model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
 
 
-@row
-def part_in_evaluation(setting: Setting) -> Numbers:
+@changed
+def part_in_evaluation(model: Any) -> None:
     """`eval()` of a part without batch norms and dropouts"""
-    model = setting.net()
     model.head.eval()
-    return train(setting, model)
 
 
-@row
-def frozen_statistics(setting: Setting) -> Numbers:
+@changed
+def frozen_statistics(model: Any) -> None:
     """`eval()` of a batch norm in training"""
-    model = setting.net()
     model.norm.eval()
-    return train(setting, model)
 
 
-@row
-def another_momentum(setting: Setting) -> Numbers:
+@changed
+def another_momentum(model: Any) -> None:
     """setting a layer's attribute later, such as a batch norm's momentum"""
-    model = setting.net()
     model.norm.momentum = 0.5
-    return train(setting, model)
 
 
-@row
-def part_replaced(setting: Setting) -> Numbers:
+@changed
+def part_replaced(model: Any) -> None:
     """`model.head = nn.Linear(...)`"""
-    model = setting.net()
     model.head = nn.Linear(12, 10).double()
-    return train(setting, model)
 
 
 @row

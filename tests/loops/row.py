@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,6 +21,28 @@ LOOPS: list[Loop] = []
 def row(loop: Loop) -> Loop:
     LOOPS.append(loop)
     return loop
+
+
+def changed(change: Callable[[Any], None]) -> Loop:
+    """The row of the usual loop after a change of the parallel model."""
+
+    @wraps(change)
+    def loop(setting: Setting) -> Numbers:
+        model = setting.net()
+        change(model)
+        return train(setting, model)
+
+    return row(loop)
+
+
+def minimise(setting: Setting, model: Any, loss: Callable[[Tensor, Tensor], Tensor], lr: float = 0.1) -> dict[str, Any]:
+    """Steps of SGD on a loss of inputs and targets; the state."""
+    optimizer = SGD(model.parameters(), lr=lr)
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        loss(x, y).backward()
+        optimizer.step()
+    return whole(model)
 
 
 def train(

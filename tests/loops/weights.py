@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,10 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.loops.row import Numbers, row, train
+from tests.loops.row import Numbers, minimise, row, train
 from tests.loops.setting import Net, Setting, whole
 
 
@@ -58,15 +59,14 @@ def copies(setting: Setting) -> Numbers:
     """`copy.deepcopy`; a teacher for distillation"""
     model = setting.net()
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, y in setting.batches():
-        optimizer.zero_grad()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             soft = teacher(x)
         out = model(x)
-        (F.cross_entropy(out, y) + F.mse_loss(out, soft)).backward()
-        optimizer.step()
-    return whole(model)
+        return F.cross_entropy(out, y) + F.mse_loss(out, soft)
+
+    return minimise(setting, model, loss)
 
 
 @row

@@ -14,16 +14,15 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.onnx.bind import bind, schema_of
-from layerwise.importers.onnx.call import element_type
+from layerwise.importers.onnx.by_row import merged_rows, split_again, takes_rows
+from layerwise.importers.onnx.call import bind, element_type, schema_of
 from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold, learned, thin
 from layerwise.importers.onnx.control import DECIDED, OF_SEQUENCES, Control, needed_by
 from layerwise.importers.onnx.file import array_of, dtype_of, opset_of, standard, stored_bytes
 from layerwise.importers.onnx.infer import extents, inferred
 from layerwise.importers.onnx.inputs import OnnxInputs
 from layerwise.importers.onnx.ops.table import row
-from layerwise.importers.onnx.place import OnnxPlacer, PlacedValue, Sharing, sharing_of
-from layerwise.importers.onnx.rows import merged_rows, split_again, takes_rows
+from layerwise.importers.onnx.sharing import OnnxPlacer, PlacedValue, Sharing, sharing_of
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result
 from layerwise.importers.rows import Rows
 from layerwise.ops.nn.loss import Loss, LossSum
@@ -40,7 +39,7 @@ class OnnxNetwork:
     """The graph, and where the values of its parameters and constants are."""
 
     graph: LayerGraph
-    held: Mapping[str, PlacedValue]
+    values: Mapping[str, PlacedValue]
     unsampled: str  # the first layer that drops the dimension of the samples, which only a batch of 1 allows
 
 
@@ -49,18 +48,20 @@ def build_graph(
 ) -> OnnxNetwork:
     """The layers of a checked model, unfused, at the batch of `inputs`."""
     known = inferred(model, folder, sizes)
-    importer = _Importer(model, folder, title, inputs, known, {})
+    importer = OnnxImporter(model, folder, title, inputs, known, {})
     graph = importer.graph()
     # Which parameters are shared is known once all layers are.
     uses, roots = importer.placer.uses, importer.placer.roots
     sharing = {root: sharing_of(roots[root], uses[root]) for root in roots if len(uses[root]) > 1}
     if sharing:
-        importer = _Importer(model, folder, title, inputs, known, sharing)
+        importer = OnnxImporter(model, folder, title, inputs, known, sharing)
         graph = importer.graph()
-    return OnnxNetwork(graph, importer.placer.held, importer.placer.unsampled)
+    return OnnxNetwork(graph, importer.placer.stored, importer.placer.unsampled)
 
 
-class _Importer:
+class OnnxImporter:
+    """Goes through the nodes of a model."""
+
     def __init__(
         self,
         model: ModelProto,

@@ -6,19 +6,22 @@ on import, by numpy or by onnx's reference implementation, and only by operators
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import ceil, prod
+from math import prod
 
 import numpy as np
 import onnx
+import onnx.shape_inference
 from numpy.typing import NDArray
-from onnx import NodeProto
+from onnx import ModelProto, NodeProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.onnx.file import first_line
+from layerwise.importers.onnx.infer import SMALL, extents
 
 Array = NDArray[np.generic]
 
@@ -121,9 +124,8 @@ def fold(
         return None
     if kind == "Expand" and inputs[0] is not None and inputs[0].weight:
         # A class token: learned once, repeated for every sample.
-        blank = np.broadcast_to(np.zeros((), np.bool_), inputs[0].shape)
-        (expanded,) = _run(node, [blank, *(budget.value(c) for c in inputs[1:] if c is not None)], opset)
-        return (inputs[0],) if expanded.shape == inputs[0].shape else None
+        shape = _shape(node, inputs[0], [None if c is None else budget.value(c) for c in inputs[1:]], opset)
+        return (inputs[0],) if shape == inputs[0].shape else None
     given = [c for c in inputs if c is not None]
     literal = all(c.literal for c in given)
     if kind in VIEWS:
@@ -173,31 +175,22 @@ def _view(
     x = inputs[0]
     assert x is not None
     others = [None if c is None else budget.value(c) for c in inputs[1:]]
-    # A stand-in of the same shape that holds a single element tells the shape.
-    blank = np.broadcast_to(np.zeros((), np.bool_), x.shape)
-    shape = _run(node, [blank, *others], opset)[0].shape
     name, root, transposed = x.name, x.root, x.transposed
-    if node.op_type == "Identity":
-        # PyTorch's exporter writes parameters of equal values once, and so gives each of the others its own name.
-        name = root = node.output[0]
-    elif node.op_type == "Transpose" and len(x.shape) == 2:
-        order = next((tuple(a.ints) for a in node.attribute if a.name == "perm"), (1, 0))
+    order = next((tuple(a.ints) for a in node.attribute if a.name == "perm"), (1, 0))
+    if node.op_type == "Transpose" and len(x.shape) == 2:
         transposed ^= order == (1, 0)
-    elif node.op_type == "Transpose":
+    elif node.op_type in ("Identity", "Transpose") or transposed:
+        # PyTorch's exporter writes parameters of equal values once, and gives each of the others a name by Identity.
         name = root = node.output[0]
-    elif transposed:
-        name, root, transposed = node.output[0], node.output[0], False
-    literal = all(c.literal for c in inputs if c is not None)
-    return FoldedConstant(
-        name,
-        shape,
-        x.dtype,
-        lambda: _run(node, [x.value, *others], opset)[0],
-        root,
-        x.weight,
-        literal,
-        transposed,
-        x.ready,
+        transposed &= node.op_type in ("Identity", "Transpose")
+    return replace(
+        x,
+        name=name,
+        shape=_shape(node, x, others, opset),
+        read=lambda: _run(node, [x.value, *others], opset)[0],
+        root=root,
+        literal=all(c.literal for c in inputs if c is not None),
+        transposed=transposed,
     )
 
 
@@ -214,125 +207,78 @@ def _run(
     node: NodeProto, inputs: Sequence[Array | None], opset: int, budget: FoldingBudget | None = None
 ) -> list[Array]:
     """The values that the node computes. Sizes are checked beforehand, broadcast results stay broadcast."""
-    with np.errstate(all="ignore"):
-        try:
-            needed = _within(node, inputs)
+    x, kind = inputs[0] if inputs else None, node.op_type
+    if kind == "Identity" and x is not None:
+        return [x]
+    thinned = range(len(inputs)) if kind in ELEMENTWISE else (1,) if kind == "Gather" else ()
+    few = [thin(a) if i in thinned and a is not None else a for i, a in enumerate(inputs)]
+    with _refused(node), np.errstate(all="ignore"):
+        if kind == "ConstantOfShape":
+            x = next((onnx.numpy_helper.to_array(a.t) for a in node.attribute), np.zeros(1, np.float32)).reshape(())
+        if kind in ("ConstantOfShape", "Expand") and x is not None:
+            return [np.broadcast_to(x, _outputs(_alone(node, inputs, opset))[0][0])]
+        model = _alone(node, few, opset)
+        if kind not in VIEWS:
+            # What is not known, as of NonZero, is at most as long as an input.
+            most = max((a.size for a in few if a is not None), default=1)
+            counts = [(prod(shape), size) for shape, size in _outputs(model, most)]
+            needed = sum(count * size for count, size in counts)
+            if needed > FOLD_BYTES:
+                raise LayerwiseError(too_large(node, sum(count for count, _ in counts)))
             if budget is not None:
                 budget.check(node.name or node.output[0], needed)
-            special = _NUMPY.get(node.op_type)
-            if special is not None:
-                return special(node, inputs)
-            if node.op_type not in ELEMENTWISE:
-                return _reference(node, inputs, opset)
-            shape = np.broadcast_shapes(*(a.shape for a in inputs if a is not None))
-            (result,) = _reference(node, [None if a is None else thin(a) for a in inputs], opset)
-            return [np.broadcast_to(result, shape)]
-        except LayerwiseError:
-            raise
-        except Exception as error:  # whatever numpy or onnx's reference says of a malformed node
-            name = node.name or node.output[0]
-            raise LayerwiseError(f"layer {name!r}: cannot compute this {node.op_type}: {first_line(error)}") from None
+        feeds = {f"i{i}": a for i, a in enumerate(few) if a is not None}
+        made = ReferenceEvaluator(model).run(None, {info.name: feeds[info.name] for info in model.graph.input})
+        results = [np.asarray(a) for a in made]
+        if all(a is b for a, b in zip(few, inputs, strict=True)):
+            return results
+        shapes = [shape for shape, _ in _outputs(_alone(node, inputs, opset))]
+        return [np.broadcast_to(a, shape) for a, shape in zip(results, shapes, strict=True)]
 
 
-def _reference(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> list[Array]:
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    feeds: dict[str, Array] = {}
+@contextmanager
+def _refused(node: NodeProto) -> Iterator[None]:
+    """Whatever numpy or onnx says of a malformed node is a LayerwiseError that names it."""
+    try:
+        yield
+    except LayerwiseError:
+        raise
+    except Exception as error:
+        name, said = node.name or node.output[0], first_line(error)
+        raise LayerwiseError(f"layer {name!r}: cannot compute this {node.op_type}: {said}") from None
+
+
+def _shape(node: NodeProto, x: FoldedConstant, others: Sequence[Array | None], opset: int) -> tuple[int, ...]:
+    """The shape of what the node makes of x, whose values are not read."""
+    blank = np.broadcast_to(np.zeros((), np.bool_), x.shape)
+    with _refused(node):
+        return _outputs(_alone(node, [blank, *others], opset))[0][0]
+
+
+def _alone(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> ModelProto:
+    """A model of one node: inputs i0, i1, ..., the small ones stored in it, outputs o0, o1, ..."""
+    alone, typed, stored = NodeProto(), list[onnx.ValueInfoProto](), list[onnx.TensorProto]()
+    alone.CopyFrom(node)
+    del alone.input[:], alone.output[:]
     for i, array in enumerate(inputs):
-        copy.input[i] = f"i{i}" if array is not None else ""
-        if array is not None:
-            feeds[f"i{i}"] = array
-    names = [f"o{i}" for i in range(len(node.output))]
-    del copy.output[:]
-    copy.output.extend(names)
-    graph = onnx.helper.make_graph(
-        [copy], "constant",
-        [onnx.helper.make_empty_tensor_value_info(name) for name in feeds],
-        [onnx.helper.make_empty_tensor_value_info(name) for name in names],
-    )  # fmt: skip
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
-    return [np.asarray(a) for a in ReferenceEvaluator(model).run(None, feeds)]
+        alone.input.append("" if array is None else f"i{i}")
+        if array is not None and array.size <= SMALL:
+            stored.append(onnx.numpy_helper.from_array(np.array(array), f"i{i}"))
+        elif array is not None:
+            code = helper.np_dtype_to_tensor_dtype(array.dtype)
+            typed.append(helper.make_tensor_value_info(f"i{i}", code, array.shape))
+    alone.output.extend(f"o{i}" for i in range(len(node.output)))
+    outputs = [helper.make_empty_tensor_value_info(name) for name in alone.output]
+    graph = helper.make_graph([alone], "constant", typed, outputs, stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
 
 
-def _constant_of_shape(node: NodeProto, inputs: Sequence[Array | None]) -> list[Array]:
-    fill = next((onnx.numpy_helper.to_array(a.t) for a in node.attribute if a.name == "value"), np.zeros(1, np.float32))
-    return [np.broadcast_to(fill.reshape(()), _sizes(inputs[0]))]
-
-
-def _expand(node: NodeProto, inputs: Sequence[Array | None]) -> list[Array]:
-    x = inputs[0]
-    assert x is not None
-    return [np.broadcast_to(x, np.broadcast_shapes(x.shape, _sizes(inputs[1])))]
-
-
-def _identity(node: NodeProto, inputs: Sequence[Array | None]) -> list[Array]:
-    assert inputs[0] is not None
-    return [inputs[0]]
-
-
-def _gather(node: NodeProto, inputs: Sequence[Array | None]) -> list[Array]:
-    data, ids = inputs
-    assert data is not None
-    assert ids is not None
-    axis = next((a.i for a in node.attribute if a.name == "axis"), 0) % data.ndim
-    few = thin(ids).astype(np.int64)
-    rows = np.take(data, few, axis=axis)
-    return [np.broadcast_to(rows, (*data.shape[:axis], *ids.shape, *data.shape[axis + 1 :]))]
-
-
-_NUMPY: dict[str, Callable[[NodeProto, Sequence[Array | None]], list[Array]]] = {
-    "ConstantOfShape": _constant_of_shape,
-    "Expand": _expand,
-    "Gather": _gather,
-    "Identity": _identity,
-}
-
-
-def _sizes(array: Array | None) -> tuple[int, ...]:
-    assert array is not None
-    sizes = tuple(int(s) for s in array.ravel())
-    if min(sizes, default=1) < 0:
-        raise LayerwiseError(f"a shape of {sizes} is no shape")
-    return sizes
-
-
-def _within(node: NodeProto, inputs: Sequence[Array | None]) -> int:
-    """Bytes of the result, at most. Refuses what would not fit, before it is computed."""
-    arrays = [a for a in inputs if a is not None]
-    if not arrays or node.op_type in ("ConstantOfShape", "Expand", *VIEWS):
-        return 0
-    first, itemsize = arrays[0], max(a.itemsize for a in arrays)
-    if node.op_type in ("ArgMax", "ArgMin", "Cast", "EyeLike", "NonZero"):  # of any type, into another
-        itemsize = 8
-    if node.op_type in ELEMENTWISE:
-        count = prod(np.broadcast_shapes(*(thin(a).shape for a in arrays)))
-    elif node.op_type == "Concat":
-        count = sum(a.size for a in arrays)
-    elif node.op_type == "Gather":
-        axis = next((a.i for a in node.attribute if a.name == "axis"), 0) % max(first.ndim, 1)
-        count = thin(arrays[1]).size * first.size // max(first.shape[axis], 1)
-    elif node.op_type == "GatherND":
-        count = arrays[1].size * first.size
-    elif node.op_type == "MatMul":
-        count = first.size // max(first.shape[-1], 1) * arrays[1].size
-    elif node.op_type == "OneHot":
-        count = first.size * int(arrays[1].ravel()[0])
-    elif node.op_type == "Range":
-        start, limit, delta = (a.ravel()[0].item() for a in arrays)
-        count = max(ceil((limit - start) / delta), 0)
-    elif node.op_type == "Tile":
-        count = first.size * prod(int(r) for r in arrays[1].ravel())
-    elif node.op_type == "Pad":
-        pads = arrays[1].ravel() if len(arrays) > 1 else np.array(
-            next((a.ints for a in node.attribute if a.name == "pads"), []), np.int64)  # fmt: skip
-        count = prod(extent + int(np.abs(pads).max(initial=0)) * 2 for extent in first.shape)
-    elif node.op_type == "NonZero":
-        count = first.size * first.ndim
-    else:
-        count = max(a.size for a in arrays)
-    if count * itemsize > FOLD_BYTES:
-        raise LayerwiseError(too_large(node, count))
-    return int(count * itemsize)
+def _outputs(model: ModelProto, unknown: int = 0) -> list[tuple[tuple[int, ...], int]]:
+    """Shape and bytes an element of each output, by onnx's shape inference; unknown: an extent that is."""
+    found = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph.output
+    types = [helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type or 1) for info in found]
+    shapes = [tuple(unknown if n is None else n for n in extents(info) or ()) for info in found]
+    return [(shape, dtype.itemsize) for shape, dtype in zip(shapes, types, strict=True)]
 
 
 def too_large(node: NodeProto, count: int) -> str:

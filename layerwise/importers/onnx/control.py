@@ -5,37 +5,23 @@ An If becomes the branch that it takes, a Loop its body as often as it runs, a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx.compose
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant
-from layerwise.importers.registry import Operand
-from layerwise.importers.rows import Rows
+from layerwise.importers.onnx.constants import FoldedConstant, constant
+
+if TYPE_CHECKING:
+    from layerwise.importers.onnx.build import OnnxImporter
 
 MOST_NODES = 100_000  # that loops become: a small file can ask for any number
 DECIDED = ("If", "Loop", "Scan", "SequenceMap")
 OF_SEQUENCES = ("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase",
                 "SequenceInsert", "SequenceLength", "SplitToSequence")  # fmt: skip
-
-
-class Walk(Protocol):
-    """An importer's part in control flow: nodes that are visited become layers as if the file had them here."""
-
-    values: dict[str, FoldedConstant | Operand | Rows]
-    needed: set[str]
-    budget: FoldingBudget
-    opset: int
-
-    def store(self, tensors: Iterable[TensorProto]) -> None:
-        """Takes tensors of the file."""
-
-    def visit(self, nodes: Iterable[NodeProto]) -> None:
-        """Takes nodes in this order."""
 
 
 def needed_by(graph: GraphProto) -> set[str]:
@@ -50,9 +36,9 @@ def needed_by(graph: GraphProto) -> set[str]:
 
 
 class Control:
-    """Takes nodes that decide which others there are."""
+    """Takes nodes that decide which others there are. walk: what visits these as if the file had them here."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: OnnxImporter) -> None:
         self.walk = walk
         self.sequences: dict[str, tuple[str, ...]] = {}  # the names of their tensors
         self.visited = 0  # nodes of loops

@@ -13,14 +13,14 @@ from onnx import AttributeProto, ModelProto, NodeProto
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.samples import check_samples
-from layerwise.importers.onnx.bind import schema_of
 from layerwise.importers.onnx.build import OnnxNetwork, build_graph
+from layerwise.importers.onnx.call import schema_of
 from layerwise.importers.onnx.constants import FOLDABLE
 from layerwise.importers.onnx.file import opset_of, read_onnx
 from layerwise.importers.onnx.infer import inferred
 from layerwise.importers.onnx.inputs import model_inputs
 from layerwise.importers.onnx.ops.table import row
-from layerwise.importers.onnx.place import PlacedValue
+from layerwise.importers.onnx.sharing import PlacedValue
 
 Dims = Sequence[Sequence[str | None]]
 
@@ -83,21 +83,21 @@ def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = Non
 
     Each is read when it is asked for, external data from a memory map: copy what is to be written to.
     """
-    return _Weights(_imported(path, None, None, None, sizes).held)
+    return _Weights(_imported(path, None, None, None, sizes).values)
 
 
 class _Weights(Mapping[str, NDArray[np.generic]]):
-    def __init__(self, held: Mapping[str, PlacedValue]) -> None:
-        self._held = held
+    def __init__(self, values: Mapping[str, PlacedValue]) -> None:
+        self._values = values
 
     def __getitem__(self, name: str) -> NDArray[np.generic]:
-        return self._held[name].read()
+        return self._values[name].read()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._values)
 
 
 def _imported(

@@ -94,7 +94,7 @@ class Pool(Windowed):
 
     def _native_at(self, x: TensorSpec, lo: Extents, hi: Extents) -> Mask:
         """The cells whose windows torch's own padding makes: full dimensions, and those that `_fit` says."""
-        out, native = self.output(x), np.ones(lo.shape[:-1], np.bool_)
+        out, native = self.output(x), np.full(lo.shape[:-1], not self._spread)
         maps, lead = self.needs((x,), out)[0], len(x.shape) - len(self.kernel)
         for i, k, s, d, (low, _) in self.windows(lead):
             first, last = maps[i](lo[..., i], hi[..., i])
@@ -135,15 +135,31 @@ class Pool(Windowed):
             ],
         )
         for ceil in (False, True):
-            if all(f.alike[int(ceil)] for f in fits):  # PyTorch 2.11 compiles no index that is a bool
+            if not self._spread and all(
+                f.alike[int(ceil)] for f in fits
+            ):  # PyTorch 2.11 compiles no index that is a bool
                 return self._native(x, [f.before for f in fits], ceil, divide != "inside").reshape(local.out.shape)
-        pads = {i: (0, 0) if f.floor else (f.before, f.after) for i, f in enumerate(fits, start=first)}
+        native = [f.before if f.floor and not self._spread else None for f in fits]  # padding that torch makes itself
+        pads = {i + first: (0, 0) if p is not None else (fits[i].before, fits[i].after) for i, p in enumerate(native)}
         x = padded(x, pads, -inf if self.mode == "max" else 0.0)
-        out = self._native(x, [f.before if f.floor else 0 for f in fits], False, True)
+        out = self._spread_means(x) if self._spread else self._native(x, [p or 0 for p in native], False, True)
         for i, f in enumerate(fits, start=first):
             if f.factor is not None:
                 out = out * along(constant(f.factor, out.dtype, out.device), i, out.dim())
         return out.reshape(local.out.shape)
+
+    @property
+    def _spread(self) -> bool:
+        """True for means over positions that lie apart, which ONNX has and PyTorch has not."""
+        return self.mode != "max" and max(self.dilation) > 1
+
+    def _spread_means(self, x: Tensor) -> Tensor:
+        """Those, over windows of the padded positions."""
+        rank = len(self.kernel)
+        for i, k, s, d, _ in self.windows(x.dim() - rank):
+            x = x.unfold(i, (k - 1) * d + 1, s)[..., ::d]
+        total = x.sum(tuple(range(-rank, 0)))
+        return total / (prod(self.kernel) if self.divisor is None or rank == 1 or self.mode == "lp" else self.divisor)
 
     def _native(self, x: Tensor, padding: list[int], ceil: bool, include: bool) -> Tensor:
         from torch.nn import functional as f
@@ -295,9 +311,9 @@ def _fit(
     legal = held > (0 if small else reach) and 0 <= before <= kernel // 2
     both = (before, before)
     made = [legal and _windows(held, kernel, stride, both, dilation, c) == count for c in (False, True)]
-    wanted = _counts(np.arange(*cell) * stride - padding[0], kernel, extent, padding[1], divide)
+    wanted = _counts(np.arange(*cell) * stride - padding[0], kernel, dilation, extent, padding[1], divide)
     how: Divide = "inside" if divide == "inside" else "padded"  # as torch is asked to
-    local = _counts(np.arange(count) * stride - before, kernel, held, before, how)
+    local = _counts(np.arange(count) * stride - before, kernel, dilation, held, before, how)
     same = divide is None or bool((wanted == local).all())
     factor = None
     if divide is not None and (wanted != kernel).any():
@@ -305,12 +321,15 @@ def _fit(
     return _Fit(before, after, made[0], (made[0] and same, made[1] and same), factor)
 
 
-def _counts(starts: NDArray[np.int64], kernel: int, extent: int, high: int, divide: Divide) -> NDArray[np.int64]:
+def _counts(
+    starts: NDArray[np.int64], kernel: int, dilation: int, extent: int, high: int, divide: Divide
+) -> NDArray[np.int64]:
     """The divisors that torch takes for windows that begin at `starts`: aten/src/ATen/native/AvgPoolKernel.cpp."""
+    taps = starts[:, None] + dilation * np.arange(kernel)
     if divide == "padded":
-        return np.minimum(starts + kernel, extent + high) - starts
+        return np.asarray((taps < extent + high).sum(1), np.int64)
     if divide == "inside":
-        return np.minimum(starts + kernel, extent) - np.maximum(starts, 0)
+        return np.asarray(((taps >= 0) & (taps < extent)).sum(1), np.int64)
     return np.full_like(starts, kernel)
 
 

@@ -5,18 +5,19 @@ https://onnx.ai/onnx/operators/
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.functions import scaled
 from layerwise.importers.onnx.call import axis, integers, known, number, text
 from layerwise.importers.registry import Build, Built, Call, Result, Table, Tensor
-from layerwise.importers.tensors import picked, reshaped, sliced
+from layerwise.importers.tensors import flipped, picked, reshaped, sliced
 from layerwise.ops.nn.resample import Pad
 from layerwise.ops.opaque import Argument, Slot, TorchOp
 from layerwise.ops.tensor.along import REDUCED, Cumsum, Gather, OneHot, Positions, Scatter, Take
 from layerwise.ops.tensor.pointwise import Cast, Unary, Where
-from layerwise.ops.tensor.view import Expand, Slice
+from layerwise.ops.tensor.view import Expand
 
 
 def cumsum(call: Call) -> Result:
@@ -24,7 +25,7 @@ def cumsum(call: Call) -> Result:
     x = call.operand("x")
     dims = integers(call, "axis") or (0,)
     dim, extent = dims[0] % len(x.shape), x.shape[dims[0]]
-    result: Tensor = _turned(x, dim, extent) if call.flag("reverse") else x
+    result: Tensor = flipped(x, dim, extent) if call.flag("reverse") else x
     if call.flag("exclusive"):
         if extent == 1:
             raise LayerwiseError("an exclusive CumSum of one element is not supported: it is 0")
@@ -34,11 +35,7 @@ def cumsum(call: Call) -> Result:
         result = Built(Cumsum(dim), (result,))
     if "int" in x.spec.dtype and x.spec.dtype != "int64":
         result = Built(Cast(x.spec.dtype), (result,))
-    return _turned(result, dim, extent) if call.flag("reverse") else result
-
-
-def _turned(x: Tensor, dim: int, extent: int) -> Tensor:
-    return Built(Slice(dim, extent - 1, -extent - 1, -1), (x,))
+    return flipped(result, dim, extent) if call.flag("reverse") else result
 
 
 def gather_elements(call: Call) -> Result:
@@ -102,16 +99,11 @@ def one_hot(call: Call) -> Result:
         raise LayerwiseError("OneHot needs its depth, and what stands for off and on, as constants")
     dim = axis(call, len(index.shape) + 1)
     whole: Tensor = index if "int" in index.spec.dtype else Built(Cast("int64"), (index,))
-    places = _counted(whole, depth[0])
-    made = Built(OneHot(dim, depth[0], values.dtype.name), (_apart(places, index.shape, dim),))
+    places = reshaped(_counted(whole, depth[0]), (*index.shape[:dim], 1, *index.shape[dim:]))
+    made = Built(OneHot(dim, depth[0], values.dtype.name), (places,))
     off, on = values.tolist()
     result = scaled(made, on - off)
     return result if off == 0 else Built(Unary("add_scalar", (off,)), (result,))
-
-
-def _apart(x: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
-    """The tensor with a dimension of extent 1 at `dim`."""
-    return reshaped(x, (*shape[:dim], 1, *shape[dim:]))
 
 
 def _counted(index: Tensor, extent: int) -> Built:
@@ -143,26 +135,26 @@ def position(fn: str) -> Build:
 def _position(fn: str, x: Tensor, shape: tuple[int, ...], dim: int, *, last: bool = False) -> Built:
     """The position of the first of equal elements along `dim`, or of the last: the first from the end."""
     rank, extent = len(shape), shape[dim]
-    made = _torch(fn, _turned(x, dim, extent) if last else x, dim, {"dim": dim, "keepdim": True}, rank=rank)
+    made = _torch(fn, flipped(x, dim, extent) if last else x, dim, {"dim": dim, "keepdim": True}, rank=rank)
     return Built(Unary("rsub_scalar", (extent - 1,)), (made,)) if last else made
 
 
-def hardmax(call: Call) -> Result:
-    """1 at the first of the largest elements, 0 at the others."""
-    x = call.tensors[0]
-    dim = axis(call, len(x.shape))
-    return _hardmax(x, x.shape, x.spec.dtype, dim)
+def along(fn: Callable[[Tensor, tuple[int, ...], str, int], Tensor], *, flat: bool = False) -> Build:
+    """The row of fn(x, its shape, its type, dim); flat: before opset 13, over all dimensions from `axis` on."""
 
+    def build(call: Call) -> Result:
+        x = call.tensors[0]
+        dim = axis(call, len(x.shape))
+        if not flat or all(extent == 1 for extent in x.shape[dim + 1 :]):
+            return fn(x, x.shape, x.spec.dtype, dim)
+        shape = (*x.shape[:dim], prod(x.shape[dim:]))
+        return reshaped(fn(reshaped(x, shape), shape, x.spec.dtype, dim), x.shape)
 
-def flat_hardmax(call: Call) -> Result:
-    """Before opset 13: over all dimensions from `axis` on."""
-    x = call.tensors[0]
-    dim = axis(call, len(x.shape))
-    shape = (*x.shape[:dim], prod(x.shape[dim:]))
-    return reshaped(_hardmax(reshaped(x, shape), shape, x.spec.dtype, dim), x.shape)
+    return build
 
 
 def _hardmax(x: Tensor, shape: tuple[int, ...], dtype: str, dim: int) -> Built:
+    """1 at the first of the largest elements, 0 at the others."""
     return Built(OneHot(dim, shape[dim], dtype), (_position("argmax", x, shape, dim),))
 
 
@@ -212,9 +204,8 @@ INDEXING: Table = {
     "TopK": top_k,
     "ArgMax": position("argmax"),
     "ArgMin": position("argmin"),
-    "Hardmax": hardmax,
-    "Hardmax-1": flat_hardmax,
-    "Hardmax-11": flat_hardmax,
+    "Hardmax": along(_hardmax),
+    **dict.fromkeys(("Hardmax-1", "Hardmax-11"), along(_hardmax, flat=True)),
     "Trilu": triangle,
     "GridSample": grid_sample,
 }

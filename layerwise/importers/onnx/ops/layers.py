@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
+from typing import Any, Literal
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers import reductions
 from layerwise.importers.functions import scaled
-from layerwise.importers.onnx.call import (
-    axes,
-    axis,
-    integers,
-    optional,
-    recast,
-    text,
-    weights,
-)
+from layerwise.importers.onnx.call import axes, integers, optional, recast, text, weights
+from layerwise.importers.onnx.ops.index import along
 from layerwise.importers.onnx.ops.pointwise import both
 from layerwise.importers.products import einsum, linear_layer
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
@@ -33,8 +26,8 @@ from layerwise.ops.tensor.reduce import Mode
 Ints = tuple[int, ...]
 
 
-def _window(call: Call, x: Operand, kernel: Ints) -> tuple[Ints, Ints, Pads]:
-    """Stride, dilation and padding of a window that slides over the last dimensions."""
+def _window(call: Call, x: Operand, kernel: Ints) -> tuple[Ints, Pads, Ints]:
+    """Stride, padding and dilation of a window that slides over the last dimensions."""
     ones = (1,) * len(kernel)
     stride, dilation = integers(call, "strides") or ones, integers(call, "dilations") or ones
     flat = integers(call, "pads") or (0,) * (2 * len(kernel))
@@ -51,7 +44,7 @@ def _window(call: Call, x: Operand, kernel: Ints) -> tuple[Ints, Ints, Pads]:
     elif mode in ("SAME_UPPER", "SAME_LOWER"):
         reach = zip(x.shape[2:], kernel, stride, dilation, strict=True)
         pads = tuple(_same(extent, (k - 1) * d + 1, s, mode) for extent, k, s, d in reach)
-    return stride, dilation, pads
+    return stride, pads, dilation
 
 
 def _same(extent: int, reach: int, stride: int, mode: str) -> tuple[int, int]:
@@ -68,13 +61,11 @@ def _halves(total: int, *, upper: bool) -> tuple[int, int]:
 def conv(call: Call) -> Result:
     x, weight = call.operand("X"), weights(call, "W")
     kernel = weight.shape[2:]
-    stride, dilation, pads = _window(call, x, kernel)
-    groups = call.integer("group")
+    window, groups = _window(call, x, kernel), call.integer("group")
     if len(weight.shape) != len(x.shape) or weight.shape[1] * groups != x.shape[1]:
         raise LayerwiseError(f"a weight of {weight.shape} in {groups} groups does not fit an input of {x.shape}")
     bias = optional(call, "B")
-    op = Conv(weight.shape[0], kernel, stride, pads, dilation, groups, bool(bias))
-    return Built(op, (x,), (weight, *bias))
+    return Built(Conv(weight.shape[0], kernel, *window, groups, bool(bias)), (x,), (weight, *bias))
 
 
 def conv_transpose(call: Call) -> Result:
@@ -84,7 +75,7 @@ def conv_transpose(call: Call) -> Result:
         raise LayerwiseError(f"a weight of {weight.shape} does not fit an input of {x.shape}")
     mode, wanted = text(call, "auto_pad", "NOTSET"), integers(call, "output_shape")
     explicit = replace(call, arguments={**call.arguments, "auto_pad": "VALID" if mode == "VALID" else "NOTSET"})
-    stride, dilation, pads = _window(explicit, x, kernel)
+    stride, pads, dilation = _window(explicit, x, kernel)
     extra = integers(call, "output_padding") or (0,) * len(kernel)
     if wanted is None and mode.startswith("SAME"):
         wanted = tuple(extent * s for extent, s in zip(x.shape[2:], stride, strict=True))
@@ -101,33 +92,19 @@ def conv_transpose(call: Call) -> Result:
     return Built(op, (x,), (weight, *bias))
 
 
-def max_pool(call: Call) -> Result:
-    x, kernel = call.operand("X"), call.integers("kernel_shape")
-    stride, dilation, pads = _window(call, x, kernel)
-    return (Built(Pool("max", kernel, stride, pads, dilation, call.flag("ceil_mode")), (x,)), None)
+def pool(mode: Literal["max", "average", "lp"]) -> Build:
+    def build(call: Call) -> Result:
+        x, kernel = call.operand("X"), call.integers("kernel_shape")
+        more: dict[str, Any] = {"average": {"count_include_pad": call.flag("count_include_pad")}}.get(mode, {})
+        if mode == "lp":
+            more = {"power": call.number("p")}
+        return (Built(Pool(mode, kernel, *_window(call, x, kernel), call.flag("ceil_mode"), **more), (x,)), None)
+
+    return build
 
 
-def average_pool(call: Call) -> Result:
-    x, kernel = call.operand("X"), call.integers("kernel_shape")
-    stride, dilation, pads = _window(call, x, kernel)
-    op = Pool("average", kernel, stride, pads, dilation, call.flag("ceil_mode"), call.flag("count_include_pad"))
-    return Built(op, (x,))
-
-
-def lp_pool(call: Call) -> Result:
-    x, kernel = call.operand("X"), call.integers("kernel_shape")
-    stride, dilation, pads = _window(call, x, kernel)
-    return Built(Pool("lp", kernel, stride, pads, dilation, call.flag("ceil_mode"), power=call.number("p")), (x,))
-
-
-def global_average_pool(call: Call) -> Result:
-    x = call.operand("X")
-    return Built(AdaptivePool("average", (1,) * (len(x.shape) - 2)), (x,))
-
-
-def global_max_pool(call: Call) -> Result:
-    x = call.operand("X")
-    return Built(AdaptivePool("max", (1,) * (len(x.shape) - 2)), (x,))
+def global_pool(mode: Literal["max", "average"]) -> Build:
+    return lambda call: Built(AdaptivePool(mode, (1,) * (len(call.tensors[0].shape) - 2)), (call.tensors[0],))
 
 
 def gemm(call: Call) -> Result:
@@ -135,20 +112,15 @@ def gemm(call: Call) -> Result:
     a, b = call.operand("A"), call.operand("B")
     alpha, beta = call.number("alpha"), call.number("beta")
     c = call.operand("C") if call.get("C") is not None and beta else None
-    left: Tensor = a
-    if call.flag("transA"):
-        left = permuted(a, (1, 0)) if a.activation else turned(a)
+    left = permuted(a, (1, 0)) if call.flag("transA") else a
     if a.activation and not b.activation:
         b = turned(b) if call.flag("transB") else b
-        plain = alpha == beta == 1 and c is not None and not c.activation and c.spec.volume == b.shape[1]
+        plain = alpha == beta == 1 and c is not None and not c.activation
         if plain and c is not None and c.shape in ((b.shape[1],), (1, b.shape[1])):
             return linear_layer(left, b, recast(c, (b.shape[1],)))
         product: Tensor = linear_layer(left, b)
     else:
-        right: Tensor = b
-        if call.flag("transB"):
-            right = permuted(b, (1, 0)) if b.activation else turned(b)
-        product = Built(MatMul(), (left, right))
+        product = Built(MatMul(), (left, permuted(b, (1, 0)) if call.flag("transB") else b))
     product = scaled(product, alpha)
     return product if c is None else both("add", product, scaled(c, beta))
 
@@ -162,22 +134,8 @@ def matmul(call: Call) -> Result:
     return Built(MatMul(), (a, b))
 
 
-def softmax(log: bool) -> Build:
-    return lambda call: Built(Softmax(axis(call, len(call.tensors[0].shape)), log), (call.tensors[0],))
-
-
-def flat_softmax(log: bool) -> Build:
-    """Before opset 13: over all dimensions from `axis` on."""
-
-    def build(call: Call) -> Result:
-        x = call.tensors[0]
-        dim = axis(call, len(x.shape))
-        if all(extent == 1 for extent in x.shape[dim + 1 :]):
-            return Built(Softmax(dim, log), (x,))
-        flat = reshaped(x, (*x.shape[:dim], prod(x.shape[dim:])))
-        return reshaped(Built(Softmax(dim, log), (flat,)), x.shape)
-
-    return build
+def softmax(log: bool, *, flat: bool = False) -> Build:
+    return along(lambda x, shape, dtype, dim: Built(Softmax(dim, log), (x,)), flat=flat)
 
 
 def reduction(mode: Mode, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> Build:
@@ -185,12 +143,8 @@ def reduction(mode: Mode, before: tuple[str, ...] = (), after: tuple[str, ...] =
 
     def build(call: Call) -> Result:
         x = call.operand("data")
-        dims = axes(call, len(x.shape))
-        if not dims:
-            if call.flag("noop_with_empty_axes"):
-                dims = ()
-            else:
-                dims = tuple(range(len(x.shape)))
+        every = () if call.flag("noop_with_empty_axes") else tuple(range(len(x.shape)))
+        dims = axes(call, len(x.shape)) or every
         result: Tensor = x
         for fn in before:
             result = Built(Unary(fn), (result,))
@@ -252,19 +206,17 @@ def _heads(x: Operand, count: int) -> Tensor:
 LAYERS: Table = {
     "Conv": conv,
     "ConvTranspose": conv_transpose,
-    "MaxPool": max_pool,
-    "AveragePool": average_pool,
-    "LpPool": lp_pool,
-    "GlobalAveragePool": global_average_pool,
-    "GlobalMaxPool": global_max_pool,
+    "MaxPool": pool("max"),
+    "AveragePool": pool("average"),
+    "LpPool": pool("lp"),
+    "GlobalAveragePool": global_pool("average"),
+    "GlobalMaxPool": global_pool("max"),
     "Gemm": gemm,
     "MatMul": matmul,
     "Softmax": softmax(log=False),
     "LogSoftmax": softmax(log=True),
-    "Softmax-1": flat_softmax(log=False),
-    "Softmax-11": flat_softmax(log=False),
-    "LogSoftmax-1": flat_softmax(log=True),
-    "LogSoftmax-11": flat_softmax(log=True),
+    **dict.fromkeys(("Softmax-1", "Softmax-11"), softmax(log=False, flat=True)),
+    **dict.fromkeys(("LogSoftmax-1", "LogSoftmax-11"), softmax(log=True, flat=True)),
     "ReduceMean": reduction("mean"),
     "ReduceSum": reduction("sum"),
     "ReduceMax": reduction("max"),

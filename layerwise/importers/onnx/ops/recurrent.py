@@ -5,15 +5,10 @@ from __future__ import annotations
 from layerwise.errors import LayerwiseError
 from layerwise.importers.onnx.call import integers, optional, text, weights
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
-from layerwise.importers.tensors import permuted, reshaped
+from layerwise.importers.tensors import flipped, permuted, reshaped
 from layerwise.ops.nn.recurrent import RecurrentInOne, ResetFirst
-from layerwise.ops.tensor.view import Slice
 
-USUAL: dict[str, tuple[str, ...]] = {
-    "lstm": ("sigmoid", "tanh", "tanh"),
-    "gru": ("sigmoid", "tanh"),
-    "rnn": ("tanh",),
-}
+USUAL: dict[str, tuple[str, ...]] = {"lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh"), "rnn": ("tanh",)}
 PLAIN: dict[tuple[str, ...], str] = {("tanh",): "rnn_tanh", ("relu",): "rnn_relu"}
 UNSUPPORTED = {"clip": "clipped states", "input_forget": "coupled gates", "P": "peepholes"}
 
@@ -28,30 +23,17 @@ def recurrent(fn: str) -> Build:
         samples_first = bool(call.get("layout", 0))
         steps = 1 if samples_first else 0
         kind, direction, both = _checked(call, fn, x.shape[steps])
-        held = (weights(call, "W"), weights(call, "R"), *optional(call, "B"))
-        hidden = held[1].shape[-1]
-        ends = [_turned_states(state, samples_first) for state in _states(call)]
+        stored = (weights(call, "W"), weights(call, "R"), *optional(call, "B"))
+        hidden = stored[1].shape[-1]
+        ends = [permuted(state, (1, 0, 2)) if samples_first else state for state in _states(call)]
         back = direction == "reverse"
-        sequence: Tensor = _backwards(x, steps, x.shape[steps]) if back else x
-        layer = ResetFirst if fn == "gru" and not call.get("linear_before_reset", 0) else RecurrentInOne
-        made: list[Tensor] = [
-            Built(
-                layer(
-                    kind,  # type: ignore[arg-type]
-                    hidden,
-                    bias=len(held) == 3,
-                    both=both,
-                    batch_first=samples_first,
-                    given=bool(ends),
-                    result=number,
-                ),
-                (sequence, *ends),
-                held,
-            )
-            for number in range(3 if fn == "lstm" else 2)
-        ]
+        sequence: Tensor = flipped(x, steps, x.shape[steps]) if back else x
+        kernel = ResetFirst if fn == "gru" and not call.get("linear_before_reset", 0) else RecurrentInOne
+        how = {"bias": len(stored) == 3, "both": both, "batch_first": samples_first, "given": bool(ends)}
+        layers = [kernel(kind, hidden, result=i, **how) for i in range(3 if fn == "lstm" else 2)]  # type: ignore[arg-type]
+        made = [Built(layer, (sequence, *ends), stored) for layer in layers]
         count = 2 if both else 1
-        whole: Tensor = _backwards(made[0], steps, x.shape[steps]) if back else made[0]
+        whole: Tensor = flipped(made[0], steps, x.shape[steps]) if back else made[0]
         whole = reshaped(whole, (*x.shape[:2], count, hidden))
         if not samples_first:
             whole = permuted(whole, (0, 2, 1, 3))
@@ -96,14 +78,6 @@ def _states(call: Call) -> list[Operand]:
     if "initial_c" in call.arguments and len(given) == 1:
         raise LayerwiseError("one of two initial states is not supported: give both")
     return given
-
-
-def _turned_states(state: Operand, samples_first: bool) -> Tensor:
-    return permuted(state, (1, 0, 2)) if samples_first else state
-
-
-def _backwards(x: Tensor, dim: int, extent: int) -> Tensor:
-    return Built(Slice(dim, extent - 1, -extent - 1, -1), (x,))
 
 
 RECURRENT: Table = {"LSTM": recurrent("lstm"), "GRU": recurrent("gru"), "RNN": recurrent("rnn")}

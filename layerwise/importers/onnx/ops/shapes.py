@@ -11,16 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.call import (
-    axes,
-    axis,
-    integers,
-    number,
-    numbers,
-    operands,
-    recast,
-    text,
-)
+from layerwise.importers.onnx.call import axes, axis, integers, number, numbers, operands, recast, text
 from layerwise.importers.onnx.ops.pointwise import few
 from layerwise.importers.registry import Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import depth_to_space as to_space

@@ -66,7 +66,7 @@ class OnnxPlacer(Placer):
         self.sharing = sharing
         self.constants: dict[str, FoldedConstant] = {}
         self.roots: dict[str, FoldedConstant] = {}  # parameters that are views of no other
-        self.held: dict[str, PlacedValue] = {}  # by name in the graph
+        self.stored: dict[str, PlacedValue] = {}  # by name in the graph
         self.uses: dict[str, list[Use]] = defaultdict(list)  # by root
         self.unsampled = ""  # the first layer that drops the samples
 
@@ -113,15 +113,15 @@ class OnnxPlacer(Placer):
             return c.root
         name = base = f"{p.name}.T" if p.transposed else p.name
         count = 1
-        while name in self.held and self.sharing.get(c.root) == "apart":
+        while name in self.stored and self.sharing.get(c.root) == "apart":
             count += 1
             name = f"{base}:{count}"
-        self.held.setdefault(name, PlacedValue(c, declared.shape, c.transposed != p.transposed))
+        self.stored.setdefault(name, PlacedValue(c, declared.shape, c.transposed != p.transposed))
         return name
 
     def _constant(self, x: Operand) -> str:
         layer, c = super()._constant(x), self.constants[x.name]
-        self.held[layer] = PlacedValue(c, x.shape, c.transposed != x.transposed)
+        self.stored[layer] = PlacedValue(c, x.shape, c.transposed != x.transposed)
         return layer
 
     def _tied(self, x: Operand) -> str:
@@ -135,5 +135,5 @@ class OnnxPlacer(Placer):
         if name not in self.sources:
             spec = TensorSpec(shape, (None,) * len(shape), c.dtype.name)
             self.sources[name] = layer = self.builder.tied(name, as_tied(spec))
-            self.held[layer] = PlacedValue(c, shape, c.transposed)
+            self.stored[layer] = PlacedValue(c, shape, c.transposed)
         return self.sources[name]
