@@ -56,6 +56,7 @@ class Imported:
     before: Numbers  # that are its attributes, and what its call has made of them
     after: Numbers
     unproven: str | None = None  # why its layers were not run beside it
+    inputs_without_gradient: str | None = None  # why the layers' gradients of inputs are not the module's
     unseen_in: str = ""  # the path of the module with the first untraced effect
 
     @property
