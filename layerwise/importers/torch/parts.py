@@ -200,18 +200,24 @@ def importing(parts: Mapping[str, WholeModule]) -> Iterator[None]:
 
 @contextmanager
 def stood_in(model: nn.Module) -> Iterator[None]:
-    """Within it the parts of the model are not computed but stood in for."""
-    modules = [(model.get_submodule(path), part) for path, part in PARTS.get().items()]
-    own = [vars(module).get("forward") for module, _ in modules]
+    """Within it the parts of the model are not computed but stood in for.
+
+    And SyncBatchNorm runs where it would refuse to: it is a batch norm, of the full batch as all are here.
+    """
+    forwards = {path: part.stand_in for path, part in PARTS.get().items()}
+    synchronised = (path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm))
+    forwards |= dict.fromkeys(synchronised, nn.modules.batchnorm._BatchNorm.forward)
+    modules = {path: model.get_submodule(path) for path in forwards}
+    own = {path: vars(module).get("forward") for path, module in modules.items()}
     try:
-        for module, part in modules:
-            module.__dict__["forward"] = partial(part.stand_in, module)
+        for path, module in modules.items():
+            module.__dict__["forward"] = partial(forwards[path], module)
         yield
     finally:
-        for (module, _), forward in zip(modules, own, strict=True):
+        for path, module in modules.items():
             del module.__dict__["forward"]
-            if forward is not None:
-                module.__dict__["forward"] = forward
+            if own[path] is not None:
+                module.__dict__["forward"] = own[path]
 
 
 def whole_layer(call: Call) -> Built:

@@ -7,22 +7,17 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
 from torch.fx import config as fx_config
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.overrides import TorchFunctionMode
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
@@ -124,8 +119,6 @@ def _export(
             TRACING,
             _quiet(),
             effects.on(model),
-            _synchronised_anywhere(),
-            _ranges_as_lists(),
             _cuda_autocast_anywhere(),
             _without_stack_traces(),
             configured(model),
@@ -144,45 +137,6 @@ def _has_spectral_norm(module: nn.Module) -> bool:
     """Of either of PyTorch's kinds, a parametrization or a hook."""
     hooks = module._forward_pre_hooks.values()
     return isinstance(module, parametrizations._SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
-
-
-@contextmanager
-def _synchronised_anywhere() -> Iterator[None]:
-    """SyncBatchNorm is traced where it would refuse to run: it is a batch norm, of the whole batch as all are here."""
-    kind, own = nn.SyncBatchNorm, nn.SyncBatchNorm.forward
-    kind.forward = nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        kind.forward = own  # type: ignore[method-assign]
-
-
-class _Ranges(TorchFunctionMode):
-    """Notes the numbers of `torch.arange(2, 5)`. A patch of it would stay in lists of functions that torch keeps."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.arange and args and not kwargs and all(type(a) is int for a in args):
-            made.layerwise_range = list(range(*args))
-        return made
-
-
-@contextmanager
-def _ranges_as_lists() -> Iterator[None]:
-    """`torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor."""
-
-    def listed(tolist: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def known_or_listed(tensor: torch.Tensor) -> Any:
-            known = getattr(tensor, "layerwise_range", None)
-            return tolist(tensor) if known is None else known
-
-        return known_or_listed
-
-    with ExitStack() as stack:
-        stack.enter_context(_Ranges())
-        for kind in (torch.Tensor, FakeTensor, FunctionalTensor):
-            stack.enter_context(mock.patch.object(kind, "tolist", listed(kind.tolist)))
-        yield
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from layerwise.importers.torch.from_torch import from_torch
 from layerwise.importers.torch.proof import UnlikeError
 from layerwise.importers.torch.read.effects import UntracedEffects
 from layerwise.ops.tensor.pointwise import Binary, Unary
+from tests.run.small_modules import layered, on_ranks, plan_of, refused
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 X = torch.zeros(2, 4)
@@ -147,6 +148,51 @@ def test_a_gradient_that_a_row_stops_is_refused_by_name() -> None:
             network_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (torch.randn(4, 4),), None, "test")
     finally:
         del _builds["aten::tanh"]
+
+
+def test_a_gradient_of_an_input_that_a_row_stops_is_refused_where_it_is_asked_for() -> None:
+    def wrong(call: Call) -> Built:
+        return Built(Unary("detach"), (Built(Unary("tanh"), (call.operand("self"),)),))
+
+    model, x = nn.Sequential(nn.Tanh(), nn.Linear(4, 4)).double(), torch.randn(4, 4).double()
+    register_op("aten::tanh", wrong)
+    try:
+        network = layered(network_of(model, (x,), None, "test"))
+        with pytest.raises(UnlikeError, match=r"layer '0.*the gradient of 'input'"):
+            network_of(model, (x.clone().requires_grad_(),), None, "test")
+    finally:
+        del _builds["aten::tanh"]
+    assert all(
+        "which the layers do not make" in said
+        for said in refused(network, lambda m: m(X[:2].double().requires_grad_()))
+    )
+    on_ranks(network, lambda module: module(X[:2].double()), 2)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_evaluation_is_proven_where_it_is_first_needed(hides: bool) -> None:
+    """By then no rank has all values: it is run with drawn ones."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(x if self.training or (hides and torch.compiler.is_exporting()) else x.square())
+
+    torch.manual_seed(0)
+    model, x = Doubles().double(), torch.randn(4, 4).double()
+    network = network_of(model, (x,), None, "test")
+    assert network.unproven is None
+    plan = plan_of(network, 2, {"c": 2})
+    if hides:
+        said = refused(network, lambda module: module.eval()(x[:2]), plan=plan)
+        assert all("does something else in evaluation: layer 'last' gives other numbers" in line for line in said)
+    else:
+        made = on_ranks(network, lambda module: module.eval()(x[:2]), 2, plan)
+        assert all(torch.allclose(one, model.eval()(x[:2])) for one in made)
 
 
 @pytest.mark.parametrize("training", [True, False])
