@@ -20,9 +20,10 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.importers.torch.drawn import UnprovenError
 from layerwise.importers.torch.program import TRACING
-from layerwise.importers.torch.proof import UnlikeError, proven
+from layerwise.importers.torch.proof import proven
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.trace import Dims, Imported, import_module
+from layerwise.importers.torch.unfused import UnlikeError
 from layerwise.ops.base import Role
 
 # Few, as some models loop over their samples, and odd, as sizes of networks are powers of two and their multiples.

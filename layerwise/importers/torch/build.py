@@ -24,8 +24,7 @@ from layerwise.importers.torch.calls.decompose import decomposed
 from layerwise.importers.torch.calls.functional import functional
 from layerwise.importers.torch.calls.losses import follows
 from layerwise.importers.torch.calls.names import input_spec, layer_names
-from layerwise.importers.torch.calls.parameters import shared_parameters
-from layerwise.importers.torch.calls.place import TorchPlacer
+from layerwise.importers.torch.calls.place import TorchPlacer, shared_parameters
 from layerwise.importers.torch.calls.spectral import spectral_norms
 from layerwise.importers.torch.calls.types import typed
 from layerwise.importers.torch.calls.whole import torch_call, why_not
@@ -57,7 +56,7 @@ class _Importer:
         constant = constant_names(program)
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
-        self.used = {ref.name for node in program.nodes for ref in node.operands} | {r.name for r in program.outputs}
+        self.used = set(program.used)
         uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
         self.placer = placer = TorchPlacer(GraphBuilder(title), uses)
         placer.builder.traced = program.device

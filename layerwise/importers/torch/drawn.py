@@ -1,13 +1,12 @@
-"""Fixed numbers in place of random ones, in a module and in the layers that it is imported as: nothing is dropped.
+"""Fixed numbers in place of random ones, so that nothing is dropped.
 
 And drawn ones, the same on every rank, in place of values that are not there: of a module without memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,36 +14,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerwise.errors import LayerwiseError
-from layerwise.ops.base import Op
-from layerwise.ops.facts import Local
-from layerwise.ops.nn.attention import Attention
-from layerwise.ops.tensor.draw import Draw
-from layerwise.ops.tensor.pointwise import Dropout
 
 DRAWN = 0.75  # of [0, 1): so that stochastic depth, floor(keep + it), keeps all
 
 
 class UnprovenError(LayerwiseError):
     """The layers cannot be run beside the module, or not in the time and memory that importing may take."""
-
-
-def undrawn(op: Op, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-    """What a layer makes where `_Undrawn` draws."""
-    p = op.p if isinstance(op, Dropout) else op.dropout if isinstance(op, Attention) else 0.0
-    if isinstance(op, Attention) and local.training and 0 < p < 1:
-        return replace(op, dropout=0.0).run(local, inputs, parameters) / (1 - p)
-    if isinstance(op, Dropout) and local.training and 0 < p < 1:
-        return inputs[0] / (1 - p)
-    if not isinstance(op, Draw):
-        return op.run(local, inputs, parameters)
-    low, *rest = (float(a) for a in op.arguments)
-    number = {
-        "uniform": lambda: low + DRAWN * (rest[0] - low),
-        "normal": lambda: low + DRAWN * rest[0],
-        "integers": lambda: low,
-        "bernoulli": lambda: 1.0,
-    }[op.distribution]()
-    return torch.full(op.spec.shape, number, dtype=getattr(torch, op.spec.dtype), device=local.device)
 
 
 def undrawing() -> AbstractContextManager[object]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from layerwise.importers.torch.program import Node, Ref, TracedProgram
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, maker
 
 LOCAL_RESPONSE_NORM = "layerwise::local_response_norm"
 DROP_PATH = "layerwise::drop_path"
@@ -43,8 +43,7 @@ def _drop_paths(program: TracedProgram) -> TracedProgram:
 
 def _replaced(program: TracedProgram, target: str, match: Callable[[Node, Made], Match | None]) -> TracedProgram:
     """The program with calls of `target` for what matches, where nothing else uses what the nodes in between make."""
-    made = {v.name: node for node in program.nodes for v in node.outputs if v}
-    uses = Counter(_used(program))
+    made, uses = program.makers, Counter(program.used)
     replaced: dict[str, Node] = {}
     gone: set[str] = set()
     for node in program.nodes:
@@ -57,7 +56,7 @@ def _replaced(program: TracedProgram, target: str, match: Callable[[Node, Made],
 
 def _floored(node: Node, made: Made) -> Drawn | None:
     """x / keep * floor(keep + rand(n, 1, ...)), as Hugging Face writes it."""
-    scaled = _maker(node.arguments["self"], made)
+    scaled = maker(node.arguments["self"], made)
     chain = _behind(node.arguments["other"], ("aten::floor", "aten::add.Tensor", "aten::rand"), made)
     if scaled is None or scaled.target != "aten::div.Tensor" or chain is None or not _one_a_sample(chain[-1], node):
         return None
@@ -82,7 +81,7 @@ def _behind(value: object, targets: Sequence[str], made: Made) -> list[Node] | N
     """The nodes that make a value, the last first, each of the one after it, in place or not. None if others do."""
     chain: list[Node] = []
     for target in targets:
-        below = _maker(value, made)
+        below = maker(value, made)
         if below is None or below.target.replace("_.", ".").removesuffix("_") != target:
             return None
         chain.append(below)
@@ -126,13 +125,13 @@ def _chain(node: Node, made: Made) -> list[Node] | None:
     chain: list[Node] = []
     value: object = node.arguments["other"]
     for target in ("aten::pow.Tensor_Scalar", "aten::add.Tensor", "aten::mul.Tensor"):
-        below = _maker(value, made)
+        below = maker(value, made)
         if below is None or below.target != target or not isinstance([*below.arguments.values()][1], (int, float)):
             return None
         chain.append(below)
         value = below.arguments["self"]
     pool: Node | None = None
-    while (below := _maker(value, made)) is not None:
+    while (below := maker(value, made)) is not None:
         chain.append(below)
         if below.target in ("aten::avg_pool2d", "aten::avg_pool3d") and pool is None:
             pool = below
@@ -149,18 +148,15 @@ def _chain(node: Node, made: Made) -> list[Node] | None:
 
 def _batch_means(program: TracedProgram) -> TracedProgram:
     """kl_div(reduction="batchmean") is a sum divided by the batch, which would be baked in."""
-    made = {v.name: node for node in program.nodes for v in node.outputs if v}
-    shapes = {v.name: v.shape for node in program.nodes for v in node.outputs if v}
-    shapes |= {source.value.name: source.value.shape for source in program.sources}
-    uses = Counter(_used(program))
+    made, values, uses = program.makers, program.values, Counter(program.used)
     nodes: list[Node] = []
     for node in program.nodes:
-        loss = _maker(node.arguments.get("self"), made) if node.target == "aten::div.Tensor" else None
+        loss = maker(node.arguments.get("self"), made) if node.target == "aten::div.Tensor" else None
         summed = loss is not None and loss.target == "aten::kl_div" and loss.arguments["reduction"] == 2
         if loss is not None and summed and uses[loss.name] == 1:
             prediction = loss.arguments["self"]
             assert isinstance(prediction, Ref)
-            if node.arguments["other"] != shapes[prediction.name][0]:
+            if node.arguments["other"] != values[prediction.name].shape[0]:
                 nodes.append(node)
                 continue
             bound = dict(loss.arguments) | {"reduction": BATCH_MEAN}
@@ -168,15 +164,3 @@ def _batch_means(program: TracedProgram) -> TracedProgram:
             node = replace(loss, name=node.name, arguments=bound, outputs=node.outputs)
         nodes.append(node)
     return replace(program, nodes=tuple(nodes))
-
-
-def _maker(value: object, made: Made) -> Node | None:
-    return made.get(value.name) if isinstance(value, Ref) else None
-
-
-def _used(program: TracedProgram) -> Iterator[str]:
-    for node in program.nodes:
-        for ref in node.operands:
-            yield ref.name
-    for ref in program.outputs:
-        yield ref.name

@@ -20,7 +20,6 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Region, Regions
 from layerwise.importers.registry import canonical
-from layerwise.importers.torch.on_meta import value_of
 
 T = TypeVar("T")
 TRACING = Lock()  # torch.export and its like keep modes, log and stderr for the process, not for a thread
@@ -88,6 +87,22 @@ class TracedProgram:
     device: str = "cpu"  # the type of the one that it was traced on
     from_file: bool = False  # so whoever wrote that has chosen the operators
 
+    @property
+    def values(self) -> dict[str, Value]:
+        """All tensors by name."""
+        made = {v.name: v for node in self.nodes for v in node.outputs if v}
+        return made | {source.value.name: source.value for source in self.sources}
+
+    @property
+    def makers(self) -> dict[str, Node]:
+        """The call that makes each tensor."""
+        return {v.name: node for node in self.nodes for v in node.outputs if v}
+
+    @property
+    def used(self) -> list[str]:
+        """The tensors that calls and outputs take, once a use."""
+        return [ref.name for node in self.nodes for ref in node.operands] + [ref.name for ref in self.outputs]
+
 
 def refs(value: object) -> Iterator[Ref]:
     """The tensors among (nested) arguments."""
@@ -96,6 +111,27 @@ def refs(value: object) -> Iterator[Ref]:
     elif isinstance(value, tuple):
         for item in value:
             yield from refs(item)
+
+
+def maker(value: object, makers: Mapping[str, Node]) -> Node | None:
+    """The call that makes a value, if it is a tensor that a call makes."""
+    return makers.get(value.name) if isinstance(value, Ref) else None
+
+
+def called(node: Node, tensor: Callable[[Ref], torch.Tensor], device: str) -> object:
+    """What a call returns of these tensors, on a device."""
+    assert node.overload is not None
+
+    def real(value: object) -> object:
+        if isinstance(value, Ref):
+            return tensor(value).clone() if written else tensor(value)
+        if isinstance(value, tuple):
+            return [real(v) for v in value]
+        return torch.device(device) if isinstance(value, torch.device) else value
+
+    written = node.overload._schema.is_mutable
+    given = {name: real(value) for name, value in node.arguments.items()}
+    return node.overload(**given | ({"device": torch.device(device)} if "device" in given else {}))
 
 
 def read_program(exported: ExportedProgram, name: str) -> TracedProgram:
@@ -288,7 +324,7 @@ def _named(name: str, val: object) -> list[tuple[str, object]]:
 
 def _stored(exported: ExportedProgram, target: str) -> torch.Tensor | None:
     tensor = exported.state_dict.get(target, exported.constants.get(target))
-    return value_of(tensor) if isinstance(tensor, torch.Tensor) else None
+    return getattr(tensor, "layerwise_value", tensor) if isinstance(tensor, torch.Tensor) else None
 
 
 def _dtype(tensor: torch.Tensor) -> str:

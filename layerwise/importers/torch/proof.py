@@ -22,19 +22,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.graph.types import autocast_within
-from layerwise.importers.torch.drawn import UnprovenError, filled, is_hollow, undrawing, undrawn, values_like
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.torch.drawn import UnprovenError, filled, is_hollow, undrawing, values_like
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.configurations import configured
 from layerwise.importers.torch.read.effects import as_it_was, changed, numbers
 from layerwise.importers.torch.trace import Imported
-from layerwise.ops.base import Role
-from layerwise.ops.facts import Local
+from layerwise.importers.torch.unfused import UnfusedLayers, UnlikeError
 from layerwise.ops.opaque import TorchOp
-from layerwise.ops.stages import needed_box
 from layerwise.ops.tensor.pointwise import Cast
 
 FEW = 2  # samples are run
@@ -45,17 +41,6 @@ FLOPS_A_LAYER = 5e7  # forward, on a CPU: with the rest some milliseconds, which
 ACCELERATED = 100  # times that, elsewhere
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of the largest
 NARROW = 2e-2  # where parts of a network in float64 compute in float32
-
-
-class UnlikeError(LayerwiseError):
-    """The layers compute something else than the module."""
-
-    def __init__(self, layer: str, what: str) -> None:
-        self.layer = layer
-        super().__init__(
-            f"layer {layer!r} gives other numbers than the model as it is written, where both are run on the example "
-            f"({what}): what it does in Python or in autograd is not in its trace, or an operator is imported wrongly"
-        )
 
 
 def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW) -> Imported:
@@ -116,6 +101,12 @@ def few(call: Call, batch: int, samples: int) -> Call:
     return made
 
 
+def _copied(call: Call) -> Call:
+    """The call with tensors that may be written into."""
+    made: Call = pytree.tree_map_only(Tensor, Tensor.clone, call)
+    return made
+
+
 def _floating(call: Call) -> list[Tensor]:
     """The tensors of a call that may have gradients."""
     tensors = (x for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
@@ -126,12 +117,6 @@ def _differentiated(call: Call) -> Call:
     """The same call, whose tensors have gradients where they can."""
     able = set(map(id, _floating(call)))
     made: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(id(x) in able), call)
-    return made
-
-
-def _copied(call: Call) -> Call:
-    """The call with tensors that may be written into."""
-    made: Call = pytree.tree_map_only(Tensor, Tensor.clone, call)
     return made
 
 
@@ -163,44 +148,54 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         state = {name: read() for name, read in imported.stored.items()}
     except LayerwiseError as error:  # a constant that has none
         raise UnprovenError(f"it has values that are not known ({error})") from error
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
-    named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    fed = {name: x for name, x in imported.arguments.tensors(*call).items() if x.requires_grad}
-    wanted = [*named.values(), *fed.values()]
-    layers = _Layers(graph, state | {n: b.clone() for n, b in buffers.items() if n in state}, training=model.training)
+    buffers, counted, seen = _buffers(model), numbers(model), dict[str, Tensor]()
+    parameters = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    inputs = [(n, x) for n, x in imported.arguments.tensors(*call).items() if x.requires_grad]
+    wanted = [x for _, x in (*parameters, *inputs)]
+    state |= {n: b.clone() for n, b in buffers.items() if n in state}
+    layers = UnfusedLayers(graph, state, training=model.training)
     with torch.enable_grad():
-        before, seen, (inputs, by_name) = numbers(model), dict[str, Tensor](), _copied(call)
         try:
-            with undrawing(), configured(model), _noted(model, seen), torch.compiler.set_stance("force_eager"):
-                leaves = pytree.tree_leaves(model(*inputs, **by_name))
+            with _noted(model, seen):
+                leaves = _returned(model, call)
         except Exception as error:  # the model's own code, which may raise anything
             said = next((line for line in str(error).splitlines() if line.strip()), "")
             raise UnprovenError(f"it cannot be run here: {type(error).__name__}: {said[:120]}") from error
-        after, moved = numbers(model), {n: b.detach().clone() for n, b in model.named_buffers(remove_duplicate=False)}
+        after, moved = numbers(model), _buffers(model)
         made = layers.run(imported.arguments.tensors(*_copied(call)))
         outputs = [_total(graph, name, made[name]) for name in graph.layers[-1].inputs]
-        pairs = _paired(leaves, structure.numbers, structure.values, outputs)
-        rows = [(graph.layers[-1].inputs[i], ours, theirs) for i, ours, theirs in pairs]
+        pairs = list(_paired(leaves, structure.numbers, structure.values, outputs))
         with undrawing():
-            theirs_of = _gradients([theirs for _, _, theirs in rows], wanted)
-        ours_of = _gradients([ours for _, ours, _ in rows], wanted)
-    differences = [(distance(ours, theirs), name, "its output") for name, ours, theirs in rows]
-    for first, last in ((0, len(named)), (len(named), len(wanted))):  # of inputs, what is next to nothing beside all
-        least = 1e-4 * max((float(g.abs().max()) for g in theirs_of[:last] if g is not None and g.numel()), default=0.0)
-        for name, x, ours, theirs in list(zip([*named, *fed], wanted, ours_of, theirs_of, strict=True))[first:last]:
-            zero = torch.zeros_like(x)
-            away = distance(zero if ours is None else ours, zero if theirs is None else theirs, least)
-            differences.append((away, _user(graph, name), f"the gradient of {name!r}"))
-    again = [n for n, b in model.named_buffers(remove_duplicate=False) if distance(b, moved[n]) > 0]
+            gradients = _gradients([theirs for _, _, theirs in pairs], wanted)
+        ours = _gradients([here for _, here, _ in pairs], wanted)
+    differences = [(distance(x, y), graph.layers[-1].inputs[i], "its output") for i, x, y in pairs]
+    largest = [0.0 if g is None or not g.numel() else float(g.abs().max()) for g in gradients]
+    for i, (name, x) in enumerate((*parameters, *inputs)):  # of inputs, what is next to nothing beside all is rounding
+        least = 1e-4 * max(largest[: len(parameters) if i < len(parameters) else None])
+        here, there = (torch.zeros_like(x) if g is None else g for g in (ours[i], gradients[i]))
+        differences.append((distance(here, there, least), _user(graph, name), f"the gradient of {name!r}"))
+    again = any(distance(b, moved[n]) > 0 for n, b in _buffers(model).items())
     for name, buffer in moved.items():
         if not name.endswith("num_batches_tracked"):
-            ours = layers.state.get(name)
-            away = distance(buffers[name] if ours is None else ours, buffer)
+            kept = layers.state.get(name)
+            away = distance(buffers[name] if kept is None else kept, buffer)
             differences.append((away, _user(graph, name), f"its buffer {name!r}"))
     away, layer, what = max(differences, key=lambda row: row[0] if row[0] == row[0] else float("inf"))
     first = next((n for n, x in _ends(made, seen) if not distance(made[n], x) <= max(1e-3, away / 100)), layer)
     twice = ("moves running statistics of batch norms twice a step, as a checkpoint around them does",) if again else ()
-    return away, (first, what), (*twice, *_effects(model, call, before, after, leaves, buffers))
+    return away, (first, what), (*twice, *_effects(model, call, counted, after, leaves, buffers))
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of its buffers, by all their names."""
+    return {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
+
+
+def _returned(model: nn.Module, call: Call) -> list[object]:
+    """The leaves of what a module returns, where nothing is drawn."""
+    inputs, named = _copied(call)
+    with undrawing(), configured(model), torch.compiler.set_stance("force_eager"):
+        return pytree.tree_leaves(model(*inputs, **named))
 
 
 def _ends(made: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -223,9 +218,7 @@ def _effects(
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
             buffer.copy_(buffers[name])
-        inputs, by_name = _copied(call)
-        with undrawing(), configured(model), torch.compiler.set_stance("force_eager"):
-            second = pytree.tree_leaves(model(*inputs, **by_name))
+        second = _returned(model, call)
     same = len(leaves) == len(second) and all(
         distance(a, b) <= 1e-3 if isinstance(a, Tensor) else a == b for a, b in zip(leaves, second, strict=True)
     )
@@ -266,59 +259,6 @@ def _in_float64(imported: Imported, model: nn.Module, call: Call) -> float:
         raise
     except Exception as error:
         raise UnprovenError(f"it rounds much, and cannot be run in float64 ({type(error).__name__})") from error
-
-
-class _Layers:
-    """The layers of a graph that is not fused, on one device."""
-
-    def __init__(self, graph: LayerGraph, state: Mapping[str, Tensor | None], *, training: bool) -> None:
-        self.graph, self.state, self.training = graph, state, training
-
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What each layer makes. UnlikeError where one cannot be run, UnprovenError where a constant has no value."""
-        made: dict[str, Tensor] = {}
-        device = next(iter(inputs.values())).device
-        for layer in self.graph.layers[:-1]:
-            if layer.role is Role.INPUT:
-                made[layer.name] = inputs[layer.name]
-            elif layer.role in (Role.CONSTANT, Role.TIED):
-                made[layer.name] = self._stored(layer.name, layer.out.shape, device)
-            else:
-                try:
-                    made[layer.name] = self._computed(layer, [made[name] for name in layer.inputs], device)
-                except LayerwiseError:
-                    raise
-                except torch.OutOfMemoryError as error:
-                    raise UnprovenError("it would take more memory than there is") from error
-                except Exception as error:
-                    raise UnlikeError(layer.name, f"it raises {type(error).__name__}: {str(error)[:120]}") from error
-        return made
-
-    def _computed(self, layer: Layer, inputs: Sequence[Tensor], device: torch.device) -> Tensor:
-        count, where = len(layer.specs), layer.space
-        tied = dict(zip(layer.tied, inputs[count:], strict=True))
-        parameters = {
-            p.name: (tied[i] if i in tied else self._stored(layer.parameters[i], p.shape, device)).reshape(p.shape)
-            for i, p in enumerate(where.parameters)
-        }
-        cell = Box((0,) * len(where.dims), tuple(dim.extent for dim in where.dims))
-        needs = tuple(needed_box(maps, cell) for maps in where.needs)
-        local = Local(where, layer.specs, cell, needs, training=self.training, device=device)
-        wanted = autocast_within(layer.autocast, device.type, None)
-        dtype = None if wanted is None else getattr(torch, wanted)
-        with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
-            needed = [x[box.slices()] for x, box in zip(inputs, needs, strict=False)]
-            return undrawn(layer.op, local, needed, parameters)
-
-    def _stored(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        value = self.state.get(name if name in self.state else name.partition(":")[0])
-        if value is None:
-            raise UnprovenError(f"constant {name!r} has no value")
-        if prod(value.shape) == prod(shape):
-            return value.to(device).reshape(shape)
-        if value.dim() != len(shape) or not bool((value == value[:1]).all()):
-            raise UnlikeError(name, "it is another constant at another batch")
-        return value[:1].to(device).expand(shape)
 
 
 @contextmanager

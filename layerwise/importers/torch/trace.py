@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -22,7 +23,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
-from layerwise.importers.torch.on_meta import all_on_meta
 from layerwise.importers.torch.parts import stood_in
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import TRACING, read_program
@@ -122,7 +122,7 @@ def _export(
             _cuda_autocast_anywhere(),
             _without_stack_traces(),
             configured(model),
-            all_on_meta(model),
+            _all_on_meta(model),
             stood_in(model),
         ):
             exported = torch.export.export(model, examples, kwargs, strict=False)
@@ -131,6 +131,31 @@ def _export(
         raise
     except Exception as error:  # torch.export raises whatever the model's code meets
         raise ExportError(effects.here, _export_failed(title, error)) from error
+
+
+@contextmanager
+def _all_on_meta(model: nn.Module) -> Iterator[None]:
+    """Within it, where some tensors are on the meta device, others are stood in for, by what knows their values."""
+    tensors = [*model.parameters(), *model.buffers()]
+    made: dict[int, torch.Tensor] = {}
+    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
+        tables = (table for m in model.modules() for table in (m._parameters, m._buffers, vars(m)))
+        swapped = [(t, n, x) for t in tables for n, x in t.items() if isinstance(x, torch.Tensor) and not x.is_meta]
+    try:
+        for table, name, tensor in swapped:
+            table[name] = made.setdefault(id(tensor), _stand_in(tensor))
+        yield
+    finally:
+        for table, name, tensor in swapped:
+            table[name] = tensor
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    made.layerwise_value = tensor.detach()  # type: ignore[attr-defined]
+    return made
 
 
 def _has_spectral_norm(module: nn.Module) -> bool:

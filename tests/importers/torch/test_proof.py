@@ -18,8 +18,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.load import network_of
 from layerwise.importers.registry import Built, Call, _builds, register_op
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.importers.torch.proof import UnlikeError
 from layerwise.importers.torch.read.effects import UntracedEffects
+from layerwise.importers.torch.unfused import UnlikeError
 from layerwise.ops.tensor.pointwise import Binary, Unary
 from tests.run.small_modules import layered, on_ranks, plan_of, refused
 

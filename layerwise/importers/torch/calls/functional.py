@@ -22,18 +22,8 @@ RETYPED = ("view", "view_as_real", "view_as_complex", "real", "imag")  # views o
 SHAPED = ("view", "unsqueeze", "squeeze", "alias")  # views of all elements, in order
 TURNED = ("permute", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "movedim", "moveaxis", "mT")
 VIEWS = (
-    *SHAPED,
-    *TURNED,
-    "slice",
-    "select",
-    "expand",
-    "expand_as",
-    "detach",
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "unbind",
-)
+    *SHAPED, *TURNED, "slice", "select", "expand", "expand_as", "detach", "split", "split_with_sizes", "chunk", "unbind"
+)  # fmt: skip
 
 
 def functional(program: TracedProgram) -> TracedProgram:
@@ -64,8 +54,7 @@ class _Writer:
 
     def __init__(self, program: TracedProgram) -> None:
         self.sources = {source.value.name: source for source in program.sources}
-        self.values = {v.name: v for node in program.nodes for v in node.outputs if v}
-        self.values |= {source.value.name: source.value for source in program.sources}
+        self.values = program.values
         self.nodes: list[Node] = []
         self.same: dict[str, str] = {}  # what a call in place returns -> the tensor that it wrote into
         self.views: dict[str, tuple[str, Node]] = {}  # of which tensor, and by which call
@@ -169,21 +158,14 @@ class _Writer:
 
     def _filled(self, node: Node, out: Value) -> Node:
         """fill_ and zero_ as what they leave."""
-        name = node.target.partition("::")[2].partition(".")[0]
-        number = node.arguments.get("value", 0)
-        if name == "fill_" and isinstance(number, Ref):
-            overload = torch.ops.aten.copy_.default
-            return replace(
-                node,
-                target="aten::copy_",
-                overload=overload,
-                arguments=bind(overload, (node.arguments["self"], number), {}),
-            )
-        if name not in ("fill_", "zero_"):
+        if node.target.partition("::")[2].partition(".")[0] not in ("fill_", "zero_"):
             return node
-        overload = torch.ops.aten.full.default
-        bound = bind(overload, (out.shape, number), {"dtype": getattr(torch, out.dtype)})
-        return replace(node, target="aten::full", arguments=bound, overload=overload)
+        kind, number = "full", node.arguments.get("value", 0)
+        given: dict[str, object] = {"size": out.shape, "fill_value": number, "dtype": getattr(torch, out.dtype)}
+        if isinstance(number, Ref):
+            kind, given = "copy_", {"self": node.arguments["self"], "src": number}
+        overload = getattr(torch.ops.aten, kind).default
+        return replace(node, target=f"aten::{kind}", arguments=bind(overload, (), given), overload=overload)
 
     def _note_views(self, node: Node) -> None:
         for out, seen in _shared(node):

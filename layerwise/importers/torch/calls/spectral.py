@@ -12,7 +12,7 @@ from itertools import pairwise
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import SPECTRAL_NORM, base_name
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, module_path
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, maker, module_path
 
 Made = Mapping[str, Node]  # by the name of a value, the node that makes it
 WRITE = "aten::div.out"  # normalises u or v where they lie
@@ -36,17 +36,15 @@ def spectral_norms(program: TracedProgram) -> TracedProgram:
     writes = [node for node in program.nodes if node.target == WRITE]
     if not writes:
         return program
-    made = {v.name: node for node in program.nodes for v in node.outputs if v}
+    made, values = program.makers, program.values
     buffers = {source.value.name: source for source in program.sources if source.kind == "buffer"}
-    shapes = {v.name: v.shape for node in program.nodes for v in node.outputs if v}
-    shapes |= {source.value.name: source.value.shape for source in program.sources}
     used: set[str] = set()
     found: dict[str, _Found] = {}
     for node in program.nodes:
         parts = _parts(node, made)
         if parts is None or not {parts.u, parts.v} <= buffers.keys():
             continue
-        if shapes[parts.u] != shapes[parts.weight.name][parts.dim : parts.dim + 1]:
+        if values[parts.u].shape != values[parts.weight.name].shape[parts.dim : parts.dim + 1]:
             continue
         if parts.u in used:
             path = module_path(node.stack)
@@ -82,10 +80,10 @@ class _Parts:
 
 def _parts(node: Node, made: Made) -> _Parts | None:
     """None where a node is something else."""
-    sigma = _maker(node.arguments.get("other"), made) if node.target == "aten::div.Tensor" else None
+    sigma = maker(node.arguments.get("other"), made) if node.target == "aten::div.Tensor" else None
     if sigma is None or base_name(sigma.target) not in ("dot", "vdot"):
         return None
-    product = _maker(sigma.arguments["other" if "vdot" in sigma.target else "tensor"], made)
+    product = maker(sigma.arguments["other" if "vdot" in sigma.target else "tensor"], made)
     weight = node.arguments["self"]
     if product is None or product.target != "aten::mv" or not isinstance(weight, Ref):
         return None
@@ -129,19 +127,19 @@ def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node]
 
 def _moved_by(write: Node, parts: _Parts, made: Made) -> object:
     """The eps of u = matrix v / max(|matrix v|, eps), or of v = transposed matrix u / ...; None of all else."""
-    product, below = _maker(write.arguments["self"], made), _maker(write.arguments["other"], made)
+    product, below = maker(write.arguments["self"], made), maker(write.arguments["other"], made)
     if below is not None and base_name(below.target) in ("expand", "expand_as"):
-        below = _maker(below.arguments["self"], made)
+        below = maker(below.arguments["self"], made)
     if product is None or product.target != "aten::mv" or below is None or base_name(below.target) != "clamp_min":
         return None
-    norm = _maker(below.arguments["self"], made)
+    norm = maker(below.arguments["self"], made)
     if norm is None or base_name(norm.target) not in ("linalg_vector_norm", "norm"):
         return None
     if norm.arguments["self"] != write.arguments["self"] or norm.arguments.get("ord", norm.arguments.get("p")) != 2:
         return None
     matrix, of_u = product.arguments["self"], _buffer(write.arguments["out"], made) == parts.u
     if not of_u:
-        turned = _maker(matrix, made)
+        turned = maker(matrix, made)
         if turned is None or base_name(turned.target) not in TRANSPOSED:
             return None
         matrix = turned.arguments["self"]
@@ -162,10 +160,10 @@ def _walk(node: Node, made: Made, ends: set[str], seen: dict[str, Node]) -> None
 
 def _buffer(value: object, made: Made) -> str | None:
     """The tensor that a value is a copy of, or was written to."""
-    node = _maker(value, made)
+    node = maker(value, made)
     while node is not None and (node.target == WRITE or base_name(node.target) in COPIES):
         value = node.arguments["out" if node.target == WRITE else "self"]
-        node = _maker(value, made)
+        node = maker(value, made)
     return value.name if node is None and isinstance(value, Ref) else None
 
 
@@ -173,7 +171,7 @@ def _matrix(value: object, made: Made, weight: Ref) -> int | None:
     """Which dimension of the weight are the rows of this matrix of it; None where it is none."""
     dim: int | None = None
     while value != weight:
-        node = _maker(value, made)
+        node = maker(value, made)
         if node is None:
             return None
         if base_name(node.target) == "permute":
@@ -187,7 +185,3 @@ def _matrix(value: object, made: Made, weight: Ref) -> int | None:
             return None
         value = node.arguments["self"]
     return dim or 0
-
-
-def _maker(value: object, made: Made) -> Node | None:
-    return made.get(value.name) if isinstance(value, Ref) else None

@@ -12,8 +12,8 @@ from layerwise.importers import reductions
 from layerwise.importers.functions import scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import reshaped
+from layerwise.importers.torch.ops.matrix import standardised
 from layerwise.importers.torch.ops.pointwise import binary
-from layerwise.importers.torch.ops.weights import standardised
 from layerwise.importers.torch.patterns import BATCH_MEAN
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose
