@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, maker
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker
 
 LOCAL_RESPONSE_NORM = "layerwise::local_response_norm"
 DROP_PATH = "layerwise::drop_path"
@@ -57,7 +57,7 @@ def _replaced(program: TracedProgram, target: str, match: Callable[[Node, Made],
 def _floored(node: Node, made: Made) -> Drawn | None:
     """x / keep * floor(keep + rand(n, 1, ...)), as Hugging Face writes it."""
     scaled = maker(node.arguments["self"], made)
-    chain = _behind(node.arguments["other"], ("aten::floor", "aten::add.Tensor", "aten::rand"), made)
+    chain = _chain(node.arguments["other"], ("aten::floor", "aten::add.Tensor", "aten::rand"), made)
     if scaled is None or scaled.target != "aten::div.Tensor" or chain is None or not _one_a_sample(chain[-1], node):
         return None
     keep, added = scaled.arguments["other"], chain[1]
@@ -69,7 +69,7 @@ def _tossed(node: Node, made: Made) -> Drawn | None:
     """x * (empty(n, 1, ...).bernoulli_(keep) / keep), as torchvision and timm write it."""
     for empty in ("aten::empty.memory_format", "aten::new_empty"):
         targets = ("aten::div.Tensor", "aten::bernoulli.float", empty)
-        chain = _behind(node.arguments["other"], targets, made)
+        chain = _chain(node.arguments["other"], targets, made)
         if chain is not None and _one_a_sample(chain[-1], node):
             keep = chain[1].arguments["p"]
             alike = chain[0].arguments["other"] == keep and chain[1].arguments.get("generator") is None
@@ -77,7 +77,7 @@ def _tossed(node: Node, made: Made) -> Drawn | None:
     return None
 
 
-def _behind(value: object, targets: Sequence[str], made: Made) -> list[Node] | None:
+def _chain(value: object, targets: Sequence[str], made: Made) -> list[Node] | None:
     """The nodes that make a value, the last first, each of the one after it, in place or not. None if others do."""
     chain: list[Node] = []
     for target in targets:
@@ -100,50 +100,24 @@ def _local_response_norms(program: TracedProgram) -> TracedProgram:
     """x / (k + alpha * average_pool(pad(x²)))^beta, as torch.nn.functional.local_response_norm exports."""
 
     def match(node: Node, made: Made) -> Match | None:
-        chain = _chain(node, made)
-        if chain is None:
+        x = node.arguments.get("self")
+        if node.target != "aten::div.Tensor" or not isinstance(x, Ref):
             return None
-        power, add, mul, pool, squares = chain[0], chain[1], chain[2], chain[-1], chain[-2]
+        chain = list(behind([node.arguments["other"]], made, {x.name}).values())
+        one = {n.target: n for n in chain if x not in n.operands}
+        squares = [n for n in chain if n.target == "aten::mul.Tensor" and n.operands == (x, x)]
+        pool = one.get("aten::avg_pool2d", one.get("aten::avg_pool3d"))
+        steps = [one.get(name) for name in ("aten::mul.Tensor", "aten::add.Tensor", "aten::pow.Tensor_Scalar")]
+        known = {*_BETWEEN, *(n.target for n in (*steps, pool) if n)}
+        if pool is None or None in steps or len(squares) != 1 or not one.keys() <= known:
+            return None
+        numbers = [[*n.arguments.values()][1] for n in steps if n]
         kernel = pool.arguments["kernel_size"]
-        assert isinstance(kernel, tuple)
-        bound = {
-            "input": squares.arguments["self"],
-            "size": kernel[0],
-            "alpha": mul.arguments["other"],
-            "beta": power.arguments["exponent"],
-            "k": add.arguments["other"],
-        }
-        return bound, chain
+        if any(isinstance(number, Ref) for number in numbers) or not isinstance(kernel, tuple):
+            return None
+        return dict(zip(("alpha", "k", "beta"), numbers, strict=True)) | {"input": x, "size": kernel[0]}, chain
 
     return _replaced(program, LOCAL_RESPONSE_NORM, match)
-
-
-def _chain(node: Node, made: Made) -> list[Node] | None:
-    """The nodes behind the division: pow, add, mul, views and padding, x², and last the pool. None if it is no LRN."""
-    if node.target != "aten::div.Tensor":
-        return None
-    chain: list[Node] = []
-    value: object = node.arguments["other"]
-    for target in ("aten::pow.Tensor_Scalar", "aten::add.Tensor", "aten::mul.Tensor"):
-        below = maker(value, made)
-        if below is None or below.target != target or not isinstance([*below.arguments.values()][1], (int, float)):
-            return None
-        chain.append(below)
-        value = below.arguments["self"]
-    pool: Node | None = None
-    while (below := maker(value, made)) is not None:
-        chain.append(below)
-        if below.target in ("aten::avg_pool2d", "aten::avg_pool3d") and pool is None:
-            pool = below
-        elif below.target == "aten::mul.Tensor":
-            break
-        elif below.target not in _BETWEEN:
-            return None
-        value = below.arguments.get("self")
-    x = node.arguments["self"]
-    if pool is None or below is None or below.arguments["self"] != x or below.arguments["other"] != x:
-        return None
-    return [n for n in chain if n is not pool] + [pool]
 
 
 def _batch_means(program: TracedProgram) -> TracedProgram:

@@ -7,7 +7,7 @@ nothing by themselves (`torch.no_grad()`, autocast) inlined.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TypeVar
@@ -116,6 +116,19 @@ def refs(value: object) -> Iterator[Ref]:
 def maker(value: object, makers: Mapping[str, Node]) -> Node | None:
     """The call that makes a value, if it is a tensor that a call makes."""
     return makers.get(value.name) if isinstance(value, Ref) else None
+
+
+def behind(values: Iterable[object], makers: Mapping[str, Node], ends: Collection[str]) -> dict[str, Node]:
+    """The calls that values are made of, by name, as far as these tensors."""
+    found: dict[str, Node] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        node = None if isinstance(value, Ref) and value.name in ends else maker(value, makers)
+        if node is not None and node.name not in found:
+            found[node.name] = node
+            left += node.operands
+    return found
 
 
 def called(node: Node, tensor: Callable[[Ref], torch.Tensor], device: str) -> object:

@@ -14,13 +14,13 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import base_name
+from layerwise.importers.torch.ops.views import TURNED, order_of
 from layerwise.importers.torch.program import Node, Ref, Source, TracedProgram, Value, bind, module_path, refs
 
 STATISTICS = {"_native_batch_norm_legit"}  # these write running statistics, which their layers remember
 COUNTER = "num_batches_tracked"
 RETYPED = ("view", "view_as_real", "view_as_complex", "real", "imag")  # views of another type
 SHAPED = ("view", "unsqueeze", "squeeze", "alias")  # views of all elements, in order
-TURNED = ("permute", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "movedim", "moveaxis", "mT")
 VIEWS = (
     *SHAPED, *TURNED, "slice", "select", "expand", "expand_as", "detach", "split", "split_with_sizes", "chunk", "unbind"
 )  # fmt: skip
@@ -131,7 +131,7 @@ class _Writer:
         if kind in SHAPED and self.values[tensor].dtype == self.values[base].dtype:
             return self._call("view", node, base, {"self": Ref(value), "size": shape})
         if kind in TURNED:
-            order = _order(view, len(shape))
+            order = order_of(view.target, view.arguments, len(shape))
             inverse = tuple(order.index(i) for i in range(len(order)))
             return self._call("permute", node, base, {"self": Ref(value), "dims": inverse})
         assert isinstance(dim, int)
@@ -204,14 +204,6 @@ def _shared(node: Node) -> Iterator[tuple[str, str]]:
             seen = node.arguments.get(argument.name)
             if argument.alias_info is not None and isinstance(seen, Ref):
                 yield from ((v.name, seen.name) for v in node.outputs if v)
-
-
-def _order(view: Node, rank: int) -> list[int]:
-    """Which dimension of its operand each dimension of a view is."""
-    kwargs = {k: v for k, v in view.arguments.items() if k != "self"}
-    assert view.overload is not None
-    shown = view.overload(torch.empty(tuple(range(2, rank + 2)), device="meta"), **kwargs)
-    return [extent - 2 for extent in shown.shape]
 
 
 def _check_kept(node: Node, source: Source | None) -> None:

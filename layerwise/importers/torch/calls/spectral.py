@@ -12,20 +12,13 @@ from itertools import pairwise
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import SPECTRAL_NORM, base_name
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, maker, module_path
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker, module_path
 
 Made = Mapping[str, Node]  # by the name of a value, the node that makes it
+Found = tuple[Mapping[str, object], frozenset[str]]  # arguments of the call that it becomes, and nodes no longer needed
 WRITE = "aten::div.out"  # normalises u or v where they lie
 COPIES = ("alias", "clone", "detach")
 TRANSPOSED = ("adjoint", "matrix_H", "mT", "numpy_T", "t", "transpose")
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The arguments of the call that it becomes, and the nodes that are no longer needed."""
-
-    arguments: Mapping[str, object]
-    behind: frozenset[str]
 
 
 def spectral_norms(program: TracedProgram) -> TracedProgram:
@@ -39,7 +32,7 @@ def spectral_norms(program: TracedProgram) -> TracedProgram:
     made, values = program.makers, program.values
     buffers = {source.value.name: source for source in program.sources if source.kind == "buffer"}
     used: set[str] = set()
-    found: dict[str, _Found] = {}
+    found: dict[str, Found] = {}
     for node in program.nodes:
         parts = _parts(node, made)
         if parts is None or not {parts.u, parts.v} <= buffers.keys():
@@ -56,9 +49,9 @@ def spectral_norms(program: TracedProgram) -> TracedProgram:
         used.add(parts.u)
         if (one := _found(node, parts, program, writes, made)) is not None:
             found[node.name] = one
-    gone = {name for one in found.values() for name in one.behind}
+    gone = {name for _, names in found.values() for name in names}
     nodes = [
-        replace(node, target=SPECTRAL_NORM, arguments=found[node.name].arguments, overload=None)
+        replace(node, target=SPECTRAL_NORM, arguments=found[node.name][0], overload=None)
         if node.name in found
         else node
         for node in program.nodes
@@ -92,7 +85,7 @@ def _parts(node: Node, made: Made) -> _Parts | None:
     return None if u is None or v is None or u == v or dim is None else _Parts(weight, u, v, dim, sigma)
 
 
-def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node], made: Made) -> _Found | None:
+def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node], made: Made) -> Found | None:
     """None where the vectors do not move as PyTorch's do, or what is behind the weight is used elsewhere, too."""
     u, v = parts.u, parts.v
     moves = [w for w in writes if _buffer(w.arguments["out"], made) in (u, v)]
@@ -100,16 +93,15 @@ def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node]
     turns = [_buffer(w.arguments["out"], made) == u for w in moves]
     if not moves or len(moves) % 2 or len(eps) != 1 or None in eps or any(a == b for a, b in pairwise(turns)):
         return None
-    behind: dict[str, Node] = {}
-    for last in (parts.sigma, *moves):
-        _walk(last, made, {parts.weight.name, u, v}, behind)
+    last = [Ref(value.name) for one in (parts.sigma, *moves) for value in one.outputs if value]
+    before = behind(last, made, {parts.weight.name, u, v})
     place = {one.name: i for i, one in enumerate(program.nodes)}
     end = place[moves[-1].name]
-    copied = [place[n.name] for n in behind.values() if base_name(n.target) == "clone"]
-    values = {u, v, *(value.name for n in behind.values() for value in n.outputs if value)}
+    copied = [place[n.name] for n in before.values() if base_name(n.target) == "clone"]
+    values = {u, v, *(value.name for n in before.values() for value in n.outputs if value)}
     users = {n.name for n in program.nodes if any(ref.name in values for ref in n.operands)}
-    alone = users <= {*behind, node.name} and not any(ref.name in values for ref in program.outputs)
-    elsewhere = any(overwritten(n) for n in behind.values() if n.target not in (WRITE, "aten::clamp_min_"))
+    alone = users <= {*before, node.name} and not any(ref.name in values for ref in program.outputs)
+    elsewhere = any(overwritten(n) for n in before.values() if n.target not in (WRITE, "aten::clamp_min_"))
     # Sigma is that of the vectors when all of them have moved.
     if not alone or elsewhere or any(at < end for at in (*copied, place[parts.sigma.name])):
         return None
@@ -122,7 +114,7 @@ def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node]
         "eps": eps.pop(),
         "u_first": turns[0],
     }
-    return _Found(arguments, frozenset(behind))
+    return arguments, frozenset(before)
 
 
 def _moved_by(write: Node, parts: _Parts, made: Made) -> object:
@@ -146,16 +138,6 @@ def _moved_by(write: Node, parts: _Parts, made: Made) -> object:
     from_other = _buffer(product.arguments["vec"], made) == (parts.v if of_u else parts.u)
     right = from_other and _matrix(matrix, made, parts.weight) == parts.dim
     return below.arguments["min"] if right else None
-
-
-def _walk(node: Node, made: Made, ends: set[str], seen: dict[str, Node]) -> None:
-    """Notes a node and all that it is made of, as far as `ends`."""
-    if node.name in seen:
-        return
-    seen[node.name] = node
-    for ref in node.operands:
-        if ref.name not in ends and ref.name in made:
-            _walk(made[ref.name], made, ends, seen)
 
 
 def _buffer(value: object, made: Made) -> str | None:
