@@ -119,8 +119,7 @@ def _export(
             TRACING,
             _quiet(),
             effects.on(model),
-            _cuda_autocast_anywhere(),
-            _without_stack_traces(),
+            _set_for_tracing(),
             configured(model),
             _all_on_meta(model),
             stood_in(model),
@@ -165,18 +164,25 @@ def _has_spectral_norm(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _cuda_autocast_anywhere() -> Iterator[None]:
-    """`torch.autocast("cuda")` is traced as it is written where there is no CUDA; it would be traced as turned off."""
-    common, cuda = torch.cuda.amp.common, torch.cuda
-    missing, supported = common.amp_definitely_not_available, cuda.is_bf16_supported
-    if not missing():  # type: ignore[no-untyped-call]
-        yield
-        return
-    common.amp_definitely_not_available, cuda.is_bf16_supported = lambda: False, lambda *_: True
+def _set_for_tracing() -> Iterator[None]:
+    """Within it PyTorch traces `torch.autocast("cuda")` as it is written also where there is no CUDA, and no stacks.
+
+    Python's stack at every call of the model takes a third of the time of an export, and nobody reads it here.
+    """
+    settings: list[tuple[object, str, object]] = []
+    if hasattr(fx_config, "do_not_emit_stack_traces"):  # not in an older torch
+        settings.append((fx_config, "do_not_emit_stack_traces", True))
+    if torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
+        settings.append((torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+        settings.append((torch.cuda, "is_bf16_supported", lambda *_: True))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
     try:
+        for owner, name, value in settings:
+            setattr(owner, name, value)
         yield
     finally:
-        common.amp_definitely_not_available, cuda.is_bf16_supported = missing, supported
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -191,20 +197,6 @@ def _quiet() -> Iterator[None]:
     finally:
         logging.disable(level)
     sys.stderr.write(printed.getvalue())  # of the model itself, where all went well
-
-
-@contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Python's stack at every call of the model takes a third of the time of an export, and nobody reads it here."""
-    wanted = getattr(fx_config, "do_not_emit_stack_traces", None)
-    if wanted is None:  # an older torch
-        yield
-        return
-    fx_config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        fx_config.do_not_emit_stack_traces = wanted
 
 
 def _export_failed(title: str, error: Exception) -> str:

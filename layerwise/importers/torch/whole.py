@@ -222,16 +222,15 @@ _Computed = tuple[Tensor, list[Tensor], list[Tensor]]  # output, gradients of in
 
 def _computed(part: WholeModule, module: nn.Module, tensors: Sequence[Tensor], training: bool) -> _Computed:
     inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors]
-    trained = [p for p in module.parameters() if p.requires_grad]
-    wanted = [*(x for x in inputs if x.requires_grad), *trained]
+    floating = [x for x in inputs if x.requires_grad]
+    wanted = [*floating, *(p for p in module.parameters() if p.requires_grad)]
     with torch.enable_grad():
         made = part.packed(module, inputs, held(module), training)
         grads: Sequence[Tensor | None] = [None] * len(wanted)
         if made.requires_grad and wanted:
-            weights = fixed_weights(made[:1])
-            grads = torch.autograd.grad((made.real * weights).sum(), wanted, allow_unused=True)
+            grads = torch.autograd.grad((made.real * fixed_weights(made[:1])).sum(), wanted, allow_unused=True)
     full = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
-    return made.detach(), full[: len(wanted) - len(trained)], full[len(wanted) - len(trained) :]
+    return made.detach(), full[: len(floating)], full[len(floating) :]
 
 
 def _compare(part: WholeModule, together: _Computed, alone: Sequence[_Computed], follows: Sequence[bool]) -> None:
