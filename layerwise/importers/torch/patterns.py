@@ -122,19 +122,16 @@ def _local_response_norms(program: TracedProgram) -> TracedProgram:
 
 def _batch_means(program: TracedProgram) -> TracedProgram:
     """kl_div(reduction="batchmean") is a sum divided by the batch, which would be baked in."""
-    made, values, uses = program.makers, program.values, Counter(program.used)
-    nodes: list[Node] = []
-    for node in program.nodes:
+    values = program.values
+
+    def match(node: Node, made: Made) -> Match | None:
         loss = maker(node.arguments.get("self"), made) if node.target == "aten::div.Tensor" else None
-        summed = loss is not None and loss.target == "aten::kl_div" and loss.arguments["reduction"] == 2
-        if loss is not None and summed and uses[loss.name] == 1:
-            prediction = loss.arguments["self"]
-            assert isinstance(prediction, Ref)
-            if node.arguments["other"] != values[prediction.name].shape[0]:
-                nodes.append(node)
-                continue
-            bound = dict(loss.arguments) | {"reduction": BATCH_MEAN}
-            nodes = [n for n in nodes if n is not loss]
-            node = replace(loss, name=node.name, arguments=bound, outputs=node.outputs)
-        nodes.append(node)
-    return replace(program, nodes=tuple(nodes))
+        if loss is None or loss.target != "aten::kl_div" or loss.arguments["reduction"] != 2:
+            return None
+        prediction = loss.arguments["self"]
+        assert isinstance(prediction, Ref)
+        if node.arguments["other"] != values[prediction.name].shape[0]:
+            return None
+        return dict(loss.arguments) | {"reduction": BATCH_MEAN}, [loss]
+
+    return _replaced(program, "aten::kl_div", match)

@@ -306,10 +306,20 @@ def module_path(stack: Stack) -> str:
     return stack[-1][1] if stack else ""
 
 
+def where(node: Node) -> str:
+    """The module that makes a call, as messages have it."""
+    return _module(module_path(node.stack))
+
+
+def _module(path: str) -> str:
+    return f"layer {path!r}" if path else "the model"
+
+
 def control_flow(name: str, path: str) -> LayerwiseError:
-    """What the model does here depends on data."""
-    where = f"layer {path!r}" if path else "the model"
-    return LayerwiseError(f"{where} has control flow ({name}) that depends on data; layerwise plans fixed graphs only")
+    """The error for a region that depends on data."""
+    return LayerwiseError(
+        f"{_module(path)} has control flow ({name}) that depends on data; layerwise plans fixed graphs only"
+    )
 
 
 def left_open(name: str, dim: int, size: object) -> LayerwiseError:

@@ -15,7 +15,7 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import TURNED, order_of
-from layerwise.importers.torch.program import Node, Ref, Source, TracedProgram, Value, bind, module_path, refs
+from layerwise.importers.torch.program import Node, Ref, Source, TracedProgram, Value, bind, refs, where
 
 STATISTICS = {"_native_batch_norm_legit"}  # these write running statistics, which their layers remember
 COUNTER = "num_batches_tracked"
@@ -77,7 +77,7 @@ class _Writer:
         out = node.outputs[0] if node.outputs else None
         if len(written) > 1 or out is None:
             raise LayerwiseError(
-                f"{_where(node)} calls {node.target}, which writes into several tensors or returns none; write it "
+                f"{where(node)} calls {node.target}, which writes into several tensors or returns none; write it "
                 "without the underscore or out="
             )
         tensor = self._tensor(written[0])
@@ -213,26 +213,16 @@ def _check_kept(node: Node, source: Source | None) -> None:
     """
     if source is None or source.kind == "input" or source.target.startswith("lifted_tensor"):
         return
-    if source.kind == "parameter":
+    if source.kind == "parameter" or not source.target.endswith(COUNTER):
         raise LayerwiseError(
-            f"{_where(node)} writes into its parameter {source.target!r} in the forward pass, which layerwise would "
-            "lose: update it outside of the model"
-        )
-    if not source.target.endswith(COUNTER):
-        raise LayerwiseError(
-            f"{_where(node)} writes into its buffer {source.target!r} in the forward pass (averages, counters, ...), "
-            "which layerwise would lose; only the running statistics of batch and instance norm are kept, and the "
-            "vectors of PyTorch's spectral norms: update it outside of the model"
+            f"{where(node)} writes into its {source.kind} {source.target!r} in the forward pass, which layerwise would "
+            "lose (but for running statistics of batch and instance norms, and vectors of PyTorch's spectral norms): "
+            "update it outside of the model"
         )
 
 
 def _seen_elsewhere(node: Node, name: str) -> LayerwiseError:
     return LayerwiseError(
-        f"{_where(node)} calls {node.target}, which writes in place into a view of a tensor that is used again "
+        f"{where(node)} calls {node.target}, which writes in place into a view of a tensor that is used again "
         f"({name}); write it without the underscore or out="
     )
-
-
-def _where(node: Node) -> str:
-    path = module_path(node.stack)
-    return f"layer {path!r}" if path else "the model"

@@ -12,7 +12,7 @@ from itertools import pairwise
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import SPECTRAL_NORM, base_name
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker, module_path
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker, where
 
 Made = Mapping[str, Node]  # by the name of a value, the node that makes it
 Found = tuple[Mapping[str, object], frozenset[str]]  # arguments of the call that it becomes, and nodes no longer needed
@@ -40,9 +40,8 @@ def spectral_norms(program: TracedProgram) -> TracedProgram:
         if values[parts.u].shape != values[parts.weight.name].shape[parts.dim : parts.dim + 1]:
             continue
         if parts.u in used:
-            path = module_path(node.stack)
             raise LayerwiseError(
-                f"{f'layer {path!r}' if path else 'the model'} has a spectral norm that is computed more than once in "
+                f"{where(node)} has a spectral norm that is computed more than once in "
                 f"a forward pass, and moves its vector {buffers[parts.u].target!r} every time, which layerwise would "
                 "lose: call such a module once, of all its inputs together, or inside of parametrize.cached()"
             )
