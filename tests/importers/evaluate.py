@@ -15,8 +15,8 @@ from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.registry import Operand
 from layerwise.importers.torch.build import _Importer
+from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import read_program
 from layerwise.ops.base import Op, Role
 from layerwise.ops.stages import local_stages, needed_box, run_stages
 from layerwise.tensor import TensorSpec

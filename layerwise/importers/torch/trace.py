@@ -23,9 +23,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
+from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.parts import stood_in
 from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import TRACING, read_program
+from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Arguments, Call
 from layerwise.importers.torch.read.configurations import configured
 from layerwise.importers.torch.read.effects import Numbers, UntracedEffects, changed, numbers, put_back

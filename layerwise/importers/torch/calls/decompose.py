@@ -21,9 +21,10 @@ from layerwise.importers.registry import canonical
 from layerwise.importers.torch.calls.constants import constant_names
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.calls.whole import why_not
+from layerwise.importers.torch.exported import FxReader
 from layerwise.importers.torch.ops.free import FREE
 from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_name, row
-from layerwise.importers.torch.program import TRACING, FxReader, Node, Ref, TracedProgram, Value, called
+from layerwise.importers.torch.program import TRACING, Node, Ref, TracedProgram, Value, called
 
 MOST_NODES = 64  # that one call becomes
 
