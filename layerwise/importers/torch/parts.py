@@ -80,14 +80,14 @@ class WholeModule:
         leaves, structure = pytree.tree_flatten(returned)
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
         if structure != self.returned or shapes != [(samples, *x) if isinstance(x, tuple) else x for x in self.results]:
-            raise self.refused(
-                f"it returns {_listed(shapes)}, and on the example a row a sample of {_listed(self.results)}"
+            raise refused(
+                self.path, f"it returns {_listed(shapes)}, and on the example a row a sample of {_listed(self.results)}"
             )
         made = [x for x in leaves if isinstance(x, Tensor)]
         whole = made[0] if len(made) == 1 else torch.cat([x.reshape(samples, -1) for x in made], 1)
         graded = torch.is_grad_enabled() and any(x.requires_grad for x in (whole, *inputs, *tensors.values()))
         if graded and whole.is_floating_point() and whole.requires_grad != self.differentiable:
-            raise self.refused("whether what it returns has a gradient depends on data")
+            raise refused(self.path, "whether what it returns has a gradient depends on data")
         return whole
 
     def unpacked(self, whole: Tensor) -> object:
@@ -111,8 +111,9 @@ class WholeModule:
             for known, x in zip(self.arguments, leaves, strict=True)
         )
         if not alike:
-            raise self.refused(
-                "it is called here with other arguments, or with samples of another shape, than on the example"
+            raise refused(
+                self.path,
+                "it is called here with other arguments, or with samples of another shape, than on the example",
             )
         tensors = list(held(module).values())
         inputs = [x for x in leaves if isinstance(x, Tensor)]
@@ -134,9 +135,9 @@ class WholeModule:
             ("n" in x.spec.dims) != known.follows or (known.follows and x.spec.index("n") != 0)
             for x, known in zip(operands, self.inputs, strict=True)
         ):
-            raise self.refused("an input of it has no samples along dimension 0 where the example had as many")
+            raise refused(self.path, "an input of it has no samples along dimension 0 where the example had as many")
         if any(p.activation or p.transposed for p in parameters):
-            raise self.refused("a parameter of it is computed")
+            raise refused(self.path, "a parameter of it is computed")
         shape = self.packed_shape
         dtype = str(self.dtype).removeprefix("torch.")
         alike = (x.spec.dims for x in operands if x.spec.index("n") == 0 and len(x.shape) == len(shape) + 1)
@@ -157,10 +158,6 @@ class WholeModule:
             self.function,
         )
         return Built(op, tuple(operands), tuple(parameters))
-
-    def refused(self, why: str) -> LayerwiseError:
-        """The error for a part that cannot be one."""
-        return refused(self.path, why)
 
 
 def refused(path: str, why: str) -> LayerwiseError:

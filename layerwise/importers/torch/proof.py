@@ -26,8 +26,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.drawn import UnprovenError, filled, is_hollow, undrawing, values_like
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
-from layerwise.importers.torch.read.configurations import configured
-from layerwise.importers.torch.read.effects import as_it_was, changed, numbers
+from layerwise.importers.torch.read.effects import as_it_was, changed, configured, numbers
 from layerwise.importers.torch.trace import Imported
 from layerwise.importers.torch.unfused import UnfusedLayers, UnlikeError
 from layerwise.ops.opaque import TorchOp

@@ -31,16 +31,12 @@ Pads = tuple[tuple[int, int], ...]
 
 def stored(call: Call, *names: str) -> tuple[Operand, ...]:
     """The parameters and buffers of these names that the call has; also such that are computed of others."""
-    operands = [call.operand(name) for name in names if call.get(name) is not None]
-    for p in operands:
+    operands = {name: call.operand(name) for name in names if call.get(name) is not None}
+    for name, p in operands.items():
         if p.transposed or "n" in p.spec.dims:
             how = "transposed" if p.transposed else "computed of the samples"
-            raise LayerwiseError(f"{call.target}: its {_argument(call, p)} is {how}, which is not supported")
-    return tuple(operands)
-
-
-def _argument(call: Call, operand: Operand) -> str:
-    return next(name for name, value in call.arguments.items() if value is operand)
+            raise LayerwiseError(f"{call.target}: its {name} is {how}, which is not supported")
+    return tuple(operands.values())
 
 
 def convolution(call: Call) -> Result:

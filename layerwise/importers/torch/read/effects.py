@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -196,3 +197,25 @@ def _are_numbers(value: list[Any] | dict[Any, Any]) -> bool:
 def draws() -> tuple[object, ...]:
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
+
+
+# Switches of Hugging Face's configurations that are set otherwise while a model is traced; it computes the same:
+# an attribute, the values that are changed, and the value that stands instead. Keys and values for the generation of
+# text are no outputs in training. Experts sort the tokens of all samples, by data; "batched_mm" takes token by token.
+# https://huggingface.co/docs/transformers/experts_interface
+SWITCHES: tuple[tuple[str, tuple[object, ...], object], ...] = (
+    ("use_cache", (True,), False),
+    ("_experts_implementation_internal", ("grouped_mm", "eager"), "batched_mm"),
+)
+
+
+@contextmanager
+def configured(model: nn.Module) -> Iterator[None]:
+    """With the switches of the model and of the modules inside set for a trace; afterwards as before."""
+    configurations = {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}
+    with ExitStack() as stack:
+        for configuration in configurations.values():
+            for name, changed, value in SWITCHES:
+                if getattr(configuration, name, None) in changed:
+                    stack.enter_context(mock.patch.object(configuration, name, value))
+        yield
