@@ -219,7 +219,8 @@ def _effects(
             buffer.copy_(buffers[name])
         second = _returned(model, call)
     same = len(leaves) == len(second) and all(
-        distance(a, b) <= 1e-3 if isinstance(a, Tensor) else a == b for a, b in zip(leaves, second, strict=True)
+        distance(a, b) <= 1e-3 if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(leaves, second, strict=True)
     )
     found = changed(after, numbers(model)) or (() if same else changed(before, after))
     return found or (() if same else ("computes something else in a second call, or without gradients",))

@@ -30,7 +30,7 @@ class UntracedEffects(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: dict[str, str] = {}  # a phrase each, with the path of the module that it is in
         self.inside: list[str] = []  # paths of the modules that are being called, also where one has raised
         self.numbers: Numbers = {}  # as the last call of the model has left them
@@ -107,7 +107,7 @@ _NOTED = {Tensor.register_hook: "registers a hook of a gradient", torch.autograd
 def reentrant_checkpoints() -> Iterator[None]:
     """Within it, on this thread, what a reentrant checkpoint is around is called: in it autograd would be off."""
     kind, thread = checkpoint.CheckpointFunction, get_ident()
-    apply = kind.apply
+    apply: Any = kind.apply
 
     def applied(function: Any, preserve: bool, *given: Any) -> Any:
         if get_ident() != thread:
@@ -116,7 +116,7 @@ def reentrant_checkpoints() -> Iterator[None]:
         with nullcontext() if wanted else torch.no_grad():  # as PyTorch warns
             return function(*given)
 
-    kind.apply = staticmethod(applied)  # type: ignore[method-assign, assignment]
+    kind.apply = staticmethod(applied)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -157,7 +157,7 @@ class _Archive:
         folder = f"data/{kind}/"
         if f"{folder}{name}.pt" in self.members:
             raise LayerwiseError(f"its {kind} are in one pickle, as torch 2.8 wrote them; save it with 2.11 or later")
-        entries = self.json(f"{folder}{name}_{kind}_config.json")["config"]
+        entries: dict[str, Json] = self.json(f"{folder}{name}_{kind}_config.json")["config"]
         for item in entries.values():
             if item.get("use_pickle"):
                 self.plain_data(folder + item["path_name"])

@@ -158,7 +158,7 @@ class _JsonReader:
             if overload is not None:
                 given = bind(overload, (), given)
             own = node.get("name") or next((name for name in names if name), called)
-            outputs = tuple(self.value(name) if name in self.tensors else None for name in names)
+            outputs = tuple(self.value(name) if name is not None and name in self.tensors else None for name in names)
             self.nodes.append(Node(self.prefix + own, called, given, outputs, stack, overload))
 
     def region(self, kind: str, node: Json, stack: Stack) -> None:
