@@ -53,6 +53,7 @@ class Network:
     written: frozenset[str] = frozenset()  # paths of the modules' attributes that its trace set, or changed inside
     itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
     unproven: str | None = None  # why its layers were not run beside the module when it was imported
+    inputs_without_gradient: str | None = None  # why its layers' gradients of inputs are not the module's
     whole: Mapping[str, WholeModule] = field(default_factory=dict)  # modules that are called as they are, by path
 
     def value(self, name: str) -> object:
@@ -186,6 +187,7 @@ def network_of(
     return replace(
         made, stored=stored, structure=imported.structure, arguments=imported.arguments, built=built, module=module,
         called=called, written=written, unproven=imported.unproven, whole=parts,
+        inputs_without_gradient=imported.inputs_without_gradient,
     )  # fmt: skip
 
 

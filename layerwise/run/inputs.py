@@ -22,7 +22,7 @@ class Inputs:
 
     def __init__(self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self.plan, self.comm, self.options = plan, comm, options
-        graph, uses = network.graph, network.graph.consumers()
+        graph, uses, self._undifferentiated = network.graph, network.graph.consumers(), network.inputs_without_gradient
         self._layers = [layer for layer in graph.layers if layer.role is Role.INPUT]
         self._types = {layer.name: [getattr(torch, layer.out.dtype)] for layer in self._layers}
         for layer in self._layers:  # beside the example's
@@ -66,6 +66,11 @@ class Inputs:
             raise LayerwiseError(
                 f"input {min(names)!r} requires a gradient, which is made only where all ranks feed equally many "
                 "samples and the loss is a mean: give it detached, or such a batch"
+            )
+        if names and self._undifferentiated is not None:
+            raise LayerwiseError(
+                f"input {min(names)!r} requires a gradient, which the layers do not make as the model does: give it "
+                f"detached, or make the model parallel with example_inputs that require one ({self._undifferentiated})"
             )
         return names
 

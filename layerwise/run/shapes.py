@@ -80,6 +80,7 @@ class Shapes:
         self._modes = module is not None and _may_ask_its_mode(module)
         self._known = {(self.sizes, self._traced): first}
         self._skeleton, self._whole = None if module is None else skeleton(module), network.whole
+        self._inputs_without_gradient = network.inputs_without_gradient
         self.arguments = network.arguments or Arguments.of_inputs(layer.name for layer in self._layers)
 
     @property
@@ -144,6 +145,8 @@ class Shapes:
             network = network_of(
                 self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode, whole=self._whole
             )
+            why = network.inputs_without_gradient or self._inputs_without_gradient
+            network = replace(network, inputs_without_gradient=why)
             check_traced(network.graph)
             graph = self.plan.layers(network.graph)
             inputs = Inputs(network, self.plan, self.comm, self.options)

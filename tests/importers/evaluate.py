@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from layerwise.ops.stages import local_stages, needed_box, run_stages
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -16,11 +17,10 @@ from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.registry import Operand
 from layerwise.importers.torch.build import _Importer
+from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import read_program
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine
-from layerwise.ops.stages import local_stages, needed_box, run_stages
 
 
 def evaluate(

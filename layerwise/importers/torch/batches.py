@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.importers.torch.drawn import UnprovenError
-from layerwise.importers.torch.program import TRACING
-from layerwise.importers.torch.proof import UnlikeError, proven
+from layerwise.importers.torch.program import TRACING, samples_in
+from layerwise.importers.torch.proof import proven
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.trace import Dims, Imported, import_module
+from layerwise.importers.torch.unfused import UnlikeError
 from layerwise.ops.base import Role
 
 # Few, as some models loop over their samples, and odd, as sizes of networks are powers of two and their multiples.
@@ -74,8 +75,7 @@ def import_for_batches(model: nn.Module, call: Call, name: str) -> Imported:
 
 def samples_of(call: Call) -> int:
     """Samples of the example: a timestep beside them has one."""
-    first = [x.shape[0] for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and x.dim()]
-    return next((extent for extent in first if extent > 1), max(first, default=0))
+    return samples_in(x.shape for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
 
 
 def distinct(model: nn.Module, call: Call) -> list[int]:

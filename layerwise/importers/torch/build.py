@@ -24,15 +24,14 @@ from layerwise.importers.torch.calls.decompose import decomposed
 from layerwise.importers.torch.calls.functional import functional
 from layerwise.importers.torch.calls.losses import follows
 from layerwise.importers.torch.calls.names import input_spec, layer_names
-from layerwise.importers.torch.calls.parameters import shared_parameters
-from layerwise.importers.torch.calls.place import TorchPlacer
+from layerwise.importers.torch.calls.place import TorchPlacer, shared_parameters
 from layerwise.importers.torch.calls.spectral import spectral_norms
 from layerwise.importers.torch.calls.types import typed
 from layerwise.importers.torch.calls.whole import torch_call, why_not
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, Value
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, Value, samples_in
 from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
@@ -57,15 +56,14 @@ class _Importer:
         constant = constant_names(program)
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
-        self.used = {ref.name for node in program.nodes for ref in node.operands} | {r.name for r in program.outputs}
+        self.used = set(program.used)
         uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
         self.placer = placer = TorchPlacer(GraphBuilder(title), uses)
         placer.builder.traced = program.device
         inputs = [s for s in program.sources if s.kind == "input"]
         if dims is not None and len(dims) != len(inputs):
             raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
-        first = [s.value.shape[0] for s in inputs if s.value.shape]
-        self.batch = next((extent for extent in first if extent > 1), max(first, default=0))  # a timestep has 1
+        self.batch = samples_in(s.value.shape for s in inputs)
         for i, source in enumerate(inputs):
             spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
             self.values[source.value.name] = placer.activation(placer.builder.input(source.target, spec))
@@ -182,8 +180,8 @@ class _Importer:
 
     def by_sample(self, value: Value) -> bool:
         """Whether a constant that the forward pass makes has a row a sample. (s, s) masks and (s,) positions do not."""
-        rank, shape = len(value.shape), value.shape
-        return rank > 1 and shape[0] == self.batch and (rank > 2 or shape[0] != shape[1])
+        shape = value.shape
+        return len(shape) > 1 and shape[0] == self.batch and (len(shape) > 2 or shape[0] != shape[1])
 
     def filled_by_sample(self, node: Node, value: Value) -> bool:
         """Whether a constant is one number for every sample, as `torch.ones(x.shape[0])`, or computed of such.
@@ -192,10 +190,8 @@ class _Importer:
         """
         if value.shape != (self.batch,) or self.batch < 2:
             return False
-        known = [x for ref in node.operands if isinstance(x := self.known(ref), Operand)]
-        return base_name(node.target).removeprefix("new_").removesuffix("_like") in FILLED or any(
-            x.spec.dims == ("n",) for x in known
-        )
+        of_samples = any(isinstance(x := self.known(ref), Operand) and x.spec.dims == ("n",) for ref in node.operands)
+        return of_samples or base_name(node.target).removeprefix("new_").removesuffix("_like") in FILLED
 
     def merges_samples(self, node: Node) -> bool:
         """Whether a constant becomes a layer here, which follows the number of samples: one with a row a sample in
@@ -244,14 +240,11 @@ class _Importer:
         if not rows or node.outputs[0] is None:
             return False
         if base_name(node.target) in ELEMENTWISE or base_name(node.target) in UNCHANGED:
-            others = [r for r in node.operands if r not in rows]
-            shape = self.shape(rows[0])
-            return len(rows) == 1 and not others and node.outputs[0].shape == shape
+            return len(node.operands) == 1 and node.outputs[0].shape == self.shape(rows[0])
         data = ROWWISE.get(node.target)
         if data is None or node.arguments[data] != rows[0] or len(rows) > 1:
             return False
-        parameters = [self.role(r.name) for r in node.operands if r != rows[0]]
-        return set(parameters) == {"parameter"}
+        return {self.role(r.name) for r in node.operands if r != rows[0]} == {"parameter"}
 
     def operand(self, ref: Ref) -> Operand:
         """The value of a tensor, rows merged."""
@@ -289,8 +282,8 @@ class _Importer:
 
     def builds(self, node: Node) -> list[Build]:
         """How to build a call: by its row, or else as PyTorch computes it. LayerwiseError where it cannot be."""
-        special = any(isinstance(value, complex) for value in node.arguments.values())  # a number that no row takes
-        build = None if special else row(node.target)
+        a_complex = any(isinstance(value, complex) for value in node.arguments.values())  # a number that no row takes
+        build = None if a_complex else row(node.target)
         why = why_not(node, from_file=self.program.from_file)
         if build is None and why is not None:
             raise LayerwiseError(

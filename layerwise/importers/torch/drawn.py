@@ -1,47 +1,25 @@
-"""Fixed numbers in place of random ones, in a module and in the layers that it is imported as: nothing is dropped."""
+"""Fixed numbers in place of random ones, so that nothing is dropped.
+
+And drawn ones, the same on every rank, in place of values that are not there: of a module without memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerwise.errors import LayerwiseError
-from layerwise.ops.base import Op
-from layerwise.ops.facts import Local
-from layerwise.ops.nn.attention import Attention
-from layerwise.ops.tensor.draw import Draw
-from layerwise.ops.tensor.pointwise import Dropout
 
 DRAWN = 0.75  # of [0, 1): so that stochastic depth, floor(keep + it), keeps all
 
 
 class UnprovenError(LayerwiseError):
     """The layers cannot be run beside the module, or not in the time and memory that importing may take."""
-
-
-def undrawn(op: Op, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-    """What a layer makes where `_Undrawn` draws."""
-    p = op.p if isinstance(op, Dropout) else op.dropout if isinstance(op, Attention) else 0.0
-    if isinstance(op, Attention) and local.training and 0 < p < 1:
-        return replace(op, dropout=0.0).run(local, inputs, parameters) / (1 - p)
-    if isinstance(op, Dropout) and local.training and 0 < p < 1:
-        return inputs[0] / (1 - p)
-    if not isinstance(op, Draw):
-        return op.run(local, inputs, parameters)
-    low, *rest = (float(a) for a in op.arguments)
-    number = {
-        "uniform": lambda: low + DRAWN * (rest[0] - low),
-        "normal": lambda: low + DRAWN * rest[0],
-        "integers": lambda: low,
-        "bernoulli": lambda: 1.0,
-    }[op.distribution]()
-    return torch.full(op.spec.shape, number, dtype=getattr(torch, op.spec.dtype), device=local.device)
 
 
 def undrawing() -> AbstractContextManager[object]:
@@ -87,3 +65,31 @@ def _number(name: str, given: Mapping[str, Any]) -> float:
     if kind == "randint":
         return float(given.get("low", 0))
     raise UnprovenError(f"it draws random numbers by {name}")
+
+
+def is_hollow(x: Tensor) -> bool:
+    """Whether a tensor has the memory of one number at most, which stands for all."""
+    return x.layout == torch.strided and x.numel() > 1 and x.untyped_storage().nbytes() <= x.element_size()
+
+
+def values_like(x: Tensor, draws: torch.Generator | None = None) -> Tensor:
+    """Numbers of the shape and type of a tensor: of a weight small, of a vector around 1, of integers 0 and 1."""
+    if not x.is_floating_point() and not x.is_complex():
+        return (torch.arange(x.numel(), device=x.device) % 2).to(x.dtype).view(x.shape)
+    drawn = torch.rand(x.shape, generator=draws or torch.Generator().manual_seed(0))
+    drawn = drawn + 0.5 if x.dim() < 2 else (2 * drawn - 1) / x[0].numel() ** 0.5
+    return drawn.to(x.device, x.dtype)
+
+
+@contextmanager
+def filled(model: nn.Module) -> Iterator[None]:
+    """Within it parameters without memory have values."""
+    draws = torch.Generator().manual_seed(0)
+    hollow = [(p, p.data) for p in model.parameters() if is_hollow(p)]
+    try:
+        for p, _ in hollow:
+            p.data = values_like(p.data, draws)
+        yield
+    finally:
+        for p, data in hollow:
+            p.data = data

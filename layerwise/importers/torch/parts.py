@@ -80,14 +80,14 @@ class WholeModule:
         leaves, structure = pytree.tree_flatten(returned)
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
         if structure != self.returned or shapes != [(samples, *x) if isinstance(x, tuple) else x for x in self.results]:
-            raise self.refused(
-                f"it returns {_listed(shapes)}, and on the example a row a sample of {_listed(self.results)}"
+            raise refused(
+                self.path, f"it returns {_listed(shapes)}, and on the example a row a sample of {_listed(self.results)}"
             )
         made = [x for x in leaves if isinstance(x, Tensor)]
         whole = made[0] if len(made) == 1 else torch.cat([x.reshape(samples, -1) for x in made], 1)
         graded = torch.is_grad_enabled() and any(x.requires_grad for x in (whole, *inputs, *tensors.values()))
         if graded and whole.is_floating_point() and whole.requires_grad != self.differentiable:
-            raise self.refused("whether what it returns has a gradient depends on data")
+            raise refused(self.path, "whether what it returns has a gradient depends on data")
         return whole
 
     def unpacked(self, whole: Tensor) -> object:
@@ -111,8 +111,9 @@ class WholeModule:
             for known, x in zip(self.arguments, leaves, strict=True)
         )
         if not alike:
-            raise self.refused(
-                "it is called here with other arguments, or with samples of another shape, than on the example"
+            raise refused(
+                self.path,
+                "it is called here with other arguments, or with samples of another shape, than on the example",
             )
         tensors = list(held(module).values())
         inputs = [x for x in leaves if isinstance(x, Tensor)]
@@ -134,9 +135,9 @@ class WholeModule:
             ("n" in x.spec.dims) != known.follows or (known.follows and x.spec.index("n") != 0)
             for x, known in zip(operands, self.inputs, strict=True)
         ):
-            raise self.refused("an input of it has no samples along dimension 0 where the example had as many")
+            raise refused(self.path, "an input of it has no samples along dimension 0 where the example had as many")
         if any(p.activation or p.transposed for p in parameters):
-            raise self.refused("a parameter of it is computed")
+            raise refused(self.path, "a parameter of it is computed")
         shape = self.packed_shape
         dtype = str(self.dtype).removeprefix("torch.")
         alike = (x.spec.dims for x in operands if x.spec.index("n") == 0 and len(x.shape) == len(shape) + 1)
@@ -157,10 +158,6 @@ class WholeModule:
             self.function,
         )
         return Built(op, tuple(operands), tuple(parameters))
-
-    def refused(self, why: str) -> LayerwiseError:
-        """The error for a part that cannot be one."""
-        return refused(self.path, why)
 
 
 def refused(path: str, why: str) -> LayerwiseError:
@@ -200,18 +197,24 @@ def importing(parts: Mapping[str, WholeModule]) -> Iterator[None]:
 
 @contextmanager
 def stood_in(model: nn.Module) -> Iterator[None]:
-    """Within it the parts of the model are not computed but stood in for."""
-    modules = [(model.get_submodule(path), part) for path, part in PARTS.get().items()]
-    own = [vars(module).get("forward") for module, _ in modules]
+    """Within it the parts of the model are not computed but stood in for.
+
+    And SyncBatchNorm runs where it would refuse to: it is a batch norm, of the full batch as all are here.
+    """
+    forwards = {path: part.stand_in for path, part in PARTS.get().items()}
+    synchronised = (path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm))
+    forwards |= dict.fromkeys(synchronised, nn.modules.batchnorm._BatchNorm.forward)
+    modules = {path: model.get_submodule(path) for path in forwards}
+    own = {path: vars(module).get("forward") for path, module in modules.items()}
     try:
-        for module, part in modules:
-            module.__dict__["forward"] = partial(part.stand_in, module)
+        for path, module in modules.items():
+            module.__dict__["forward"] = partial(forwards[path], module)
         yield
     finally:
-        for (module, _), forward in zip(modules, own, strict=True):
+        for path, module in modules.items():
             del module.__dict__["forward"]
-            if forward is not None:
-                module.__dict__["forward"] = forward
+            if own[path] is not None:
+                module.__dict__["forward"] = own[path]
 
 
 def whole_layer(call: Call) -> Built:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from layerwise.importers.torch.program import Node, Ref, TracedProgram
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker
 
 LOCAL_RESPONSE_NORM = "layerwise::local_response_norm"
 DROP_PATH = "layerwise::drop_path"
@@ -43,8 +43,7 @@ def _drop_paths(program: TracedProgram) -> TracedProgram:
 
 def _replaced(program: TracedProgram, target: str, match: Callable[[Node, Made], Match | None]) -> TracedProgram:
     """The program with calls of `target` for what matches, where nothing else uses what the nodes in between make."""
-    made = {v.name: node for node in program.nodes for v in node.outputs if v}
-    uses = Counter(_used(program))
+    made, uses = program.makers, Counter(program.used)
     replaced: dict[str, Node] = {}
     gone: set[str] = set()
     for node in program.nodes:
@@ -57,8 +56,8 @@ def _replaced(program: TracedProgram, target: str, match: Callable[[Node, Made],
 
 def _floored(node: Node, made: Made) -> Drawn | None:
     """x / keep * floor(keep + rand(n, 1, ...)), as Hugging Face writes it."""
-    scaled = _maker(node.arguments["self"], made)
-    chain = _behind(node.arguments["other"], ("aten::floor", "aten::add.Tensor", "aten::rand"), made)
+    scaled = maker(node.arguments["self"], made)
+    chain = _chain(node.arguments["other"], ("aten::floor", "aten::add.Tensor", "aten::rand"), made)
     if scaled is None or scaled.target != "aten::div.Tensor" or chain is None or not _one_a_sample(chain[-1], node):
         return None
     keep, added = scaled.arguments["other"], chain[1]
@@ -70,7 +69,7 @@ def _tossed(node: Node, made: Made) -> Drawn | None:
     """x * (empty(n, 1, ...).bernoulli_(keep) / keep), as torchvision and timm write it."""
     for empty in ("aten::empty.memory_format", "aten::new_empty"):
         targets = ("aten::div.Tensor", "aten::bernoulli.float", empty)
-        chain = _behind(node.arguments["other"], targets, made)
+        chain = _chain(node.arguments["other"], targets, made)
         if chain is not None and _one_a_sample(chain[-1], node):
             keep = chain[1].arguments["p"]
             alike = chain[0].arguments["other"] == keep and chain[1].arguments.get("generator") is None
@@ -78,11 +77,11 @@ def _tossed(node: Node, made: Made) -> Drawn | None:
     return None
 
 
-def _behind(value: object, targets: Sequence[str], made: Made) -> list[Node] | None:
+def _chain(value: object, targets: Sequence[str], made: Made) -> list[Node] | None:
     """The nodes that make a value, the last first, each of the one after it, in place or not. None if others do."""
     chain: list[Node] = []
     for target in targets:
-        below = _maker(value, made)
+        below = maker(value, made)
         if below is None or below.target.replace("_.", ".").removesuffix("_") != target:
             return None
         chain.append(below)
@@ -101,82 +100,38 @@ def _local_response_norms(program: TracedProgram) -> TracedProgram:
     """x / (k + alpha * average_pool(pad(x²)))^beta, as torch.nn.functional.local_response_norm exports."""
 
     def match(node: Node, made: Made) -> Match | None:
-        chain = _chain(node, made)
-        if chain is None:
+        x = node.arguments.get("self")
+        if node.target != "aten::div.Tensor" or not isinstance(x, Ref):
             return None
-        power, add, mul, pool, squares = chain[0], chain[1], chain[2], chain[-1], chain[-2]
+        chain = list(behind([node.arguments["other"]], made, {x.name}).values())
+        one = {n.target: n for n in chain if x not in n.operands}
+        squares = [n for n in chain if n.target == "aten::mul.Tensor" and n.operands == (x, x)]
+        pool = one.get("aten::avg_pool2d", one.get("aten::avg_pool3d"))
+        steps = [one.get(name) for name in ("aten::mul.Tensor", "aten::add.Tensor", "aten::pow.Tensor_Scalar")]
+        known = {*_BETWEEN, *(n.target for n in (*steps, pool) if n)}
+        if pool is None or None in steps or len(squares) != 1 or not one.keys() <= known:
+            return None
+        numbers = [[*n.arguments.values()][1] for n in steps if n]
         kernel = pool.arguments["kernel_size"]
-        assert isinstance(kernel, tuple)
-        bound = {
-            "input": squares.arguments["self"],
-            "size": kernel[0],
-            "alpha": mul.arguments["other"],
-            "beta": power.arguments["exponent"],
-            "k": add.arguments["other"],
-        }
-        return bound, chain
+        if any(isinstance(number, Ref) for number in numbers) or not isinstance(kernel, tuple):
+            return None
+        return dict(zip(("alpha", "k", "beta"), numbers, strict=True)) | {"input": x, "size": kernel[0]}, chain
 
     return _replaced(program, LOCAL_RESPONSE_NORM, match)
 
 
-def _chain(node: Node, made: Made) -> list[Node] | None:
-    """The nodes behind the division: pow, add, mul, views and padding, x², and last the pool. None if it is no LRN."""
-    if node.target != "aten::div.Tensor":
-        return None
-    chain: list[Node] = []
-    value: object = node.arguments["other"]
-    for target in ("aten::pow.Tensor_Scalar", "aten::add.Tensor", "aten::mul.Tensor"):
-        below = _maker(value, made)
-        if below is None or below.target != target or not isinstance([*below.arguments.values()][1], (int, float)):
-            return None
-        chain.append(below)
-        value = below.arguments["self"]
-    pool: Node | None = None
-    while (below := _maker(value, made)) is not None:
-        chain.append(below)
-        if below.target in ("aten::avg_pool2d", "aten::avg_pool3d") and pool is None:
-            pool = below
-        elif below.target == "aten::mul.Tensor":
-            break
-        elif below.target not in _BETWEEN:
-            return None
-        value = below.arguments.get("self")
-    x = node.arguments["self"]
-    if pool is None or below is None or below.arguments["self"] != x or below.arguments["other"] != x:
-        return None
-    return [n for n in chain if n is not pool] + [pool]
-
-
 def _batch_means(program: TracedProgram) -> TracedProgram:
     """kl_div(reduction="batchmean") is a sum divided by the batch, which would be baked in."""
-    made = {v.name: node for node in program.nodes for v in node.outputs if v}
-    shapes = {v.name: v.shape for node in program.nodes for v in node.outputs if v}
-    shapes |= {source.value.name: source.value.shape for source in program.sources}
-    uses = Counter(_used(program))
-    nodes: list[Node] = []
-    for node in program.nodes:
-        loss = _maker(node.arguments.get("self"), made) if node.target == "aten::div.Tensor" else None
-        summed = loss is not None and loss.target == "aten::kl_div" and loss.arguments["reduction"] == 2
-        if loss is not None and summed and uses[loss.name] == 1:
-            prediction = loss.arguments["self"]
-            assert isinstance(prediction, Ref)
-            if node.arguments["other"] != shapes[prediction.name][0]:
-                nodes.append(node)
-                continue
-            bound = dict(loss.arguments) | {"reduction": BATCH_MEAN}
-            nodes = [n for n in nodes if n is not loss]
-            node = replace(loss, name=node.name, arguments=bound, outputs=node.outputs)
-        nodes.append(node)
-    return replace(program, nodes=tuple(nodes))
+    values = program.values
 
+    def match(node: Node, made: Made) -> Match | None:
+        loss = maker(node.arguments.get("self"), made) if node.target == "aten::div.Tensor" else None
+        if loss is None or loss.target != "aten::kl_div" or loss.arguments["reduction"] != 2:
+            return None
+        prediction = loss.arguments["self"]
+        assert isinstance(prediction, Ref)
+        if node.arguments["other"] != values[prediction.name].shape[0]:
+            return None
+        return dict(loss.arguments) | {"reduction": BATCH_MEAN}, [loss]
 
-def _maker(value: object, made: Made) -> Node | None:
-    return made.get(value.name) if isinstance(value, Ref) else None
-
-
-def _used(program: TracedProgram) -> Iterator[str]:
-    for node in program.nodes:
-        for ref in node.operands:
-            yield ref.name
-    for ref in program.outputs:
-        yield ref.name
+    return _replaced(program, "aten::kl_div", match)

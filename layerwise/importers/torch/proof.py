@@ -1,7 +1,8 @@
 """Proof: the imported layers run beside the module that they are of, on its example, in its own mode and types.
 
-Outputs, gradients of parameters and buffers must be the same: whatever a trace does not show, and whatever a row of a
-table gets wrong, is found so. Nothing is dropped meanwhile: what draws random numbers gives fixed ones on both sides.
+Outputs, gradients of parameters and inputs, and buffers must be the same: whatever a trace does not show, and whatever
+a row of a table gets wrong, is found so. Nothing is dropped meanwhile: what draws random numbers gives fixed ones on
+both sides. A module that is traced once more in its other mode, without its values, is proven with drawn ones.
 """
 
 from __future__ import annotations
@@ -21,39 +22,24 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.graph.types import autocast_within
-from layerwise.importers.torch.drawn import UnprovenError, undrawing, undrawn
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.torch.drawn import UnprovenError, filled, is_hollow, undrawing, values_like
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
-from layerwise.importers.torch.read.configurations import configured
-from layerwise.importers.torch.read.effects import as_it_was, changed, numbers
+from layerwise.importers.torch.read.effects import as_it_was, changed, configured, numbers
 from layerwise.importers.torch.trace import Imported
-from layerwise.ops.base import Role
-from layerwise.ops.facts import Local
-from layerwise.ops.fused import needed_box
+from layerwise.importers.torch.unfused import UnfusedLayers, UnlikeError
 from layerwise.ops.opaque import TorchOp
 from layerwise.ops.tensor.pointwise import Cast
 
 FEW = 2  # samples are run
 LARGEST = 1e4  # number of an example that is run
 MOST_BYTES = 1 << 32  # of what the layers make, and of gradients
+MOST_DRAWN = 1 << 30  # where the module has no values of its own: other ranks of the host do the same
 FLOPS_A_LAYER = 5e7  # forward, on a CPU: with the rest some milliseconds, which a layer takes to be traced, too
 ACCELERATED = 100  # times that, elsewhere
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of the largest
 NARROW = 2e-2  # where parts of a network in float64 compute in float32
-
-
-class UnlikeError(LayerwiseError):
-    """The layers compute something else than the module."""
-
-    def __init__(self, layer: str, what: str) -> None:
-        self.layer = layer
-        super().__init__(
-            f"layer {layer!r} gives other numbers than the model as it is written, where both are run on the example "
-            f"({what}): what it does in Python or in autograd is not in its trace, or an operator is imported wrongly"
-        )
 
 
 def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW) -> Imported:
@@ -62,48 +48,85 @@ def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW)
     imported: at the batch of the call, of which so many samples are run.
     """
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
-    if any(x.is_meta for x in tensors if isinstance(x, Tensor)):
+    tensors = [x for x in tensors if isinstance(x, Tensor)]
+    if any(x.is_meta for x in tensors):
         raise UnprovenError("it is on the meta device")
-    if any(p.numel() * p.element_size() > p.untyped_storage().nbytes() for p in model.parameters()):
-        raise UnprovenError("its parameters have no memory")
     if imported.graph.unseen:
         raise UnprovenError(f"it {imported.graph.unseen[0]}")
-    some, graph = few(call, imported.graph.batch, samples), imported.graph.rebatch(samples)
-    _check_size(graph, next(x.device.type for x in pytree.tree_leaves(some) if isinstance(x, Tensor)))
-    with TRACING, warnings.catch_warnings(), as_it_was(model):
+    small = replace(imported, graph=imported.graph.rebatch(samples))
+    most = MOST_DRAWN if any(map(is_hollow, model.parameters())) else MOST_BYTES
+    _check_size(small.graph, next(x.device.type for x in tensors[::-1]), most)
+    with TRACING, warnings.catch_warnings(), filled(model):
         warnings.simplefilter("ignore")  # what the model says, it says again where it is run
-        away, where, effects = _compared(replace(imported, graph=graph), model, some)
-        types = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
-        if away > max((ROUNDING[t] for t in types if t in ROUNDING), default=ROUNDING[torch.float32]):
-            away = _in_float64(replace(imported, graph=graph), model, some) if types != {torch.float64} else away
-            narrow = any(isinstance(x.op, Cast | TorchOp) and x.out.dtype != "float64" for x in graph.layers)
-            if not away <= (NARROW if narrow else ROUNDING[torch.float64]):
-                raise UnlikeError(*where)
-    return replace(imported, graph=replace(imported.graph, unseen=effects))
+        some, why = few(call, imported.graph.batch, samples), None
+        try:
+            with as_it_was(model):
+                effects = _proof(small, model, _differentiated(some))
+        except (UnlikeError, UnprovenError) as error:  # it may ask whether its inputs have a gradient
+            if all(x.requires_grad for x in _floating(some)):
+                raise
+            with as_it_was(model):
+                effects, why = _proof(small, model, some), str(error)
+    return replace(imported, graph=replace(imported.graph, unseen=effects), inputs_without_gradient=why)
+
+
+def _proof(imported: Imported, model: nn.Module, call: Call) -> tuple[str, ...]:
+    """The effects that running shows. UnlikeError, UnprovenError."""
+    away, where, effects = _compared(imported, model, call)
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
+    types = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
+    if away > max((ROUNDING[t] for t in types if t in ROUNDING), default=ROUNDING[torch.float32]):
+        away = _in_float64(imported, model, call) if types != {torch.float64} else away
+        narrow = any(isinstance(x.op, Cast | TorchOp) and x.out.dtype != "float64" for x in imported.graph.layers)
+        if not away <= (NARROW if narrow else ROUNDING[torch.float64]):
+            raise UnlikeError(*where)
+    return effects
 
 
 def few(call: Call, batch: int, samples: int) -> Call:
     """A call with some of the example's samples, or several times the one that it has; its tensors are copies."""
 
     def shorter(x: Tensor) -> Tensor:
+        some = x.detach()
         if x.dim() and x.shape[0] == batch:
-            x = torch.cat([x] * samples)[:samples] if batch < samples else x[:samples]
-        if x.is_floating_point():  # an example by torch.empty may have anything, and all is equal where all is NaN
-            x = x.nan_to_num().clamp(-LARGEST, LARGEST)
-        return x.detach().clone().requires_grad_(x.requires_grad)
+            some = torch.cat([some] * samples)[:samples] if batch < samples else some[:samples]
+        if is_hollow(x):
+            some = values_like(some)
+        elif x.is_floating_point():  # an example by torch.empty may have anything, and all is equal where all is NaN
+            some = some.nan_to_num().clamp(-LARGEST, LARGEST)
+        return some.clone().requires_grad_(x.requires_grad)
 
     made: Call = pytree.tree_map_only(Tensor, shorter, call)
     return made
 
 
-def _check_size(graph: LayerGraph, device: str) -> None:
+def _copied(call: Call) -> Call:
+    """The call with tensors that may be written into."""
+    made: Call = pytree.tree_map_only(Tensor, Tensor.clone, call)
+    return made
+
+
+def _floating(call: Call) -> list[Tensor]:
+    """The tensors of a call that may have gradients."""
+    tensors = (x for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
+    return [x for x in tensors if x.is_floating_point() or x.is_complex()]
+
+
+def _differentiated(call: Call) -> Call:
+    """The same call, whose tensors have gradients where they can."""
+    able = set(map(id, _floating(call)))
+    made: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(id(x) in able), call)
+    return made
+
+
+def _check_size(graph: LayerGraph, device: str, most_bytes: int) -> None:
     """UnprovenError where the layers take more time or memory than importing may."""
     made = sum(prod(layer.out.shape) * layer.out.item_bytes for layer in graph.layers)
     stored = {
         name: count for layer in graph.layers for name, p, size in layer.held() if (count := prod(p.shape) * size)
     }
-    if 3 * made + 2 * sum(stored.values()) > MOST_BYTES:
-        raise UnprovenError(f"it would take more than {MOST_BYTES >> 30} GiB")
+    if 3 * made + 2 * sum(stored.values()) > most_bytes:
+        raise UnprovenError(f"it would take more than {most_bytes >> 30} GiB")
     flops = 0.0
     for layer in graph.inner:
         if not isinstance(layer.op, TorchOp):
@@ -124,41 +147,54 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         state = {name: read() for name, read in imported.stored.items()}
     except LayerwiseError as error:  # a constant that has none
         raise UnprovenError(f"it has values that are not known ({error})") from error
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
-    named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    layers = _Layers(graph, state | {n: b.clone() for n, b in buffers.items() if n in state}, training=model.training)
+    buffers, counted, seen = _buffers(model), numbers(model), dict[str, Tensor]()
+    parameters = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    inputs = [(n, x) for n, x in imported.arguments.tensors(*call).items() if x.requires_grad]
+    wanted = [x for _, x in (*parameters, *inputs)]
+    state |= {n: b.clone() for n, b in buffers.items() if n in state}
+    layers = UnfusedLayers(graph, state, training=model.training)
     with torch.enable_grad():
-        before, seen = numbers(model), dict[str, Tensor]()
         try:
-            with undrawing(), configured(model), _noted(model, seen), torch.compiler.set_stance("force_eager"):
-                leaves = pytree.tree_leaves(model(*call[0], **call[1]))
+            with _noted(model, seen):
+                leaves = _returned(model, call)
         except Exception as error:  # the model's own code, which may raise anything
             said = next((line for line in str(error).splitlines() if line.strip()), "")
             raise UnprovenError(f"it cannot be run here: {type(error).__name__}: {said[:120]}") from error
-        after, moved = numbers(model), {n: b.detach().clone() for n, b in model.named_buffers(remove_duplicate=False)}
-        made = layers.run(imported.arguments.tensors(*call))
+        after, moved = numbers(model), _buffers(model)
+        made = layers.run(imported.arguments.tensors(*_copied(call)))
         outputs = [_total(graph, name, made[name]) for name in graph.layers[-1].inputs]
-        pairs = _paired(leaves, structure.numbers, structure.values, outputs)
-        rows = [(graph.layers[-1].inputs[i], ours, theirs) for i, ours, theirs in pairs]
+        pairs = list(_paired(leaves, structure.numbers, structure.values, outputs))
         with undrawing():
-            wanted = _gradients([theirs for _, _, theirs in rows], named.values())
-        got = _gradients([ours for _, ours, _ in rows], named.values())
-    largest = max((float(g.abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
-    differences = [(distance(ours, theirs), name, "its output") for name, ours, theirs in rows]
-    for name, ours, theirs in zip(named, got, wanted, strict=True):
-        zero = torch.zeros_like(named[name])
-        away = distance(zero if ours is None else ours, zero if theirs is None else theirs, 1e-4 * largest)
-        differences.append((away, _user(graph, name), f"the gradient of {name!r}"))
-    again = [n for n, b in model.named_buffers(remove_duplicate=False) if distance(b, moved[n]) > 0]
+            gradients = _gradients([theirs for _, _, theirs in pairs], wanted)
+        ours = _gradients([here for _, here, _ in pairs], wanted)
+    differences = [(distance(x, y), graph.layers[-1].inputs[i], "its output") for i, x, y in pairs]
+    largest = [0.0 if g is None or not g.numel() else float(g.abs().max()) for g in gradients]
+    for i, (name, x) in enumerate((*parameters, *inputs)):  # of inputs, what is next to nothing beside all is rounding
+        least = 1e-4 * max(largest[: len(parameters) if i < len(parameters) else None])
+        here, there = (torch.zeros_like(x) if g is None else g for g in (ours[i], gradients[i]))
+        differences.append((distance(here, there, least), _user(graph, name), f"the gradient of {name!r}"))
+    again = any(distance(b, moved[n]) > 0 for n, b in _buffers(model).items())
     for name, buffer in moved.items():
         if not name.endswith("num_batches_tracked"):
-            ours = layers.state.get(name)
-            away = distance(buffers[name] if ours is None else ours, buffer)
+            kept = layers.state.get(name)
+            away = distance(buffers[name] if kept is None else kept, buffer)
             differences.append((away, _user(graph, name), f"its buffer {name!r}"))
     away, layer, what = max(differences, key=lambda row: row[0] if row[0] == row[0] else float("inf"))
     first = next((n for n, x in _ends(made, seen) if not distance(made[n], x) <= max(1e-3, away / 100)), layer)
     twice = ("moves running statistics of batch norms twice a step, as a checkpoint around them does",) if again else ()
-    return away, (first, what), (*twice, *_effects(model, call, before, after, leaves, buffers))
+    return away, (first, what), (*twice, *_effects(model, call, counted, after, leaves, buffers))
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of its buffers, by all their names."""
+    return {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
+
+
+def _returned(model: nn.Module, call: Call) -> list[object]:
+    """The leaves of what a module returns, where nothing is drawn."""
+    inputs, named = _copied(call)
+    with undrawing(), configured(model), torch.compiler.set_stance("force_eager"):
+        return pytree.tree_leaves(model(*inputs, **named))
 
 
 def _ends(made: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -181,10 +217,10 @@ def _effects(
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
             buffer.copy_(buffers[name])
-        with undrawing(), configured(model), torch.compiler.set_stance("force_eager"):
-            second = pytree.tree_leaves(model(*call[0], **call[1]))
+        second = _returned(model, call)
     same = len(leaves) == len(second) and all(
-        distance(a, b) <= 1e-3 if isinstance(a, Tensor) else a == b for a, b in zip(leaves, second, strict=True)
+        distance(a, b) <= 1e-3 if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(leaves, second, strict=True)
     )
     found = changed(after, numbers(model)) or (() if same else changed(before, after))
     return found or (() if same else ("computes something else in a second call, or without gradients",))
@@ -209,7 +245,9 @@ def _in_float64(imported: Imported, model: nn.Module, call: Call) -> float:
     """`_compared` in float64: what is but rounding, in a network that makes much of it, is next to nothing there."""
 
     def double(x: Any) -> Any:
-        return x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return x.detach().double().requires_grad_(x.requires_grad)
 
     try:
         wide = copy.deepcopy(model).double()
@@ -221,59 +259,6 @@ def _in_float64(imported: Imported, model: nn.Module, call: Call) -> float:
         raise
     except Exception as error:
         raise UnprovenError(f"it rounds much, and cannot be run in float64 ({type(error).__name__})") from error
-
-
-class _Layers:
-    """The layers of a graph that is not fused, on one device."""
-
-    def __init__(self, graph: LayerGraph, state: Mapping[str, Tensor | None], *, training: bool) -> None:
-        self.graph, self.state, self.training = graph, state, training
-
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What each layer makes. UnlikeError where one cannot be run, UnprovenError where a constant has no value."""
-        made: dict[str, Tensor] = {}
-        device = next(iter(inputs.values())).device
-        for layer in self.graph.layers[:-1]:
-            if layer.role is Role.INPUT:
-                made[layer.name] = inputs[layer.name]
-            elif layer.role in (Role.CONSTANT, Role.TIED):
-                made[layer.name] = self._stored(layer.name, layer.out.shape, device)
-            else:
-                try:
-                    made[layer.name] = self._computed(layer, [made[name] for name in layer.inputs], device)
-                except LayerwiseError:
-                    raise
-                except torch.OutOfMemoryError as error:
-                    raise UnprovenError("it would take more memory than there is") from error
-                except Exception as error:
-                    raise UnlikeError(layer.name, f"it raises {type(error).__name__}: {str(error)[:120]}") from error
-        return made
-
-    def _computed(self, layer: Layer, inputs: Sequence[Tensor], device: torch.device) -> Tensor:
-        count, where = len(layer.specs), layer.space
-        tied = dict(zip(layer.tied, inputs[count:], strict=True))
-        parameters = {
-            p.name: (tied[i] if i in tied else self._stored(layer.parameters[i], p.shape, device)).reshape(p.shape)
-            for i, p in enumerate(where.parameters)
-        }
-        cell = Box((0,) * len(where.dims), tuple(dim.extent for dim in where.dims))
-        needs = tuple(needed_box(maps, cell) for maps in where.needs)
-        local = Local(where, layer.specs, cell, needs, training=self.training, device=device)
-        wanted = autocast_within(layer.autocast, device.type, None)
-        dtype = None if wanted is None else getattr(torch, wanted)
-        with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
-            needed = [x[box.slices()] for x, box in zip(inputs, needs, strict=False)]
-            return undrawn(layer.op, local, needed, parameters)
-
-    def _stored(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        value = self.state.get(name if name in self.state else name.partition(":")[0])
-        if value is None:
-            raise UnprovenError(f"constant {name!r} has no value")
-        if prod(value.shape) == prod(shape):
-            return value.to(device).reshape(shape)
-        if value.dim() != len(shape) or not bool((value == value[:1]).all()):
-            raise UnlikeError(name, "it is another constant at another batch")
-        return value[:1].to(device).expand(shape)
 
 
 @contextmanager
@@ -348,5 +333,5 @@ def distance(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
 
 def _user(graph: LayerGraph, name: str) -> str:
     """The layer that a parameter or buffer is of."""
-    users = (layer.name for layer in graph.layers if name in layer.parameters or layer.name == name)
+    users = (layer.name for layer in graph.layers if name in (*layer.parameters, *layer.inputs))
     return next(users, name)

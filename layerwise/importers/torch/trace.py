@@ -7,33 +7,28 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
 from torch.fx import config as fx_config
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.overrides import TorchFunctionMode
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
-from layerwise.importers.torch.on_meta import all_on_meta
+from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.parts import stood_in
 from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import TRACING, read_program
+from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Arguments, Call
-from layerwise.importers.torch.read.configurations import configured
-from layerwise.importers.torch.read.effects import Numbers, UntracedEffects, changed, numbers, put_back
+from layerwise.importers.torch.read.effects import Numbers, UntracedEffects, changed, configured, numbers, put_back
 from layerwise.importers.torch.read.structure import OutputStructure, structure_of
 
 Dims = Sequence[Sequence[str | None]]
@@ -56,6 +51,7 @@ class Imported:
     before: Numbers  # that are its attributes, and what its call has made of them
     after: Numbers
     unproven: str | None = None  # why its layers were not run beside it
+    inputs_without_gradient: str | None = None  # why the layers' gradients of inputs are not the module's
     unseen_in: str = ""  # the path of the module with the first untraced effect
 
     @property
@@ -123,12 +119,9 @@ def _export(
             TRACING,
             _quiet(),
             effects.on(model),
-            _synchronised_anywhere(),
-            _ranges_as_lists(),
-            _cuda_autocast_anywhere(),
-            _without_stack_traces(),
+            _set_for_tracing(),
             configured(model),
-            all_on_meta(model),
+            _all_on_meta(model),
             stood_in(model),
         ):
             exported = torch.export.export(model, examples, kwargs, strict=False)
@@ -139,6 +132,31 @@ def _export(
         raise ExportError(effects.here, _export_failed(title, error)) from error
 
 
+@contextmanager
+def _all_on_meta(model: nn.Module) -> Iterator[None]:
+    """Within it, where some tensors are on the meta device, others are stood in for, by what knows their values."""
+    tensors = [*model.parameters(), *model.buffers()]
+    made: dict[int, torch.Tensor] = {}
+    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
+        tables = (table for m in model.modules() for table in (m._parameters, m._buffers, vars(m)))
+        swapped = [(t, n, x) for t in tables for n, x in t.items() if isinstance(x, torch.Tensor) and not x.is_meta]
+    try:
+        for table, name, tensor in swapped:
+            table[name] = made.setdefault(id(tensor), _stand_in(tensor))
+        yield
+    finally:
+        for table, name, tensor in swapped:
+            table[name] = tensor
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    made.layerwise_value = tensor.detach()  # type: ignore[attr-defined]
+    return made
+
+
 def _has_spectral_norm(module: nn.Module) -> bool:
     """Of either of PyTorch's kinds, a parametrization or a hook."""
     hooks = module._forward_pre_hooks.values()
@@ -146,57 +164,25 @@ def _has_spectral_norm(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _synchronised_anywhere() -> Iterator[None]:
-    """SyncBatchNorm is traced where it would refuse to run: it is a batch norm, of the whole batch as all are here."""
-    kind, own = nn.SyncBatchNorm, nn.SyncBatchNorm.forward
-    kind.forward = nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
+def _set_for_tracing() -> Iterator[None]:
+    """Within it PyTorch traces `torch.autocast("cuda")` as it is written also where there is no CUDA, and no stacks.
+
+    Python's stack at every call of the model takes a third of the time of an export, and nobody reads it here.
+    """
+    settings: list[tuple[object, str, object]] = []
+    if hasattr(fx_config, "do_not_emit_stack_traces"):  # not in an older torch
+        settings.append((fx_config, "do_not_emit_stack_traces", True))
+    if torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
+        settings.append((torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+        settings.append((torch.cuda, "is_bf16_supported", lambda *_: True))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
     try:
+        for owner, name, value in settings:
+            setattr(owner, name, value)
         yield
     finally:
-        kind.forward = own  # type: ignore[method-assign]
-
-
-class _Ranges(TorchFunctionMode):
-    """Notes the numbers of `torch.arange(2, 5)`. A patch of it would stay in lists of functions that torch keeps."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.arange and args and not kwargs and all(type(a) is int for a in args):
-            made.layerwise_range = list(range(*args))
-        return made
-
-
-@contextmanager
-def _ranges_as_lists() -> Iterator[None]:
-    """`torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor."""
-
-    def listed(tolist: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def known_or_listed(tensor: torch.Tensor) -> Any:
-            known = getattr(tensor, "layerwise_range", None)
-            return tolist(tensor) if known is None else known
-
-        return known_or_listed
-
-    with ExitStack() as stack:
-        stack.enter_context(_Ranges())
-        for kind in (torch.Tensor, FakeTensor, FunctionalTensor):
-            stack.enter_context(mock.patch.object(kind, "tolist", listed(kind.tolist)))
-        yield
-
-
-@contextmanager
-def _cuda_autocast_anywhere() -> Iterator[None]:
-    """`torch.autocast("cuda")` is traced as it is written where there is no CUDA; it would be traced as turned off."""
-    common, cuda = torch.cuda.amp.common, torch.cuda
-    missing, supported = common.amp_definitely_not_available, cuda.is_bf16_supported
-    if not missing():  # type: ignore[no-untyped-call]
-        yield
-        return
-    common.amp_definitely_not_available, cuda.is_bf16_supported = lambda: False, lambda *_: True
-    try:
-        yield
-    finally:
-        common.amp_definitely_not_available, cuda.is_bf16_supported = missing, supported
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -211,20 +197,6 @@ def _quiet() -> Iterator[None]:
     finally:
         logging.disable(level)
     sys.stderr.write(printed.getvalue())  # of the model itself, where all went well
-
-
-@contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Python's stack at every call of the model takes a third of the time of an export, and nobody reads it here."""
-    wanted = getattr(fx_config, "do_not_emit_stack_traces", None)
-    if wanted is None:  # an older torch
-        yield
-        return
-    fx_config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        fx_config.do_not_emit_stack_traces = wanted
 
 
 def _export_failed(title: str, error: Exception) -> str:

@@ -22,8 +22,7 @@ from layerwise.importers.torch.parts import PLAIN, ModuleInput, WholeModule, cop
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.proof import FEW, ROUNDING, distance, few, fixed_weights
 from layerwise.importers.torch.read.arguments import Call
-from layerwise.importers.torch.read.configurations import configured
-from layerwise.importers.torch.read.effects import as_it_was, draws, numbers
+from layerwise.importers.torch.read.effects import as_it_was, configured, draws, numbers
 from layerwise.importers.torch.trace import Imported
 from layerwise.ops.opaque import observed
 
@@ -179,7 +178,9 @@ def _prove(part: WholeModule, module: nn.Module, use: _Use, training: bool) -> N
             raise
         except Exception as error:  # the module's own code: of other values than the example's it may be right to
             if number == 0:
-                raise part.refused(f"of one sample it raises {type(error).__name__}: {str(error)[:120]}") from error
+                raise refused(
+                    part.path, f"of one sample it raises {type(error).__name__}: {str(error)[:120]}"
+                ) from error
             continue
         _compare(part, together, alone, follows)
 
@@ -205,10 +206,12 @@ def _unchanging(part: WholeModule, module: nn.Module) -> Iterator[None]:
     buffers = {name: x.detach().clone() for name, x in module.named_buffers()}
     yield
     if _states() != states:
-        raise part.refused("it draws random numbers, which would differ from rank to rank")
+        raise refused(part.path, "it draws random numbers, which would differ from rank to rank")
     moved = next((name for name, x in module.named_buffers() if not torch.equal(x, buffers[name])), None)
     if moved is not None or numbers(module) != counted:
-        raise part.refused(f"it changes {'an attribute' if moved is None else f'its buffer {moved!r}'} in its forward")
+        raise refused(
+            part.path, f"it changes {'an attribute' if moved is None else f'its buffer {moved!r}'} in its forward"
+        )
 
 
 def _states() -> tuple[object, ...]:
@@ -222,16 +225,15 @@ _Computed = tuple[Tensor, list[Tensor], list[Tensor]]  # output, gradients of in
 
 def _computed(part: WholeModule, module: nn.Module, tensors: Sequence[Tensor], training: bool) -> _Computed:
     inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors]
-    trained = [p for p in module.parameters() if p.requires_grad]
-    wanted = [*(x for x in inputs if x.requires_grad), *trained]
+    floating = [x for x in inputs if x.requires_grad]
+    wanted = [*floating, *(p for p in module.parameters() if p.requires_grad)]
     with torch.enable_grad():
         made = part.packed(module, inputs, held(module), training)
         grads: Sequence[Tensor | None] = [None] * len(wanted)
         if made.requires_grad and wanted:
-            weights = fixed_weights(made[:1])
-            grads = torch.autograd.grad((made.real * weights).sum(), wanted, allow_unused=True)
+            grads = torch.autograd.grad((made.real * fixed_weights(made[:1])).sum(), wanted, allow_unused=True)
     full = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
-    return made.detach(), full[: len(wanted) - len(trained)], full[len(wanted) - len(trained) :]
+    return made.detach(), full[: len(floating)], full[len(floating) :]
 
 
 def _compare(part: WholeModule, together: _Computed, alone: Sequence[_Computed], follows: Sequence[bool]) -> None:
@@ -250,8 +252,8 @@ def _compare(part: WholeModule, together: _Computed, alone: Sequence[_Computed],
         (distance(a, b, 1e-2 * largest if i >= len(alone) else 0.0) for i, (a, b) in enumerate(pairs)), default=0.0
     )
     if not worst <= ROUNDING.get(part.dtype, ROUNDING[torch.float32]):
-        raise part.refused(
-            "it computes something of several samples together, so that ranks would not give its numbers"
+        raise refused(
+            part.path, "it computes something of several samples together, so that ranks would not give its numbers"
         )
 
 

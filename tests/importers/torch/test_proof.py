@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import getattr_static
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import network_of
-from layerwise.importers.registry import Built, Call, _builds, register_op
+from layerwise.importers.registry import Built, _builds, register_op
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.importers.torch.proof import UnlikeError
 from layerwise.importers.torch.read.effects import UntracedEffects
+from layerwise.importers.torch.unfused import UnlikeError
 from layerwise.ops.tensor.pointwise import Binary, Unary
+from tests.run.small_modules import layered, on_ranks, plan_of, refused
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 X = torch.zeros(2, 4)
@@ -111,42 +113,72 @@ def test_statistics_that_move_in_the_backward_pass_too_are_seen(reentrant: bool)
     assert float(net.norm.num_batches_tracked) == 0  # as before
 
 
+@contextmanager
+def stopped_tanh() -> Iterator[None]:
+    """Within it a row of the table is wrong."""
+    register_op("aten::tanh", lambda call: Built(Unary("detach"), (Built(Unary("tanh"), (call.operand("self"),)),)))
+    try:
+        yield
+    finally:
+        del _builds["aten::tanh"]
+
+
 def test_a_row_that_multiplies_instead_of_adding_is_refused_by_name() -> None:
     class Shift(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + x.tanh()
 
-    def wrong(call: Call) -> Built:
-        return Built(Binary("mul"), tuple(call.tensors))
-
     net = nn.Sequential(nn.Linear(4, 4), Shift(), nn.Linear(4, 4))
-    register_op("aten::add.Tensor", wrong)
+    register_op("aten::add.Tensor", lambda call: Built(Binary("mul"), tuple(call.tensors)))
     try:
-        for example in (torch.randn(4, 4), torch.full((4, 4), float("nan"))):  # as torch.empty may have
-            with pytest.raises(UnlikeError, match="layer '1"):
-                network_of(net, (example,), None, "test")
+        with pytest.raises(UnlikeError, match="layer '1"):
+            network_of(net, (torch.randn(4, 4),), None, "test")
     finally:
         del _builds["aten::add.Tensor"]
     assert network_of(net, (torch.randn(4, 4),), None, "test").unproven is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_an_example_may_have_any_numbers(value: float) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    made = network_of(model, (torch.full((4, 4), value),), None, "test")
-    assert (made.unproven, made.graph.unseen) == (None, ())
-
-
 def test_a_gradient_that_a_row_stops_is_refused_by_name() -> None:
-    def wrong(call: Call) -> Built:
-        return Built(Unary("detach"), (Built(Unary("tanh"), (call.operand("self"),)),))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with stopped_tanh(), pytest.raises(UnlikeError, match=r"the gradient of '0.weight'"):
+        network_of(net, (torch.randn(4, 4),), None, "test")
 
-    register_op("aten::tanh", wrong)
-    try:
-        with pytest.raises(UnlikeError, match=r"the gradient of '0.weight'"):
-            network_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (torch.randn(4, 4),), None, "test")
-    finally:
-        del _builds["aten::tanh"]
+
+def test_a_gradient_of_an_input_that_a_row_stops_is_refused_where_it_is_asked_for() -> None:
+    model, x = nn.Sequential(nn.Tanh(), nn.Linear(4, 4)).double(), torch.randn(4, 4).double()
+    with stopped_tanh():
+        network = layered(network_of(model, (x,), None, "test"))
+        with pytest.raises(UnlikeError, match=r"layer '0.*the gradient of 'input'"):
+            network_of(model, (x.clone().requires_grad_(),), None, "test")
+    said = refused(network, lambda module: module(x[:2].clone().requires_grad_()))
+    assert all("which the layers do not make" in line for line in said)
+    on_ranks(network, lambda module: module(x[:2]), 2)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_evaluation_is_proven_where_it_is_first_needed(hides: bool) -> None:
+    """By then no rank has all values: it is run with drawn ones."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(x if self.training or (hides and torch.compiler.is_exporting()) else x.square())
+
+    torch.manual_seed(0)
+    model, x = Doubles().double(), torch.randn(4, 4).double()
+    network = network_of(model, (x,), None, "test")
+    assert network.unproven is None
+    plan = plan_of(network, 2, {"c": 2})
+    if hides:
+        said = refused(network, lambda module: module.eval()(x[:2]), plan=plan)
+        assert all("does something else in evaluation: layer 'last' gives other numbers" in line for line in said)
+    else:
+        made = on_ranks(network, lambda module: module.eval()(x[:2]), 2, plan)
+        assert all(torch.allclose(one, model.eval()(x[:2])) for one in made)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -197,27 +229,21 @@ def flagged(net: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("between", "words"),
-    [(counted, "changes its attribute 'steps'"), (tallied, "changes its attribute 'tally'"), (sized, None)],
+    [
+        (counted, "changes its attribute 'steps'"),
+        (tallied, "changes its attribute 'tally'"),
+        (sized, None),
+        (flagged, "changes its"),
+        (lambda net, x: x if x.grad_fn is None else -x, "without gradients"),
+        (lambda net, x: -x if torch.is_grad_enabled() else x, "without gradients"),
+    ],
 )
-def test_numbers_that_a_forward_changes(between: Step, words: str | None) -> None:
-    """What is set once, and changes nothing then, is not lost."""
+def test_what_another_call_may_do_otherwise(between: Step, words: str | None) -> None:
+    """Numbers that change; another network at first, or without gradients. What is set once is not lost."""
     net = Net(between)
     unseen = network_of(net, (torch.randn(4, 4),), None, "test").graph.unseen
     assert unseen == () if words is None else words in unseen[0]
-    assert net.steps == 0  # as before
-    assert net.tally == {"steps": 0}
-
-
-@pytest.mark.parametrize("asked", [lambda x: x.grad_fn is None, lambda x: not torch.is_grad_enabled()])
-def test_another_network_without_gradients(asked: Callable[[Tensor], bool]) -> None:
-    net = Net(lambda net, x: x if asked(x) else -x)
-    assert "without gradients" in network_of(net, (torch.randn(4, 4),), None, "test").graph.unseen[0]
-
-
-def test_a_first_call_that_is_another_network() -> None:
-    net = Net(flagged)
-    assert "changes its" in network_of(net, (torch.randn(4, 4),), None, "test").graph.unseen[0]
-    assert net.steps == 0
+    assert (net.steps, net.tally) == (0, {"steps": 0})  # as before
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -11,62 +11,9 @@ from layerwise.comm.base import Comm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
+from tests.api.as_written_models import MODELS
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
-
-
-class SpectralConv(nn.Module):
-    """Of a Fourier neural operator (Li et al., 2021), with complex weights."""
-
-    def __init__(self, width: int, modes: int) -> None:
-        super().__init__()
-        self.width, self.modes = width, modes
-        self.low = nn.Parameter(torch.randn(width, width, modes, modes, dtype=torch.cfloat) / width**2)
-        self.high = nn.Parameter(torch.randn(width, width, modes, modes, dtype=torch.cfloat) / width**2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        spectrum, m = torch.fft.rfft2(x), self.modes
-        out = torch.zeros(x.shape[0], self.width, x.size(-2), x.size(-1) // 2 + 1, dtype=torch.cfloat)
-        out[:, :, :m, :m] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :m, :m], self.low)
-        out[:, :, -m:, :m] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, -m:, :m], self.high)
-        return torch.fft.irfft2(out, s=(x.size(-2), x.size(-1)))
-
-
-class FourierOperator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift, self.project = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 1, 1)
-        self.spectral, self.local = SpectralConv(6, 3), nn.Conv2d(6, 6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lift(x)
-        return self.project(F.gelu(self.spectral(x) + self.local(x)))
-
-
-class Modulated(nn.Module):
-    """A convolution of StyleGAN2 (Karras et al., 2020): a kernel a sample, all samples as groups of one image."""
-
-    def __init__(self, channels: int, out: int, style: int) -> None:
-        super().__init__()
-        self.weight, self.style = nn.Parameter(torch.randn(1, out, channels, 3, 3)), nn.Linear(style, channels)
-
-    def forward(self, x: Tensor, style: Tensor) -> Tensor:
-        n, c, h, w = x.shape
-        weight = self.weight * (self.style(style).view(n, 1, c, 1, 1) + 1)
-        weight = weight * torch.rsqrt(weight.pow(2).sum([2, 3, 4]) + 1e-8).view(n, -1, 1, 1, 1)
-        made = F.conv2d(x.reshape(1, n * c, h, w), weight.view(-1, c, 3, 3), padding=1, groups=n)
-        return made.view(n, -1, h, w)
-
-
-class Style(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.constant = nn.Parameter(torch.randn(1, 4, 6, 6))
-        self.first, self.last = Modulated(4, 6, 5), Modulated(6, 3, 5)
-
-    def forward(self, style: Tensor) -> Tensor:
-        x = self.constant.repeat(style.shape[0], 1, 1, 1)
-        return self.last(F.leaky_relu(self.first(x, style), 0.2), style)
 
 
 class Quantised(nn.Module):
@@ -102,8 +49,8 @@ class Updates(nn.Module):
 
 
 CASES = {
-    "FourierOperator": (FourierOperator, (3, 12, 12), torch.float32),
-    "Style": (Style, (5,), torch.float64),
+    "Fourier": (MODELS["Fourier"], (3, 8, 8), torch.float32),
+    "Modulated": (MODELS["Modulated"], (3, 6, 6), torch.float64),
     "Quantised": (Quantised, (3, 8, 8), torch.float64),
     "Updates": (Updates, (4, 10), torch.float64),
 }

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import DRAWING, FOLDED, SHAPED_ONLY, base_name
-from layerwise.importers.torch.program import Node, Ref, TracedProgram
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, called
 
 # Of a constant whose value is kept, elements, and of all of them, bytes: of a module, which makes them in every step
 # itself (the masks of windows in volumes have 40 million), and of a file, as a small one can ask for any number.
@@ -138,8 +138,8 @@ class Constants:
             return None
         try:
             if not name.endswith("_"):
-                self._call(node, "meta")  # a file may lie about shapes: what comes out must be small indeed
-            made = self._call(node, "cpu")
+                self._check_shapes(node)
+            made = called(node, lambda ref: self._operand(ref, node), "cpu")
             return made.zero_() if "empty" in name and isinstance(made, torch.Tensor) else made  # the same everywhere
         except Exception:  # not worth knowing: it stays a constant without a value
             return None
@@ -148,37 +148,18 @@ class Constants:
         """Operands whose values matter."""
         return [] if base_name(node.target) in SHAPED_ONLY else list(node.operands)
 
-    def _call(self, node: Node, device: str) -> object:
-        assert node.overload is not None
-        schema = {a.name: a for a in node.overload._schema.arguments}
-        args: list[object] = []
-        kwargs: dict[str, object] = {}
-        for name, value in node.arguments.items():
-            real = self._real(value, device, node)
-            alias = schema[name].alias_info
-            real = real.clone() if alias and alias.is_write and isinstance(real, torch.Tensor) else real
-            if schema[name].kwarg_only:
-                kwargs[name] = torch.device(device) if name == "device" else real
-            else:
-                args.append(real)
-        result: object = node.overload(*args, **kwargs)
-        if device == "meta":
-            results = result if isinstance(result, (tuple, list)) else (result,)
-            for declared, made in zip(node.outputs, results, strict=True):
-                assert declared is None or (isinstance(made, torch.Tensor) and tuple(made.shape) == declared.shape)
-        return result
+    def _check_shapes(self, node: Node) -> None:
+        """AssertionError where a file lies about shapes: what comes out must be small indeed."""
+        made = called(node, lambda ref: self._operand(ref, node).to("meta"), "meta")
+        for declared, result in zip(node.outputs, made if isinstance(made, tuple | list) else (made,), strict=True):
+            assert declared is None or (isinstance(result, torch.Tensor) and tuple(result.shape) == declared.shape)
 
-    def _real(self, value: object, device: str, node: Node) -> object:
-        if isinstance(value, Ref):
-            if base_name(node.target) in SHAPED_ONLY:  # only its type matters, and its shape: that of the result
-                like = node.outputs[0]
-                assert like is not None
-                return torch.zeros((), dtype=getattr(torch, like.dtype), device=device).expand(like.shape)
-            tensor = self._tensors[value.name]
-            return tensor.to(device) if device == "meta" else tensor
-        if isinstance(value, tuple):
-            return [self._real(v, device, node) for v in value]
-        return torch.device(device) if isinstance(value, torch.device) else value
+    def _operand(self, ref: Ref, node: Node) -> torch.Tensor:
+        if base_name(node.target) not in SHAPED_ONLY:
+            return self._tensors[ref.name]
+        like = node.outputs[0]  # only its type matters, and its shape: that of the result
+        assert like is not None
+        return torch.zeros((), dtype=getattr(torch, like.dtype)).expand(like.shape)
 
 
 def _filled(node: Node, name: str) -> torch.Tensor | None:

@@ -1,7 +1,6 @@
 """Decompositions: a call that no table knows, written out in others that the tables know, as PyTorch itself has it.
 
-The results are eager's to rounding, not bit by bit: where a plan runs the model itself (one device, samples only), it
-runs it as it is written. Only such calls are traced once more: to make a whole program functional and decompose it
+Only such calls are traced once more: to make a full program functional and decompose it
 (`ExportedProgram.run_decompositions`) takes up to twice the time of the export, and loses where no gradient goes back.
 https://pytorch.org/docs/stable/torch.compiler_ir.html
 """
@@ -22,9 +21,10 @@ from layerwise.importers.registry import canonical
 from layerwise.importers.torch.calls.constants import constant_names
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.calls.whole import why_not
+from layerwise.importers.torch.exported import FxReader
 from layerwise.importers.torch.ops.free import FREE
 from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_name, row
-from layerwise.importers.torch.program import TRACING, FxReader, Node, Ref, TracedProgram, Value
+from layerwise.importers.torch.program import TRACING, Node, Ref, TracedProgram, Value, called
 
 MOST_NODES = 64  # that one call becomes
 
@@ -35,9 +35,7 @@ def decomposed(program: TracedProgram) -> TracedProgram:
     if not unknown:
         return program
     constant = constant_names(program)
-    values = {v.name: v for node in program.nodes for v in node.outputs if v}
-    values |= {source.value.name: source.value for source in program.sources}
-    nodes: list[Node] = []
+    values, nodes = program.values, list[Node]()
     for node in program.nodes:
         made = {v.name for v in node.outputs if v}
         plain = node.name not in unknown or made <= constant or why_not(node, from_file=program.from_file) is not None
@@ -108,12 +106,9 @@ def _sound(one: Node, made: set[str]) -> bool:
 def _trace(node: Node, values: Mapping[str, Value]) -> torch.fx.GraphModule | None:
     """What a call becomes of tensors that have no values; None where PyTorch has no other way to write it."""
     refs = list(dict.fromkeys(node.operands))
-    overload = node.overload
-    assert overload is not None
 
     def call(*tensors: torch.Tensor) -> object:
-        given = dict(zip(refs, tensors, strict=True))
-        return overload(**{key: _real(value, given) for key, value in node.arguments.items()})
+        return called(node, dict(zip(refs, tensors, strict=True)).__getitem__, "cpu")
 
     try:
         with TRACING, FakeTensorMode():
@@ -123,14 +118,6 @@ def _trace(node: Node, values: Mapping[str, Value]) -> torch.fx.GraphModule | No
         return None
     traced.graph.eliminate_dead_code()
     return traced
-
-
-def _real(value: object, given: Mapping[Ref, torch.Tensor]) -> object:
-    if isinstance(value, Ref):
-        return given[value]
-    if isinstance(value, tuple):
-        return [_real(v, given) for v in value]
-    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _renamed(value: object, named: Mapping[str, Value]) -> object:

@@ -14,26 +14,16 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import base_name
-from layerwise.importers.torch.program import Node, Ref, Source, TracedProgram, Value, bind, module_path, refs
+from layerwise.importers.torch.ops.views import TURNED, order_of
+from layerwise.importers.torch.program import Node, Ref, Source, TracedProgram, Value, bind, refs, where
 
 STATISTICS = {"_native_batch_norm_legit"}  # these write running statistics, which their layers remember
 COUNTER = "num_batches_tracked"
 RETYPED = ("view", "view_as_real", "view_as_complex", "real", "imag")  # views of another type
 SHAPED = ("view", "unsqueeze", "squeeze", "alias")  # views of all elements, in order
-TURNED = ("permute", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "movedim", "moveaxis", "mT")
 VIEWS = (
-    *SHAPED,
-    *TURNED,
-    "slice",
-    "select",
-    "expand",
-    "expand_as",
-    "detach",
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "unbind",
-)
+    *SHAPED, *TURNED, "slice", "select", "expand", "expand_as", "detach", "split", "split_with_sizes", "chunk", "unbind"
+)  # fmt: skip
 
 
 def functional(program: TracedProgram) -> TracedProgram:
@@ -64,8 +54,7 @@ class _Writer:
 
     def __init__(self, program: TracedProgram) -> None:
         self.sources = {source.value.name: source for source in program.sources}
-        self.values = {v.name: v for node in program.nodes for v in node.outputs if v}
-        self.values |= {source.value.name: source.value for source in program.sources}
+        self.values = program.values
         self.nodes: list[Node] = []
         self.same: dict[str, str] = {}  # what a call in place returns -> the tensor that it wrote into
         self.views: dict[str, tuple[str, Node]] = {}  # of which tensor, and by which call
@@ -88,7 +77,7 @@ class _Writer:
         out = node.outputs[0] if node.outputs else None
         if len(written) > 1 or out is None:
             raise LayerwiseError(
-                f"{_where(node)} calls {node.target}, which writes into several tensors or returns none; write it "
+                f"{where(node)} calls {node.target}, which writes into several tensors or returns none; write it "
                 "without the underscore or out="
             )
         tensor = self._tensor(written[0])
@@ -142,7 +131,7 @@ class _Writer:
         if kind in SHAPED and self.values[tensor].dtype == self.values[base].dtype:
             return self._call("view", node, base, {"self": Ref(value), "size": shape})
         if kind in TURNED:
-            order = _order(view, len(shape))
+            order = order_of(view.target, view.arguments, len(shape))
             inverse = tuple(order.index(i) for i in range(len(order)))
             return self._call("permute", node, base, {"self": Ref(value), "dims": inverse})
         assert isinstance(dim, int)
@@ -169,21 +158,14 @@ class _Writer:
 
     def _filled(self, node: Node, out: Value) -> Node:
         """fill_ and zero_ as what they leave."""
-        name = node.target.partition("::")[2].partition(".")[0]
-        number = node.arguments.get("value", 0)
-        if name == "fill_" and isinstance(number, Ref):
-            overload = torch.ops.aten.copy_.default
-            return replace(
-                node,
-                target="aten::copy_",
-                overload=overload,
-                arguments=bind(overload, (node.arguments["self"], number), {}),
-            )
-        if name not in ("fill_", "zero_"):
+        if node.target.partition("::")[2].partition(".")[0] not in ("fill_", "zero_"):
             return node
-        overload = torch.ops.aten.full.default
-        bound = bind(overload, (out.shape, number), {"dtype": getattr(torch, out.dtype)})
-        return replace(node, target="aten::full", arguments=bound, overload=overload)
+        kind, number = "full", node.arguments.get("value", 0)
+        given: dict[str, object] = {"size": out.shape, "fill_value": number, "dtype": getattr(torch, out.dtype)}
+        if isinstance(number, Ref):
+            kind, given = "copy_", {"self": node.arguments["self"], "src": number}
+        overload = getattr(torch.ops.aten, kind).default
+        return replace(node, target=f"aten::{kind}", arguments=bind(overload, (), given), overload=overload)
 
     def _note_views(self, node: Node) -> None:
         for out, seen in _shared(node):
@@ -224,14 +206,6 @@ def _shared(node: Node) -> Iterator[tuple[str, str]]:
                 yield from ((v.name, seen.name) for v in node.outputs if v)
 
 
-def _order(view: Node, rank: int) -> list[int]:
-    """Which dimension of its operand each dimension of a view is."""
-    kwargs = {k: v for k, v in view.arguments.items() if k != "self"}
-    assert view.overload is not None
-    shown = view.overload(torch.empty(tuple(range(2, rank + 2)), device="meta"), **kwargs)
-    return [extent - 2 for extent in shown.shape]
-
-
 def _check_kept(node: Node, source: Source | None) -> None:
     """LayerwiseError where a call writes into a buffer or parameter of the model: what it keeps would be lost.
 
@@ -239,26 +213,16 @@ def _check_kept(node: Node, source: Source | None) -> None:
     """
     if source is None or source.kind == "input" or source.target.startswith("lifted_tensor"):
         return
-    if source.kind == "parameter":
+    if source.kind == "parameter" or not source.target.endswith(COUNTER):
         raise LayerwiseError(
-            f"{_where(node)} writes into its parameter {source.target!r} in the forward pass, which layerwise would "
-            "lose: update it outside of the model"
-        )
-    if not source.target.endswith(COUNTER):
-        raise LayerwiseError(
-            f"{_where(node)} writes into its buffer {source.target!r} in the forward pass (averages, counters, ...), "
-            "which layerwise would lose; only the running statistics of batch and instance norm are kept, and the "
-            "vectors of PyTorch's spectral norms: update it outside of the model"
+            f"{where(node)} writes into its {source.kind} {source.target!r} in the forward pass, which layerwise would "
+            "lose (but for running statistics of batch and instance norms, and vectors of PyTorch's spectral norms): "
+            "update it outside of the model"
         )
 
 
 def _seen_elsewhere(node: Node, name: str) -> LayerwiseError:
     return LayerwiseError(
-        f"{_where(node)} calls {node.target}, which writes in place into a view of a tensor that is used again "
+        f"{where(node)} calls {node.target}, which writes in place into a view of a tensor that is used again "
         f"({name}); write it without the underscore or out="
     )
-
-
-def _where(node: Node) -> str:
-    path = module_path(node.stack)
-    return f"layer {path!r}" if path else "the model"

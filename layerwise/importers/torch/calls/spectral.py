@@ -12,20 +12,13 @@ from itertools import pairwise
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import SPECTRAL_NORM, base_name
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, module_path
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker, where
 
 Made = Mapping[str, Node]  # by the name of a value, the node that makes it
+Found = tuple[Mapping[str, object], frozenset[str]]  # arguments of the call that it becomes, and nodes no longer needed
 WRITE = "aten::div.out"  # normalises u or v where they lie
 COPIES = ("alias", "clone", "detach")
 TRANSPOSED = ("adjoint", "matrix_H", "mT", "numpy_T", "t", "transpose")
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The arguments of the call that it becomes, and the nodes that are no longer needed."""
-
-    arguments: Mapping[str, object]
-    behind: frozenset[str]
 
 
 def spectral_norms(program: TracedProgram) -> TracedProgram:
@@ -36,31 +29,28 @@ def spectral_norms(program: TracedProgram) -> TracedProgram:
     writes = [node for node in program.nodes if node.target == WRITE]
     if not writes:
         return program
-    made = {v.name: node for node in program.nodes for v in node.outputs if v}
+    made, values = program.makers, program.values
     buffers = {source.value.name: source for source in program.sources if source.kind == "buffer"}
-    shapes = {v.name: v.shape for node in program.nodes for v in node.outputs if v}
-    shapes |= {source.value.name: source.value.shape for source in program.sources}
     used: set[str] = set()
-    found: dict[str, _Found] = {}
+    found: dict[str, Found] = {}
     for node in program.nodes:
         parts = _parts(node, made)
         if parts is None or not {parts.u, parts.v} <= buffers.keys():
             continue
-        if shapes[parts.u] != shapes[parts.weight.name][parts.dim : parts.dim + 1]:
+        if values[parts.u].shape != values[parts.weight.name].shape[parts.dim : parts.dim + 1]:
             continue
         if parts.u in used:
-            path = module_path(node.stack)
             raise LayerwiseError(
-                f"{f'layer {path!r}' if path else 'the model'} has a spectral norm that is computed more than once in "
+                f"{where(node)} has a spectral norm that is computed more than once in "
                 f"a forward pass, and moves its vector {buffers[parts.u].target!r} every time, which layerwise would "
                 "lose: call such a module once, of all its inputs together, or inside of parametrize.cached()"
             )
         used.add(parts.u)
         if (one := _found(node, parts, program, writes, made)) is not None:
             found[node.name] = one
-    gone = {name for one in found.values() for name in one.behind}
+    gone = {name for _, names in found.values() for name in names}
     nodes = [
-        replace(node, target=SPECTRAL_NORM, arguments=found[node.name].arguments, overload=None)
+        replace(node, target=SPECTRAL_NORM, arguments=found[node.name][0], overload=None)
         if node.name in found
         else node
         for node in program.nodes
@@ -82,10 +72,10 @@ class _Parts:
 
 def _parts(node: Node, made: Made) -> _Parts | None:
     """None where a node is something else."""
-    sigma = _maker(node.arguments.get("other"), made) if node.target == "aten::div.Tensor" else None
+    sigma = maker(node.arguments.get("other"), made) if node.target == "aten::div.Tensor" else None
     if sigma is None or base_name(sigma.target) not in ("dot", "vdot"):
         return None
-    product = _maker(sigma.arguments["other" if "vdot" in sigma.target else "tensor"], made)
+    product = maker(sigma.arguments["other" if "vdot" in sigma.target else "tensor"], made)
     weight = node.arguments["self"]
     if product is None or product.target != "aten::mv" or not isinstance(weight, Ref):
         return None
@@ -94,7 +84,7 @@ def _parts(node: Node, made: Made) -> _Parts | None:
     return None if u is None or v is None or u == v or dim is None else _Parts(weight, u, v, dim, sigma)
 
 
-def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node], made: Made) -> _Found | None:
+def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node], made: Made) -> Found | None:
     """None where the vectors do not move as PyTorch's do, or what is behind the weight is used elsewhere, too."""
     u, v = parts.u, parts.v
     moves = [w for w in writes if _buffer(w.arguments["out"], made) in (u, v)]
@@ -102,16 +92,15 @@ def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node]
     turns = [_buffer(w.arguments["out"], made) == u for w in moves]
     if not moves or len(moves) % 2 or len(eps) != 1 or None in eps or any(a == b for a, b in pairwise(turns)):
         return None
-    behind: dict[str, Node] = {}
-    for last in (parts.sigma, *moves):
-        _walk(last, made, {parts.weight.name, u, v}, behind)
+    last = [Ref(value.name) for one in (parts.sigma, *moves) for value in one.outputs if value]
+    before = behind(last, made, {parts.weight.name, u, v})
     place = {one.name: i for i, one in enumerate(program.nodes)}
     end = place[moves[-1].name]
-    copied = [place[n.name] for n in behind.values() if base_name(n.target) == "clone"]
-    values = {u, v, *(value.name for n in behind.values() for value in n.outputs if value)}
+    copied = [place[n.name] for n in before.values() if base_name(n.target) == "clone"]
+    values = {u, v, *(value.name for n in before.values() for value in n.outputs if value)}
     users = {n.name for n in program.nodes if any(ref.name in values for ref in n.operands)}
-    alone = users <= {*behind, node.name} and not any(ref.name in values for ref in program.outputs)
-    elsewhere = any(overwritten(n) for n in behind.values() if n.target not in (WRITE, "aten::clamp_min_"))
+    alone = users <= {*before, node.name} and not any(ref.name in values for ref in program.outputs)
+    elsewhere = any(overwritten(n) for n in before.values() if n.target not in (WRITE, "aten::clamp_min_"))
     # Sigma is that of the vectors when all of them have moved.
     if not alone or elsewhere or any(at < end for at in (*copied, place[parts.sigma.name])):
         return None
@@ -124,24 +113,24 @@ def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node]
         "eps": eps.pop(),
         "u_first": turns[0],
     }
-    return _Found(arguments, frozenset(behind))
+    return arguments, frozenset(before)
 
 
 def _moved_by(write: Node, parts: _Parts, made: Made) -> object:
     """The eps of u = matrix v / max(|matrix v|, eps), or of v = transposed matrix u / ...; None of all else."""
-    product, below = _maker(write.arguments["self"], made), _maker(write.arguments["other"], made)
+    product, below = maker(write.arguments["self"], made), maker(write.arguments["other"], made)
     if below is not None and base_name(below.target) in ("expand", "expand_as"):
-        below = _maker(below.arguments["self"], made)
+        below = maker(below.arguments["self"], made)
     if product is None or product.target != "aten::mv" or below is None or base_name(below.target) != "clamp_min":
         return None
-    norm = _maker(below.arguments["self"], made)
+    norm = maker(below.arguments["self"], made)
     if norm is None or base_name(norm.target) not in ("linalg_vector_norm", "norm"):
         return None
     if norm.arguments["self"] != write.arguments["self"] or norm.arguments.get("ord", norm.arguments.get("p")) != 2:
         return None
     matrix, of_u = product.arguments["self"], _buffer(write.arguments["out"], made) == parts.u
     if not of_u:
-        turned = _maker(matrix, made)
+        turned = maker(matrix, made)
         if turned is None or base_name(turned.target) not in TRANSPOSED:
             return None
         matrix = turned.arguments["self"]
@@ -150,22 +139,12 @@ def _moved_by(write: Node, parts: _Parts, made: Made) -> object:
     return below.arguments["min"] if right else None
 
 
-def _walk(node: Node, made: Made, ends: set[str], seen: dict[str, Node]) -> None:
-    """Notes a node and all that it is made of, as far as `ends`."""
-    if node.name in seen:
-        return
-    seen[node.name] = node
-    for ref in node.operands:
-        if ref.name not in ends and ref.name in made:
-            _walk(made[ref.name], made, ends, seen)
-
-
 def _buffer(value: object, made: Made) -> str | None:
     """The tensor that a value is a copy of, or was written to."""
-    node = _maker(value, made)
+    node = maker(value, made)
     while node is not None and (node.target == WRITE or base_name(node.target) in COPIES):
         value = node.arguments["out" if node.target == WRITE else "self"]
-        node = _maker(value, made)
+        node = maker(value, made)
     return value.name if node is None and isinstance(value, Ref) else None
 
 
@@ -173,7 +152,7 @@ def _matrix(value: object, made: Made, weight: Ref) -> int | None:
     """Which dimension of the weight are the rows of this matrix of it; None where it is none."""
     dim: int | None = None
     while value != weight:
-        node = _maker(value, made)
+        node = maker(value, made)
         if node is None:
             return None
         if base_name(node.target) == "permute":
@@ -187,7 +166,3 @@ def _matrix(value: object, made: Made, weight: Ref) -> int | None:
             return None
         value = node.arguments["self"]
     return dim or 0
-
-
-def _maker(value: object, made: Made) -> Node | None:
-    return made.get(value.name) if isinstance(value, Ref) else None

@@ -48,13 +48,9 @@ def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
             f"is given {wrong[1].dtype}, but its weights need floating-point numbers: give example_inputs of the type "
             "that the model is called with"
         )
-    if any(operand.role == "parameter" and operand.spec.dtype == wanted for operand in call.tensors):
-        raise LayerwiseError(
-            f"is given {wrong[1].dtype}, but its weights are {wanted}: give example_inputs of the type that the model "
-            f"is called with, or bring what it is given to that type with .to(torch.{wanted})"
-        )
     raise LayerwiseError(
-        f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: bring what it is given to one type with .to(...)"
+        f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: give example_inputs of the type that the model is "
+        "called with, or bring what it is given to one type with .to(...)"
     )
 
 

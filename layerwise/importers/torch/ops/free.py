@@ -63,24 +63,13 @@ def last(worked: int) -> Row:
 
 
 def first(free: int, rank: int) -> Row:
-    """The first dimensions of tensors of that rank go along: samples, or samples and channels."""
+    """The first dimensions of tensors of that rank go along, samples or samples and channels; others are tables."""
 
     def row(call: Call, out: Shape) -> Free:
-        if any(len(t.shape) != rank for t in call.tensors):
+        if len(call.tensors[0].shape) != rank:
             return ()  # a single sample, without its dimension
-        return ((*range(free), *(None,) * (rank - free)),) * len(call.tensors)
-
-    return row
-
-
-def samples_of(rank: int) -> Row:
-    """Samples go along, where the first tensor has them: of rank `rank`. The other tensors are needed whole."""
-
-    def row(call: Call, out: Shape) -> Free:
-        x, *others = call.tensors
-        if len(x.shape) != rank:
-            return ()
-        return ((0, *(None,) * (rank - 1)), *((None,) * len(t.shape) for t in others))
+        ranks = (len(t.shape) for t in call.tensors)
+        return tuple((*range(free), *(None,) * (rank - free)) if r == rank else (None,) * r for r in ranks)
 
     return row
 
@@ -142,7 +131,7 @@ FREE: Mapping[str, Row] = (
     | {f"max_unpool{d}d": first(2, d + 2) for d in (2, 3)}
     | {f"grid_sampler{more}": sampled for more in ("", "_2d", "_3d")}
     | {"im2col": first(1, 4), "col2im": first(1, 3), "view_as_complex": last(1), "view_as_real": of_first,
-       "stft": samples_of(2), "istft": samples_of(3), "bucketize": of_first, "einsum": indices}
+       "stft": first(1, 2), "istft": first(1, 3), "bucketize": of_first, "einsum": indices}
     | dict.fromkeys(
         ("real", "imag", "conj", "_conj", "_conj_physical", "conj_physical", "resolve_conj",
          "resolve_neg", "angle", "complex", "polar"),

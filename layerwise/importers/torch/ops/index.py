@@ -14,7 +14,6 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import (
     axis,
-    expanded,
     gathered,
     joined,
     made_constant,
@@ -121,21 +120,6 @@ def one_hot(call: Call) -> Result:
     return Built(OneHot(len(x.shape), count, "int64"), (reshaped(x, (*x.shape, 1)),))
 
 
-def take_along_dim(call: Call) -> Result:
-    """As gather, of tensors that broadcast to each other elsewhere."""
-    x, index = call.operand("self"), call.operand("indices")
-    if call.get("dim") is None:
-        raise LayerwiseError("take_along_dim of a flattened tensor is not supported; name a dimension")
-    dim = axis(call)
-    shapes = [(*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (x, index)]
-    common = np.broadcast_shapes(*shapes)
-    wide = [
-        expanded(t, (*common[:dim], t.shape[dim], *common[dim + 1 :]), call.batch) if shape != common else t
-        for t, shape in zip((x, index), shapes, strict=True)
-    ]
-    return Built(Gather(dim), tuple(wide))
-
-
 def repeat_interleave(call: Call) -> Result:
     """Every element of a dimension several times, one after the other."""
     x, times = call.operand("self"), call.get("repeats")
@@ -155,6 +139,5 @@ INDEXING: Table = {
     "scatter": scatter,
     "scatter_add": scatter,
     "one_hot": one_hot,
-    "take_along_dim": take_along_dim,
     "repeat_interleave": repeat_interleave,
 }

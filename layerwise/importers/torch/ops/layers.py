@@ -12,8 +12,8 @@ from layerwise.importers import reductions
 from layerwise.importers.functions import scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import reshaped
+from layerwise.importers.torch.ops.matrix import standardised
 from layerwise.importers.torch.ops.pointwise import binary
-from layerwise.importers.torch.ops.weights import standardised
 from layerwise.importers.torch.patterns import BATCH_MEAN
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose
@@ -30,16 +30,12 @@ Pads = tuple[tuple[int, int], ...]
 
 def stored(call: Call, *names: str) -> tuple[Operand, ...]:
     """The parameters and buffers of these names that the call has; also such that are computed of others."""
-    operands = [call.operand(name) for name in names if call.get(name) is not None]
-    for p in operands:
+    operands = {name: call.operand(name) for name in names if call.get(name) is not None}
+    for name, p in operands.items():
         if p.transposed or "n" in p.spec.dims:
             how = "transposed" if p.transposed else "computed of the samples"
-            raise LayerwiseError(f"{call.target}: its {_argument(call, p)} is {how}, which is not supported")
-    return tuple(operands)
-
-
-def _argument(call: Call, operand: Operand) -> str:
-    return next(name for name, value in call.arguments.items() if value is operand)
+            raise LayerwiseError(f"{call.target}: its {name} is {how}, which is not supported")
+    return tuple(operands.values())
 
 
 def convolution(call: Call) -> Result:

@@ -126,19 +126,6 @@ def clamp(call: Call) -> Result:
     return result
 
 
-def lerp(call: Call) -> Result:
-    """self + weight*(end - self)."""
-    x = call.operand("self")
-    step = binary("mul", binary("sub", call["end"], x), call["weight"])
-    return binary("add", x, step)
-
-
-def addcmul(call: Call) -> Result:
-    fn = "mul" if "addcmul" in call.target else "div"
-    product = binary(fn, call["tensor1"], call["tensor2"])
-    return binary("add", call["self"], scaled(product, call.number("value")))
-
-
 def elu(call: Call) -> Result:
     """An ELU of alpha, scale and input_scale, of which only alpha is in torch.nn.ELU."""
     x = scaled(call.operand("self"), call.number("input_scale"))
@@ -247,14 +234,12 @@ POINTWISE: Table = (
     | dict.fromkeys(("dropout", "feature_dropout", "native_dropout"), dropout)
     | dict.fromkeys(("prelu", "_prelu_kernel"), prelu)
     | dict.fromkeys(("clamp", "clip"), clamp)
-    | dict.fromkeys(("addcmul", "addcdiv"), addcmul)
     | dict.fromkeys(("softmax", "_softmax"), softmax(log=False))
     | dict.fromkeys(("log_softmax", "_log_softmax"), softmax(log=True))
     | {
         "rsub": rsub,
         "clamp_min": lambda call: binary("maximum", call["self"], call["min"]),
         "clamp_max": lambda call: binary("minimum", call["self"], call["max"]),
-        "lerp": lerp,
         "gelu": gelu,
         "glu": glu,
         "elu": elu,

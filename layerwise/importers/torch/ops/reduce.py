@@ -14,8 +14,6 @@ from layerwise.ops.tensor.along import Cumsum
 from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
 from layerwise.ops.tensor.reduce import Mode, Reduce
 
-LARGE = 1e38  # a finite number, of float32 and bfloat16 too
-
 
 def reduction(mode: Mode) -> Build:
     def build(call: Call) -> Result:
@@ -66,20 +64,6 @@ def argmax(call: Call) -> Result:
     return Built(Reduce("argmax", reduced(call, x), call.flag("keepdim")), (x,))
 
 
-def logsumexp(call: Call) -> Result:
-    """Less the largest element, which is put back at the end: exp of it may be no number. -inf everywhere stays so."""
-    x, keepdim = call.operand("self"), call.flag("keepdim")
-    dims = reduced(call, x)
-
-    def largest(*, keepdim: bool) -> Built:
-        finite = Built(Unary("clamp", (-LARGE, LARGE)), (Built(Reduce("max", dims, keepdim), (x,)),))
-        return Built(Unary("detach"), (finite,))
-
-    away = Built(Binary("sub"), (x, largest(keepdim=True)))
-    total = Built(Reduce("sum", dims, keepdim), (Built(Unary("exp"), (away,)),))
-    return Built(Binary("add"), (Built(Unary("log"), (total,)), largest(keepdim=keepdim)))
-
-
 REDUCTIONS: Table = (
     dict.fromkeys(("max", "amax"), reduction("max"))
     | dict.fromkeys(("min", "amin"), reduction("min"))
@@ -89,7 +73,6 @@ REDUCTIONS: Table = (
         "sum": reduction("sum"),
         "prod": reduction("prod"),
         "linalg_vector_norm": reduction("norm2"),
-        "logsumexp": logsumexp,
         "cumsum": cumsum,
         "argmax": argmax,
     }

@@ -8,18 +8,17 @@ from __future__ import annotations
 from layerwise.importers.registry import Build, Table, lookup
 from layerwise.importers.torch.ops.index import INDEXING
 from layerwise.importers.torch.ops.layers import LAYERS, local_response_norm
-from layerwise.importers.torch.ops.matrix import MATRICES
+from layerwise.importers.torch.ops.matrix import MATRICES, spectral_norm
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE, POINTWISE, drop_path
 from layerwise.importers.torch.ops.random import RANDOM
 from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.reduce import REDUCTIONS
 from layerwise.importers.torch.ops.views import VIEWS
-from layerwise.importers.torch.ops.weights import WEIGHTS, spectral_norm
 from layerwise.importers.torch.parts import whole_layer
 from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM
 
 TABLE: Table = {
-    **LAYERS, **MATRICES, **POINTWISE, **RANDOM, **RECURRENT, **REDUCTIONS, **VIEWS, **INDEXING, **WEIGHTS
+    **LAYERS, **MATRICES, **POINTWISE, **RANDOM, **RECURRENT, **REDUCTIONS, **VIEWS, **INDEXING
 }  # fmt: skip
 
 # Run as they are: of equal largest elements the gradient goes to one, and what reduces them would share it out.

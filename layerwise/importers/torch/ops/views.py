@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
+
+import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Result, Table, Tensor
@@ -62,43 +65,17 @@ def scattered(call: Call) -> Result:
     return joined([*before, middle, *after], dim)
 
 
-def transpose(call: Call) -> Result:
+def turned(call: Call) -> Result:
+    """transpose, permute, movedim, t and the like."""
     x = call.operand("self")
-    rank = len(x.shape)
-    first, second = ("dim0", "dim1") if "dim0" in call.arguments else ("axis0", "axis1")
-    a, b = wrapped(call.integer(first), rank), wrapped(call.integer(second), rank)
-    order = list(range(rank))
-    order[a], order[b] = b, a
-    return permuted(x, order)
+    return permuted(x, order_of(call.target, call.arguments, len(x.shape)))
 
 
-def permute(call: Call) -> Result:
-    x = call.operand("self")
-    return permuted(x, [wrapped(d, len(x.shape)) for d in call.integers("dims")])
-
-
-def reverse(call: Call) -> Result:
-    """t() and .T."""
-    x = call.operand("self")
-    return permuted(x, range(len(x.shape))[::-1])
-
-
-def matrix_transpose(call: Call) -> Result:
-    x = call.operand("self")
-    rank = len(x.shape)
-    return permuted(x, [*range(rank - 2), rank - 1, rank - 2])
-
-
-def movedim(call: Call) -> Result:
-    x = call.operand("self")
-    rank = len(x.shape)
-    source = [wrapped(d, rank) for d in call.integers("source")]
-    target = [wrapped(d, rank) for d in call.integers("destination")]
-    order: list[int] = [-1] * rank
-    for s, t in zip(source, target, strict=True):
-        order[t] = s
-    rest = iter(d for d in range(rank) if d not in source)
-    return permuted(x, [next(rest) if d < 0 else d for d in order])
+def order_of(target: str, arguments: Mapping[str, object], rank: int) -> list[int]:
+    """Which dimension of its operand each dimension of a view is, as PyTorch shows it."""
+    rest = {name: value for name, value in arguments.items() if name != "self"}
+    view = getattr(torch.ops.aten, target.removeprefix("aten::").partition(".")[0])
+    return [extent - 2 for extent in view(torch.empty(tuple(range(2, rank + 2)), device="meta"), **rest).shape]
 
 
 def slice_(call: Call) -> Result:
@@ -194,17 +171,14 @@ SHAPED = (
 UNCHANGED = (
     "contiguous", "clone", "alias", "to", "type_as", "_to_copy", "lift_fresh_copy", "lift_fresh", "positive",
 )  # fmt: skip
+TURNED = ("permute", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "movedim", "moveaxis", "mT")
 REPEATING = ("expand", "expand_as", "broadcast_to", "expand_copy", "repeat", "tile")
 
 VIEWS: Table = (
     dict.fromkeys(SHAPED, to_output_shape)
     | dict.fromkeys(UNCHANGED, same_values)
     | dict.fromkeys(("expand", "expand_as", "broadcast_to", "expand_copy"), expand)
-    | dict.fromkeys(("transpose", "swapaxes", "swapdims", "transpose_copy"), transpose)
-    | dict.fromkeys(("t", "numpy_T"), reverse)
-    | {"mT": matrix_transpose}
-    | dict.fromkeys(("movedim", "moveaxis"), movedim)
-    | dict.fromkeys(("permute", "permute_copy"), permute)
+    | dict.fromkeys((*TURNED, "transpose_copy", "permute_copy"), turned)
     | dict.fromkeys(("slice", "slice_copy"), slice_)
     | dict.fromkeys(("select", "select_copy"), select)
     | dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"), split)

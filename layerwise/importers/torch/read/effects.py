@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from inspect import getattr_static
+from functools import partial
 from threading import get_ident
 from typing import Any
 from unittest import mock
@@ -14,6 +14,8 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
@@ -21,24 +23,33 @@ from layerwise.errors import LayerwiseError
 Numbers = Mapping[tuple[str, str], object]  # attributes that are numbers, or lists or dicts of such, by module and name
 
 
-class UntracedEffects:
-    """Notes, on one thread, effects that depend on more than the values of one step. `found`: a phrase each.
+class UntracedEffects(TorchFunctionMode):
+    """A mode, of one thread, that notes effects that depend on more than the values of one step.
 
     What else a trace does not show is found by running the layers beside the module (`importers.torch.proof`).
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, str] = {}  # with the path of the module that it is in
+        super().__init__()
+        self.found: dict[str, str] = {}  # a phrase each, with the path of the module that it is in
         self.inside: list[str] = []  # paths of the modules that are being called, also where one has raised
         self.numbers: Numbers = {}  # as the last call of the model has left them
-        self._apply: Any = getattr_static(torch.autograd.Function, "apply")  # of C since PyTorch 2.15, of Python before
-        self._register_hook, self._grad = Tensor.register_hook, torch.autograd.grad
+        self._seen: set[object] = set()  # nodes of autograd
         self._thread = get_ident()
 
     @property
     def here(self) -> str:
         """The path of the innermost module that is being called."""
         return self.inside[-1] if self.inside else ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _NOTED:
+            self.found[f"{_NOTED[func]} in its forward"] = self.here
+        elif func is torch.arange and args and not kwargs and all(type(a) is int for a in args):
+            # `torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor.
+            made.tolist = lambda: list(range(*args))
+        return made
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[UntracedEffects]:
@@ -52,16 +63,10 @@ class UntracedEffects:
         hooks = [] if isinstance(model, torch.jit.ScriptModule) else [model.register_forward_hook(look)]
         for path, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self.inside.append(path)))
-                hooks.append(module.register_forward_hook(self._left))
+                hooks.append(module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._leave))
         try:
-            with ExitStack() as stack:
-                for owner, name, stand_in in (
-                    (torch.autograd.Function, "apply", classmethod(self._applied)),
-                    (Tensor, "register_hook", self._noted(self._register_hook, "registers a hook of a gradient")),
-                    (torch.autograd, "grad", self._noted(self._grad, "calls torch.autograd.grad")),
-                ):
-                    stack.enter_context(mock.patch.object(owner, name, stand_in))
+            with self, reentrant_checkpoints():
                 yield self
         finally:
             for hook in hooks:
@@ -73,29 +78,52 @@ class UntracedEffects:
                 "network is then another one in every step: draw with torch, and choose with torch.where"
             )
 
-    def _left(self, *_: object) -> None:
+    def _enter(self, path: str, _: nn.Module, inputs: object, named: object) -> None:
+        self._look((inputs, named))
+        self.inside.append(path)
+
+    def _leave(self, _: nn.Module, inputs: object, output: object) -> None:
+        self._look(output)
         self.inside.pop()
 
-    def _applied(self, kind: type[torch.autograd.Function], *inputs: Any, **named: Any) -> Any:
-        if get_ident() == self._thread:
-            if kind is checkpoint.CheckpointFunction:  # within it autograd would be off, and stay so in the trace
-                function, _, *given = inputs
-                wanted = any(isinstance(x, Tensor) and x.requires_grad for x in given)
-                with nullcontext() if wanted else torch.no_grad():  # as PyTorch warns
-                    return function(*given)
-            if not kind.__module__.startswith("torch."):
-                self.found[f"has an autograd function, {kind.__qualname__}, with a backward pass of its own"] = (
-                    self.here
-                )
-        return self._apply.__get__(None, kind)(*inputs, **named)
+    def _look(self, value: object) -> None:
+        """Looks for autograd functions in what these tensors are made of, since the last look."""
+        nodes = [x.grad_fn for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+        while nodes and get_ident() == self._thread:
+            node = nodes.pop()
+            if node is not None and node not in self._seen:
+                self._seen.add(node)
+                nodes += [before for before, _ in node.next_functions]
+                kind = getattr(node, "_forward_cls", None)
+                if kind is not None and not kind.__module__.startswith("torch."):
+                    what = f"has an autograd function, {kind.__qualname__}, with a backward pass of its own"
+                    self.found.setdefault(what, self.here)
 
-    def _noted(self, function: Any, does: str) -> Any:
-        def noted(*inputs: Any, **named: Any) -> Any:
-            if get_ident() == self._thread:
-                self.found[f"{does} in its forward"] = self.here
-            return function(*inputs, **named)
 
-        return noted
+_NOTED = {Tensor.register_hook: "registers a hook of a gradient", torch.autograd.grad: "calls torch.autograd.grad"}
+
+
+@contextmanager
+def reentrant_checkpoints() -> Iterator[None]:
+    """Within it, on this thread, what a reentrant checkpoint is around is called: in it autograd would be off."""
+    kind, thread = checkpoint.CheckpointFunction, get_ident()
+    apply: Any = kind.apply
+
+    def applied(function: Any, preserve: bool, *given: Any) -> Any:
+        if get_ident() != thread:
+            return apply(function, preserve, *given)
+        wanted = any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        with nullcontext() if wanted else torch.no_grad():  # as PyTorch warns
+            return function(*given)
+
+    kind.apply = staticmethod(applied)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del kind.apply  # that of its base
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # such as its mode, and its hooks
 
 
 def numbers(model: nn.Module) -> Numbers:
@@ -104,7 +132,7 @@ def numbers(model: nn.Module) -> Numbers:
     return {
         (path, name): copy.copy(value)
         for path, name, value in attributes
-        if name != "training" and (_is_number(value) or (isinstance(value, list | dict) and _are_numbers(value)))
+        if name not in _OF_MODULES and (_is_number(value) or (isinstance(value, list | dict) and _are_numbers(value)))
     }
 
 
@@ -169,3 +197,25 @@ def _are_numbers(value: list[Any] | dict[Any, Any]) -> bool:
 def draws() -> tuple[object, ...]:
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
+
+
+# Switches of Hugging Face's configurations that are set otherwise while a model is traced; it computes the same:
+# an attribute, the values that are changed, and the value that stands instead. Keys and values for the generation of
+# text are no outputs in training. Experts sort the tokens of all samples, by data; "batched_mm" takes token by token.
+# https://huggingface.co/docs/transformers/experts_interface
+SWITCHES: tuple[tuple[str, tuple[object, ...], object], ...] = (
+    ("use_cache", (True,), False),
+    ("_experts_implementation_internal", ("grouped_mm", "eager"), "batched_mm"),
+)
+
+
+@contextmanager
+def configured(model: nn.Module) -> Iterator[None]:
+    """With the switches of the model and of the modules inside set for a trace; afterwards as before."""
+    configurations = {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}
+    with ExitStack() as stack:
+        for configuration in configurations.values():
+            for name, changed, value in SWITCHES:
+                if getattr(configuration, name, None) in changed:
+                    stack.enter_context(mock.patch.object(configuration, name, value))
+        yield

@@ -24,7 +24,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json
 from layerwise.importers.torch.calls.constants import OF_A_FILE
 from layerwise.importers.torch.program import TracedProgram, Value
-from layerwise.importers.torch.read.pt2_json import DTYPES, Json, integer, mapping, read_json, sequence, text
+from layerwise.importers.torch.read.pt2_json import DTYPES, Json, read_json
 
 T = TypeVar("T")
 OBJECTS = ("custom_obj_", "opaque_obj_")  # pickles of C++ and Python objects, which nothing can vet
@@ -116,13 +116,11 @@ class _Archive:
 
     def value(self, item: Json) -> torch.Tensor | None:
         """One of them."""
-        entry = mapping(item)
-        if entry.get("use_pickle"):
-            content = io.BytesIO(self.bytes("data/weights/" + text(entry["path_name"])))
+        if item.get("use_pickle"):
+            content = io.BytesIO(self.bytes("data/weights/" + item["path_name"]))
             tensor = torch.load(content, weights_only=True, map_location="cpu")
-            if not isinstance(tensor, torch.Tensor):
-                return None
-            return tensor if (tuple(tensor.shape), str(tensor.dtype)[6:]) == _stored_as(item) else None
+            found = (tuple(tensor.shape), str(tensor.dtype)[6:]) if isinstance(tensor, torch.Tensor) else None
+            return tensor if found == _stored_as(item) else None
         return self.tensor("data/weights/", item, most_bytes=None)
 
     def program(self) -> TracedProgram:
@@ -159,10 +157,10 @@ class _Archive:
         folder = f"data/{kind}/"
         if f"{folder}{name}.pt" in self.members:
             raise LayerwiseError(f"its {kind} are in one pickle, as torch 2.8 wrote them; save it with 2.11 or later")
-        entries = mapping(mapping(self.json(f"{folder}{name}_{kind}_config.json"))["config"])
+        entries: dict[str, Json] = self.json(f"{folder}{name}_{kind}_config.json")["config"]
         for item in entries.values():
-            if mapping(item).get("use_pickle"):
-                self.plain_data(folder + text(mapping(item)["path_name"]))
+            if item.get("use_pickle"):
+                self.plain_data(folder + item["path_name"])
         return entries
 
     def vet(self) -> None:
@@ -191,20 +189,13 @@ class _Archive:
 
     def tensor(self, folder: str, item: Json, most_bytes: int | None = OF_A_FILE[0] * 8) -> torch.Tensor | None:
         """A tensor from its raw bytes; None for larger ones, those without values, and of unknown element types."""
-        entry = mapping(item)
-        if entry.get("use_pickle") or entry.get("tensor_meta") is None:
+        if item.get("use_pickle") or item.get("tensor_meta") is None:
             return None
-        meta, member = mapping(entry["tensor_meta"]), folder + text(entry["path_name"])
-        sizes, strides = _ints(meta["sizes"]), _ints(meta["strides"])
-        offset = _ints([meta["storage_offset"]])[0]
-        dtype = getattr(torch, DTYPES.get(integer(meta["dtype"]), ""), None)
-        if not isinstance(dtype, torch.dtype):
-            return None
-        if (
-            member in self.members
-            and most_bytes is not None
-            and self.archive.getinfo(self.members[member]).file_size > most_bytes
-        ):
+        meta, member = item["tensor_meta"], folder + item["path_name"]
+        sizes, strides, (offset,) = _ints(meta["sizes"]), _ints(meta["strides"]), _ints([meta["storage_offset"]])
+        dtype = getattr(torch, DTYPES.get(meta["dtype"], ""), None)
+        size = self.archive.getinfo(self.members[member]).file_size if member in self.members else 0
+        if not isinstance(dtype, torch.dtype) or (most_bytes is not None and size > most_bytes):
             return None
         content = bytearray(self.bytes(member))
         if 0 in sizes:
@@ -221,31 +212,27 @@ class _Archive:
 
 
 def _ints(sizes: Json) -> tuple[int, ...]:
-    return tuple(integer(mapping(size)["as_int"]) for size in sequence(sizes))
+    return tuple(size["as_int"] for size in sizes)
 
 
 def _stored_as(item: Json) -> tuple[tuple[int, ...], str]:
     """Shape and element type of a stored tensor."""
-    meta = mapping(mapping(item)["tensor_meta"])
-    return _ints(meta["sizes"]), DTYPES.get(integer(meta["dtype"]), "unknown")
+    meta = item["tensor_meta"]
+    return _ints(meta["sizes"]), DTYPES.get(meta["dtype"], "unknown")
 
 
 def _shared(weights: Mapping[str, Json]) -> dict[str, str]:
     """Parameters that are the same tensor under several names: the first name of each."""
     first: dict[str, str] = {}
-    result: dict[str, str] = {}
-    for name, item in weights.items():
-        meta = mapping(mapping(item).get("tensor_meta") or {})
-        key = json.dumps([mapping(item).get("path_name"), meta])
-        if _is_meta(item):
-            key = name  # weights without values are all in one member
-        result[name] = first.setdefault(key, name)
-    return result
+    keys = {  # weights without values are all in one member
+        name: name if _is_meta(item) else json.dumps([item.get("path_name"), item.get("tensor_meta") or {}])
+        for name, item in weights.items()
+    }
+    return {name: first.setdefault(key, name) for name, key in keys.items()}
 
 
 def _is_meta(item: Json) -> bool:
-    meta = mapping(mapping(item).get("tensor_meta") or {})
-    return mapping(meta.get("device") or {}).get("type") == "meta"
+    return ((item.get("tensor_meta") or {}).get("device") or {}).get("type") == "meta"
 
 
 def _other_kind(names: set[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
@@ -34,8 +34,8 @@ from layerwise.importers.torch.program import (
     within,
 )
 
-Json: TypeAlias = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
-Find = Callable[[str, "Value"], Callable[[], torch.Tensor | None]]
+Json = Any  # what is not as the schema has it raises whatever it raises, and the caller refuses the file
+Find = Callable[[str, Value], Callable[[], torch.Tensor | None]]
 
 MAJOR = 8  # of the schema; minor versions only add
 DTYPES = {
@@ -49,35 +49,31 @@ _SYMBOL = re.compile(r"Symbol\('\w+'(, \w+=(True|False))*\)|[a-z]\w*")
 _SOURCES = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
 
 
-class MalformedError(ValueError):
-    """The JSON is not what torch.export.save writes."""
-
-
 def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) -> TracedProgram:
     """The program of a models/*.json.
 
     `same` gives for each name of a shared parameter the one that it goes by. `find` looks for a stored tensor, raises
     where the file has none like it, and gives how to read it, where it is small.
     """
-    version = mapping(mapping(document)["schema_version"])
+    version = document["schema_version"]
     if version.get("major") != MAJOR:
         raise LayerwiseError(
             f"its schema has version {version.get('major')}.{version.get('minor')}, layerwise reads {MAJOR}; "
             "export it again with torch 2.11 or later"
         )
-    module = mapping(mapping(document)["graph_module"])
-    graph, signature = mapping(module["graph"]), mapping(module["signature"])
+    module = document["graph_module"]
+    graph, signature = module["graph"], module["signature"]
     reader = _JsonReader(graph)
     sources: list[Source] = []
     first: dict[str, Ref] = {}
-    for item in sequence(signature["input_specs"]):
-        ((kind, body),) = mapping(item).items()
+    for item in signature["input_specs"]:
+        ((kind, body),) = item.items()
         if kind == "user_input":
-            source = reader.user_input(mapping(mapping(body)["arg"]))
+            source = reader.user_input(body["arg"])
             if source is not None:
                 sources.append(source)
         elif kind in _SOURCES:
-            ref, target = text(mapping(mapping(body)["arg"])["name"]), text(mapping(body)[_SOURCES[kind]])
+            ref, target = body["arg"]["name"], body[_SOURCES[kind]]
             value = reader.value(ref)
             read = find(target, value)
             target = same.get(target, target)
@@ -92,13 +88,13 @@ def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) ->
             raise LayerwiseError("it has an input that is an object of a C++ class; layerwise needs tensors")
     reader.calls(graph)
     outputs = []
-    for item in sequence(signature["output_specs"]):
-        ((kind, body),) = mapping(item).items()
-        arg = mapping(mapping(body)["arg"])
+    for item in signature["output_specs"]:
+        ((kind, body),) = item.items()
+        arg = body["arg"]
         if kind == "user_output" and "as_tensor" in arg:
-            outputs.append(text(mapping(arg["as_tensor"])["name"]))
+            outputs.append(arg["as_tensor"]["name"])
         elif kind == "loss_output":
-            outputs.append(text(arg["name"]))
+            outputs.append(arg["name"])
     returned = tuple(reader.ref(o) for o in outputs)
     return TracedProgram(name, tuple(sources), tuple(reader.nodes), returned, reader.device(), from_file=True)
 
@@ -106,55 +102,51 @@ def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) ->
 class _JsonReader:
     """One graph; those of its regions are read by others that share its list of calls."""
 
-    def __init__(self, graph: Mapping[str, Json], prefix: str = "") -> None:
+    def __init__(self, graph: Json, prefix: str = "") -> None:
         self.prefix = prefix
-        self.tensors = mapping(graph["tensor_values"])
+        self.tensors = graph["tensor_values"]
         self.numbers = {
             name: _number(value, name)
             for kind in ("sym_int_values", "sym_float_values", "sym_bool_values")
-            for name, value in mapping(graph.get(kind) or {}).items()
+            for name, value in (graph.get(kind) or {}).items()
         }
         self.names: dict[str, Ref] = {}
         self.nodes: list[Node] = []
 
     def value(self, name: str) -> Value:
         """A tensor by its name in the file."""
-        meta = mapping(self.tensors[name])
-        shape = tuple(int(_number(size, name)) for size in sequence(meta["sizes"]))
-        return Value(self.prefix + name, shape, DTYPES.get(integer(meta["dtype"]), "unknown"))
+        meta = self.tensors[name]
+        shape = tuple(int(_number(size, name)) for size in meta["sizes"])
+        return Value(self.prefix + name, shape, DTYPES.get(meta["dtype"], "unknown"))
 
     def device(self) -> str:
         """The type of the device that the model was traced on."""
-        where = next((mapping(mapping(meta)["device"]) for meta in self.tensors.values()), {"type": "cpu"})
-        return text(where["type"])
+        return next((str(meta["device"]["type"]) for meta in self.tensors.values()), "cpu")
 
     def ref(self, name: str) -> Ref:
         return self.names[name] if name in self.names else Ref(self.value(name).name)
 
-    def user_input(self, arg: Mapping[str, Json]) -> Source | None:
+    def user_input(self, arg: Json) -> Source | None:
         """An input of the model; numbers are fixed in the graph and need none."""
         if "as_tensor" not in arg:
-            if "as_custom_obj" in arg or "as_name" in mapping(arg.get("as_sym_int") or {}):
+            if "as_custom_obj" in arg or "as_name" in (arg.get("as_sym_int") or {}):
                 raise LayerwiseError("it has an input that is no tensor and is left open")
             return None
-        name = text(mapping(arg["as_tensor"])["name"])
-        for dim, size in enumerate(sequence(mapping(self.tensors[name])["sizes"])):
-            expression = mapping(size).get("as_expr")
-            if expression is not None:
-                said = text(mapping(expression)["expr_str"])
-                if dim > 0 or not _SYMBOL.fullmatch(said):
-                    raise left_open(name, dim, said[:60])
+        name = arg["as_tensor"]["name"]
+        for dim, size in enumerate(self.tensors[name]["sizes"]):
+            symbol = size["as_expr"]["expr_str"] if "as_expr" in size else None
+            if symbol is not None and (dim > 0 or not _SYMBOL.fullmatch(symbol)):
+                raise left_open(name, dim, symbol[:60])
         return Source("input", self.value(name), name)
 
-    def calls(self, graph: Mapping[str, Json]) -> None:
-        for item in sequence(graph["nodes"]):
-            node = mapping(item)
-            target, results = text(node["target"]), sequence(node["outputs"])
-            stack = _stack(text(mapping(node["metadata"]).get("nn_module_stack") or ""))
+    def calls(self, graph: Json) -> None:
+        for node in graph["nodes"]:
+            target, results = node["target"], node["outputs"]
+            stack = _stack(node["metadata"].get("nn_module_stack") or "")
             if region := _REGION.fullmatch(target):
                 self.region(region[1], node, stack)
                 continue
-            names = [name for result in results for name in _names(mapping(result))]
+            names = [name for result in results for name in _names(result)]
             if results and all(name in self.numbers for name in names if name is not None) and any(names):
                 continue  # a size, whose value is known
             match = _OPERATOR.fullmatch(target)
@@ -162,26 +154,25 @@ class _JsonReader:
                 raise LayerwiseError(f"layer {module_path(stack)!r} calls {target[:80]!r}, which is no torch operator")
             overload = _overload(*match.groups())
             called = canonical(f"{match[1]}.{match[2]}.{match[3]}")
-            inputs = map(mapping, sequence(node["inputs"]))
-            given = {text(i["name"]): self.argument(mapping(i["arg"])) for i in inputs}
+            given = {i["name"]: self.argument(i["arg"]) for i in node["inputs"]}
             if overload is not None:
                 given = bind(overload, (), given)
             own = node.get("name") or next((name for name in names if name), called)
-            outputs = tuple(self.value(name) if name in self.tensors else None for name in names)
-            self.nodes.append(Node(self.prefix + text(own), called, given, outputs, stack, overload))
+            outputs = tuple(self.value(name) if name is not None and name in self.tensors else None for name in names)
+            self.nodes.append(Node(self.prefix + own, called, given, outputs, stack, overload))
 
-    def region(self, kind: str, node: Mapping[str, Json], stack: Stack) -> None:
+    def region(self, kind: str, node: Json, stack: Stack) -> None:
         """Inlines a graph that is an argument."""
-        arguments = [mapping(mapping(i)["arg"]) for i in sequence(node["inputs"])]
+        arguments = [i["arg"] for i in node["inputs"]]
         place = next((i for i, a in enumerate(arguments) if "as_graph" in a), None)
         if kind not in REGIONS or place is None:
             raise control_flow(kind, module_path(stack))
-        graph = mapping(mapping(arguments[place]["as_graph"])["graph"])
-        inner = _JsonReader(graph, f"{self.prefix}{text(mapping(arguments[place]['as_graph'])['name'])}.")
+        graph = arguments[place]["as_graph"]["graph"]
+        inner = _JsonReader(graph, f"{self.prefix}{arguments[place]['as_graph']['name']}.")
         inner.nodes = self.nodes
         given = arguments[place + 1 + REGIONS[kind] :]
-        for formal, actual in zip(sequence(graph["inputs"]), given, strict=True):
-            (inside,) = _names(mapping(formal))
+        for formal, actual in zip(graph["inputs"], given, strict=True):
+            (inside,) = _names(formal)
             outside = self.argument(actual)
             if isinstance(outside, Ref) and inside is not None:
                 inner.names[inside] = outside
@@ -189,106 +180,67 @@ class _JsonReader:
         inner.calls(graph)
         if kind == AUTOCAST:
             within(self.nodes, before, [self.argument(a) for a in arguments[:3]])
-        returned = [name for result in sequence(graph["outputs"]) for name in _names(mapping(result))]
-        taken = [name for result in sequence(node["outputs"]) for name in _names(mapping(result))]
+        returned = [name for result in graph["outputs"] for name in _names(result)]
+        taken = [name for result in node["outputs"] for name in _names(result)]
         stopped = kind == NO_GRADIENT and self.argument(arguments[0]) is False
         for name, result in zip(taken, returned, strict=True):
             if name is not None and result is not None and name in self.tensors:
                 self.names[name] = detached(self.nodes, inner.ref(result)) if stopped else inner.ref(result)
 
-    def argument(self, arg: Mapping[str, Json]) -> object:
+    def argument(self, arg: Json) -> object:
         """An argument as a Node has it."""
         ((kind, value),) = arg.items()
         if kind == "as_tensor":
-            return self.ref(text(mapping(value)["name"]))
+            return self.ref(value["name"])
         if kind == "as_tensors":
-            return tuple(self.ref(text(mapping(t)["name"])) for t in sequence(value))
+            return tuple(self.ref(t["name"]) for t in value)
         if kind in ("as_optional_tensors", "as_arguments"):
-            return tuple(self.argument(mapping(v)) for v in sequence(value))
+            return tuple(self.argument(v) for v in value)
         if kind in ("as_sym_int", "as_sym_float", "as_sym_bool"):
-            return self.symbolic(mapping(value))
+            return self.numbers[value["as_name"]] if "as_name" in value else _number(value)
+        if kind in ("as_float", "as_floats"):  # also "Infinity", "NaN"
+            return tuple(map(float, value)) if kind.endswith("s") else float(value)
+        if kind in ("as_int", "as_bool", "as_string"):
+            return value
+        if kind in ("as_ints", "as_bools", "as_strings"):
+            return tuple(value)
         if kind in ("as_sym_ints", "as_sym_floats", "as_sym_bools"):
-            return tuple(self.symbolic(mapping(v)) for v in sequence(value))
-        if kind in ("as_ints", "as_floats", "as_bools", "as_strings"):
-            return tuple(_scalar(kind, v) for v in sequence(value))
-        if kind in ("as_int", "as_float", "as_bool", "as_string"):
-            return _scalar(kind, value)
+            return tuple(self.argument({kind.removesuffix("s"): v}) for v in value)
         if kind == "as_scalar_type":
-            return getattr(torch, DTYPES[integer(value)]) if integer(value) in DTYPES else None
+            return getattr(torch, DTYPES[value]) if value in DTYPES else None
         if kind == "as_device":
             return torch.device("cpu")  # where it ran; constants are computed here
         if kind in ("as_none", "as_memory_format", "as_layout"):
             return None
         raise LayerwiseError(f"it has an argument of the kind {kind[:40]!r}, which layerwise does not read")
 
-    def symbolic(self, value: Mapping[str, Json]) -> int | float | bool:
-        ((kind, content),) = value.items()
-        if kind == "as_name":
-            return self.numbers[text(content)]
-        return _plain(content)
 
-
-def mapping(value: Json) -> dict[str, Json]:
-    if not isinstance(value, dict):
-        raise MalformedError(f"{str(value)[:40]!r} where an object should be")
-    return value
-
-
-def sequence(value: Json) -> list[Json]:
-    if not isinstance(value, list):
-        raise MalformedError(f"{str(value)[:40]!r} where a list should be")
-    return value
-
-
-def text(value: Json) -> str:
-    if not isinstance(value, str):
-        raise MalformedError(f"{str(value)[:40]!r} where a string should be")
-    return value
-
-
-def integer(value: Json) -> int:
-    if not isinstance(value, int):
-        raise MalformedError(f"{str(value)[:40]!r} where an integer should be")
-    return value
-
-
-def _plain(value: Json) -> int | float | bool:
-    if not isinstance(value, (int, float)):
-        raise MalformedError(f"{str(value)[:40]!r} where a number should be")
-    return value
-
-
-def _scalar(kind: str, value: Json) -> object:
-    if kind in ("as_float", "as_floats"):  # also "Infinity", "NaN"
-        return float(value) if isinstance(value, str) else float(_plain(value))
-    return text(value) if "string" in kind else _plain(value)
-
-
-def _number(value: Json, where: str) -> int | float | bool:
+def _number(value: Any, where: str = "") -> int | float | bool:
     """The number that a size has; of a symbolic one, with the inputs that the model was exported with."""
-    ((kind, content),) = mapping(value).items()
-    if kind != "as_expr":
-        return _plain(content)
-    hint = mapping(content).get("hint")
-    if hint is None:
-        said = text(mapping(content)["expr_str"])[:60]
-        raise LayerwiseError(f"size {said} of {where!r} is left open or depends on data; layerwise plans fixed sizes")
-    ((_, number),) = mapping(hint).items()
-    return _plain(number)
+    ((kind, number),) = value.items()
+    if kind == "as_expr":
+        if number.get("hint") is None:
+            size = str(number["expr_str"])[:60]
+            raise LayerwiseError(
+                f"size {size} of {where!r} is left open or depends on data; layerwise plans fixed sizes"
+            )
+        ((_, number),) = number["hint"].items()
+    if not isinstance(number, int | float):
+        raise TypeError(f"{str(number)[:40]!r} where a number should be")
+    return number
 
 
-def _names(result: Mapping[str, Json]) -> list[str | None]:
+def _names(result: Json) -> list[str | None]:
     """What an output (or a formal input) is called; a list of tensors has several names."""
     ((kind, value),) = result.items()
     if kind == "as_tensor":
-        return [text(mapping(value)["name"])]
+        return [value["name"]]
     if kind == "as_tensors":
-        return [text(mapping(v)["name"]) for v in sequence(value)]
+        return [v["name"] for v in value]
     if kind == "as_optional_tensors":
-        return [name for v in sequence(value) for name in _names(mapping(v))]
+        return [name for v in value for name in _names(v)]
     if kind in ("as_sym_int", "as_sym_float", "as_sym_bool"):
-        name = mapping(value).get("as_name")
-        return [None if name is None else text(name)]
+        return [value.get("as_name")]
     return [None]
 
 
