@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from layerwise.ops.stages import local_stages, needed_box, run_stages
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +19,7 @@ from layerwise.importers.torch.build import _Importer
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.ops.base import Role
+from layerwise.ops.fused import local_stages, needed_box, run_stages
 from layerwise.ops.random import combine
 
 

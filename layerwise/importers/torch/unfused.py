@@ -16,8 +16,8 @@ from layerwise.graph.types import autocast_within
 from layerwise.importers.torch.drawn import DRAWN, UnprovenError
 from layerwise.ops.base import Op, Role
 from layerwise.ops.facts import Local
+from layerwise.ops.fused import needed_box
 from layerwise.ops.nn.attention import Attention
-from layerwise.ops.stages import needed_box
 from layerwise.ops.tensor.draw import Draw
 from layerwise.ops.tensor.pointwise import Dropout
 
