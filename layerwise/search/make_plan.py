@@ -96,8 +96,8 @@ def _proven(plan: Plan, result: SearchResult) -> Plan:
             "memory_bytes": free.price.memory_bytes,
         }
         proof["memory_prices"] = [asdict(price) for price in result.within.prices]
-    if (free := result.unconstrained) is not None:
-        proof["without_constraints"] = {"timeline_s": free.timeline.total_s, "step_time_s": free.price.step_time_s}
+    if (other := result.unconstrained) is not None:
+        proof["without_constraints"] = {"timeline_s": other.timeline.total_s, "step_time_s": other.price.step_time_s}
     if result.halos is not None:
         proof["halos"] = asdict(result.halos)
     return replace(
