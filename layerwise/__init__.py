@@ -33,6 +33,7 @@ _HOME = {
     "load_model": "layerwise.importers.load",
     "load_plan": "layerwise.plan",
     "load_profile": "layerwise.machine",
+    "memory": "layerwise.fits",
     "parallelize": "layerwise.api.parallelize",
     "predict": "layerwise.inference.predict",
     "price": "layerwise.cost.price",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.cost.price import price as price
     from layerwise.cost.timeline.simulate import timeline as timeline
     from layerwise.errors import LayerwiseError as LayerwiseError
+    from layerwise.fits import memory as memory
     from layerwise.geometry import Box as Box
     from layerwise.geometry import Grid as Grid
     from layerwise.graph.fuse import fuse as fuse

@@ -6,17 +6,20 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.version import __version__
 
 COMMANDS = {
     "search": ("layerwise.search.__main__", "find the cheapest way to split every layer, and prove it"),
+    "fits": ("layerwise.fits", "whether a model fits, on how many GPUs, how large a batch"),
     "explain": ("layerwise.explain", "why a layer of a plan has its configuration"),
     "diff": ("layerwise.diff", "where two plans differ"),
     "oracle": ("layerwise.oracle.__main__", "what every parallel strategy would cost, and which to take"),
     "measure": ("layerwise.measure.__main__", "times of layers and links on this machine, into a profile"),
     "run": ("layerwise.run.__main__", "train a planned network; torchrun starts one process a GPU"),
     "predict": ("layerwise.inference.command", "a planned network's answers for volumes; under torchrun"),
+    "machines": ("layerwise.machines", "the devices and networks that --gpu and --link name"),
+    "doctor": ("layerwise.doctor", "what is installed here, and whether two ranks compute as one"),
     "export": ("layerwise.export", "make one safetensors file of a checkpoint, for the original model"),
 }
 
@@ -41,7 +44,8 @@ def dispatch(argv: Sequence[str] | None) -> int:
         print(f"layerwise {__version__}")
         return 0
     if arguments[0] not in COMMANDS:
-        raise LayerwiseError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
+        near = nearest(arguments[0], COMMANDS)
+        raise LayerwiseError(f"unknown command {arguments[0]!r}{near}; there are {', '.join(COMMANDS)}")
     result: int = importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
     return result
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ from rich.segment import Segment
 from rich.text import Text
 
 from layerwise.config import SearchSpace
+from layerwise.constraints import Constraint, parse_constraints
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.errors import LayerwiseError, shown
+from layerwise.errors import LayerwiseError, nearest, shown
 from layerwise.files import check_writable, write_text
-from layerwise.machine import DEFAULT, DTYPES, names, precision
+from layerwise.machine import DEFAULT, DTYPES, MAX_GPUS, load, names, precision
 from layerwise.plan import MAX_BATCH
 from layerwise.report import as_json, html, text
 from layerwise.report.content import Report
@@ -54,10 +56,24 @@ def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in layerwise's form."""
+    """argparse, with its errors in layerwise's form, the nearest names, and one line of usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise LayerwiseError(f"{message} (see {self.prog} --help)")
+        raise LayerwiseError(f"{message}{self._nearest(message)} (see {self.prog} --help)")
+
+    def _nearest(self, message: str) -> str:
+        """The option, or the choice of one, that an error's word is nearest to."""
+        if option := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            return nearest(option[1], self._option_string_actions)
+        if choice := re.match(r"argument .*(--[\w-]+): invalid choice: '([^']*)'", message):
+            return nearest(choice[2], map(str, self._option_string_actions[choice[1]].choices or ()))
+        return ""
+
+    def format_help(self) -> str:
+        if self.usage is None and len(self._actions) > 8:
+            names = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
+            self.usage = " ".join(["%(prog)s", *names, "[options]"])
+        return super().format_help()
 
 
 class _Console(Console):
@@ -117,18 +133,44 @@ def check_files(paths: Mapping[str, str | None]) -> None:
 def machine_arguments(
     parser: argparse.ArgumentParser, default: str | None = DEFAULT, default_name: str = DEFAULT
 ) -> None:
-    """The device graph: --gpus, --gpus-per-node, --profile. default_name: what the help calls the default profile."""
+    """Adds the device graph: --gpus or --nodes, and `profile_arguments`."""
     group = parser.add_argument_group("machine")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--gpus", type=int, metavar="N", help="devices: fewer than a node has, or whole nodes")
+    size.add_argument("--nodes", type=count, metavar="M", help="nodes, instead of --gpus")
+    profile_arguments(group, default, default_name)
+
+
+def profile_arguments(
+    group: argparse._ArgumentGroup, default: str | None = DEFAULT, default_name: str = DEFAULT
+) -> None:
+    """Adds --gpu (or --profile), --gpus-per-node, --link, --intra. default_name: what the help calls the default."""
     group.add_argument(
-        "--gpus", type=int, required=True, metavar="N", help="devices: fewer than a node has, or whole nodes"
-    )
-    group.add_argument("--gpus-per-node", type=int, metavar="G", help="devices in a node (default: the profile's)")
-    group.add_argument(
+        "--gpu",
         "--profile",
+        dest="profile",
         default=default,
         metavar="NAME",
-        help=f"{', '.join(names())}, or a .json file (default: {default_name})",
+        help=f"a device of `layerwise machines`; {', '.join(names())}; or a .json file (default: {default_name})",
     )
+    group.add_argument("--gpus-per-node", type=int, metavar="G", help="devices in a node (default: the profile's)")
+    group.add_argument("--link", metavar="200Gb/s", help="between nodes, a port a node; 4x200Gb/s: four")
+    group.add_argument("--intra", metavar="300GB/s", help="in a node, each way: a rate, pcie3, pcie4 or pcie5")
+
+
+def settle_machine(args: argparse.Namespace) -> None:
+    """Puts what --link and --intra ask for into args.profile, and what --nodes asks for into args.gpus."""
+    links = {name: value for name in ("intra", "link") if (value := getattr(args, name)) is not None}
+    if links:
+        if args.profile is not None and args.profile.endswith(".json"):
+            raise LayerwiseError(f"--{' and --'.join(links)}: the profile {args.profile} states its own links")
+        stated = {"node": args.gpus_per_node, **links}
+        options = [f"{name}={value}" for name, value in stated.items() if value is not None]
+        args.profile = ",".join([args.profile or DEFAULT, *options])
+    if "nodes" in args and args.gpus is None:
+        if args.nodes is None:
+            raise LayerwiseError("the following arguments are required: --gpus (or --nodes)")
+        args.gpus = args.nodes * (args.gpus_per_node or load(args.profile or DEFAULT).gpus_per_node)
 
 
 def training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,13 +182,18 @@ def training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--input-shape", type=shape, metavar="3x224x224", help="one sample, where a callable returns only a module"
     )
+    optimizer_argument(group)
+    dtype_argument(group)
+
+
+def optimizer_argument(group: argparse._ArgumentGroup) -> None:
+    """Adds --optimizer, of what is planned."""
     group.add_argument(
         "--optimizer",
         choices=list(OPTIMIZERS),
         default="sgd",
         help="for its state's memory and update time (default: sgd)",
     )
-    dtype_argument(group)
 
 
 def dtype_argument(group: argparse._ArgumentGroup) -> None:
@@ -166,6 +213,27 @@ def space_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--degrees", choices=["all", "powers-of-two"], default="all", help="divisors of N to try (default: all)"
     )
+
+
+CONSTRAINTS = {
+    "keep": ("LAYERS=n,c", "split these dimensions only: --keep 'decoder.*=n'; none without =: --keep head"),
+    "at-most": ("LAYERS=N", "over at most N devices: --at-most head=2"),
+    "one-node": ("LAYERS", "on devices of the first node"),
+    "same": ("LAYERS=LAYERS", "all with one configuration: --same up1=up2"),
+}
+
+
+def constraint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that constrain layers: --keep, --at-most, --one-node, --same."""
+    group = parser.add_argument_group("constraints on layers, by name; * stands for anything; can be repeated")
+    for kind, (metavar, said) in CONSTRAINTS.items():
+        group.add_argument(f"--{kind}", action="append", default=[], metavar=metavar, help=said)
+
+
+def constraints(args: argparse.Namespace, devices_per_node: int) -> tuple[Constraint, ...]:
+    """The constraints that the flags of `constraint_arguments` state."""
+    texts = (f"{kind} {said}" for kind in CONSTRAINTS for said in getattr(args, kind.replace("-", "_")))
+    return parse_constraints(texts, devices_per_node, (*LABELS, "k"))
 
 
 def search_space(args: argparse.Namespace, *, spread: bool) -> SearchSpace:
@@ -195,6 +263,26 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """`1..8,12` -> (1, 2, 4, 8, 12): each number once, in order. argparse's error for anything else."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        try:
+            low, high = int(first), int(last if dots else first)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not numbers of GPUs such as 16, 1,2,4 or 1..1024 (the powers of two)"
+            ) from None
+        if not 1 <= low <= high <= MAX_GPUS:
+            raise argparse.ArgumentTypeError(f"{part!r}: from 1 to {MAX_GPUS:,}, the smaller number first")
+        powers = [1 << n for n in range(MAX_GPUS.bit_length()) if low <= 1 << n <= high]
+        if dots and not powers:
+            raise argparse.ArgumentTypeError(f"{part!r} has no power of two in it; name the numbers: {low},{high}")
+        numbers.update(powers if dots else [low])
+    return tuple(sorted(numbers))
 
 
 def positive(text: str) -> float:

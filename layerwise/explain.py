@@ -44,7 +44,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
     p.add_argument("layer", metavar="LAYER", help="a layer's name, as in the plan")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("--profile", metavar="NAME", help="the plan's profile, where that is a file: a plan has none read")
+    p.add_argument(
+        "--gpu",
+        "--profile",
+        dest="profile",
+        metavar="NAME",
+        help="the plan's profile, where that is a file: a plan has none read",
+    )
     p.add_argument("--all", action="store_true", help="every alternative, not only the 12 best")
     p.add_argument("--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on tables (default: 2)")
     output_arguments(p)

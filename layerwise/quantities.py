@@ -1,4 +1,4 @@
-"""Quantities as people write them: `14GB`, `8GB..80GB`."""
+"""Quantities as people write them: `14GB`, `8GB..80GB`, `200Gb/s`, `5us`."""
 
 from __future__ import annotations
 
@@ -59,6 +59,24 @@ def parse_bytes_range(text: str, what: str) -> tuple[float, float]:
     if least >= most:
         raise LayerwiseError(f"{what} is {text!r}: the first must be less than the second")
     return least, most
+
+
+def parse_rate(text: str, what: str) -> float:
+    """Bytes per second: `200Gb/s` is 25e9, `300GB/s` 300e9. LayerwiseError where it is no rate above 0."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGT]?)(b|B|bit)(?:/s|ps)\s*", text)
+    rate = _number(match[1]) * UNITS[match[2].upper()] if match else math.nan
+    if match is None or not 0 < rate < math.inf:
+        raise LayerwiseError(f"{what} is {text!r}: give bits or bytes a second, such as 200Gb/s or 300GB/s")
+    return rate if match[3] == "B" else rate / 8
+
+
+def parse_time(text: str, what: str) -> float:
+    """Seconds: `5us` is 5e-6. LayerwiseError where it is no time above 0."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(ns|us|µs|ms|s)\s*", text)
+    seconds = _number(match[1]) * {"n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3}.get(match[2][0], 1.0) if match else 0.0
+    if not 0 < seconds < math.inf:
+        raise LayerwiseError(f"{what} is {text!r}: give a time such as 5us or 1ms")
+    return seconds
 
 
 def _number(text: str) -> float:

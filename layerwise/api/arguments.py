@@ -34,6 +34,8 @@ class ParallelOptions:
     Attributes:
         profile: The machine: a profile, its file or its built-in name. None: these ranks are measured.
         measure_s: Seconds to measure in what `~/.cache/layerwise` does not have yet (0: a built-in profile serves).
+        race: So many of the best plans take some steps on these ranks, and the fastest is kept (1: none does). That
+            leaves the model as it was.
         effort: How long the plan is improved by its simulated step; quick: not at all.
         local_batch_norm: Statistics are of each rank's own samples, as with DistributedDataParallel.
         sync_every: k, for data parallelism only: gradients travel and the optimizer steps every k-th time, for a batch
@@ -51,6 +53,7 @@ class ParallelOptions:
 
     profile: Profile | str | os.PathLike[str] | None = None
     measure_s: float = 30.0
+    race: int = 1
     effort: Literal["quick", "normal", "thorough"] = "normal"
     local_batch_norm: bool = False
     sync_every: int | Literal["auto"] = 1
@@ -123,6 +126,7 @@ def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Ma
         **arguments,
         "sync_every": options.sync_every,
         "local_batch_norm": options.local_batch_norm,
+        "race": options.race,
         "measure_s > 0": options.measure_s > 0,
         "profile": "by itself" if options.profile is None else "given",
         "plan": "" if plan is None else plan_digest(plan),

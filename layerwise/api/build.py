@@ -13,7 +13,8 @@ from torch import nn
 
 from layerwise.api.arguments import ParallelOptions, check_autocast
 from layerwise.api.machine import machine_of
-from layerwise.api.planner import Planner, Request, Strategy, report
+from layerwise.api.planner import Choice, Planner, Request, Strategy, report
+from layerwise.api.race import agreed_plans, contenders, kept, line, race
 from layerwise.api.source import Model, Unbatched, dtype_of, network, network_as_written
 from layerwise.api.world import World
 from layerwise.comm.together import agree, alone
@@ -114,8 +115,11 @@ class Task:
         if choice is not None and imported.whole:
             facts = {**choice.plan.provenance, "whole": sorted(imported.whole)}
             choice = replace(choice, plan=replace(choice.plan, provenance=facts))
+        runtime = replace(self.runtime, dtype=dtype)
+        if self.options.race > 1 and world.size > 1:
+            choice = self._raced(choice, imported, runtime)
         agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
-        runtime = replace(self.runtime, dtype=dtype, local_batch_norm=uses_local_batch_norm(agreed))
+        runtime = replace(runtime, local_batch_norm=uses_local_batch_norm(agreed))
         module = build_module(agreed, imported, world.comm, runtime)
         if choice is None:
             return module, ()
@@ -129,12 +133,27 @@ class Task:
         noted = replace(choice, notes=tuple(notes))
         return module, (text(report(noted, world, machine.source)),)
 
+    def _raced(self, choice: Choice | None, imported: Network, runtime: RuntimeOptions) -> Choice | None:
+        """The choice whose plan is fastest on these ranks; None on ranks other than 0, as before."""
+        comm = self.world.comm
+        if self.request.io is not None:
+            raise LayerwiseError("race= feeds each rank samples: leave out io='boxes'")
+        choices = alone(comm, lambda: [] if choice is None else contenders(choice, self.options.race))
+        plans = agreed_plans(comm, lambda: [c.plan for c in choices or ()])
+        runtime = replace(runtime, local_batch_norm=self.request.local_batch_norm)
+        training, autocast = not self.request.inference, self.request.autocast
+        winner, runs = race(plans, imported, comm, runtime, self.call, training=training, autocast=autocast)
+        if not choices:
+            return None
+        won = choices[winner]
+        return replace(won, plan=kept(won.plan, runs), notes=(*won.notes, line(winner, runs)))
+
     def _as_written(self, why: LayerwiseError) -> Built:
         """Raises `why` where more than splitting samples is asked for."""
         world = self.world
         if not isinstance(self.model, nn.Module) or not (self.plan is None or self._planned_as_written):
             raise why
-        if self.request.io is not None or self.strategy not in (None, "data"):
+        if self.request.io is not None or self.strategy not in (None, "data") or self.request.constraints:
             raise LayerwiseError(f"{why}. strategy='data' runs the model as it is written") from why
         if self.batch < world.size:
             needs = f"needs a sample on every rank, and there are {self.batch} for {world.size}"

@@ -24,8 +24,8 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
+from layerwise.machine import catalogue, save
 from layerwise.machine import load as load_profile
-from layerwise.machine import names, save
 from layerwise.machine.profile import Profile
 from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import TYPES, conditions, cpu_name, mode_of, modes
@@ -39,9 +39,10 @@ from layerwise.run.load import load
 from layerwise.search.find import search
 from layerwise.version import __version__
 
-# Part of the device's name, as CUDA has it -> built-in profile.
+# Part of the device's name, as CUDA has it -> built-in profile, beside the devices of `layerwise machines`.
 KNOWN = {"h100": "h100", "p100": "p100", "v100": "v100", "a6000": "pcie", "cpu": "cpu"}
 NEAREST = "h100"  # for other GPUs
+BETWEEN = "link=400Gb/s"  # assumed of nodes of devices that no built-in profile has
 ENOUGH = 0.95  # of the best plan's t_C measured: then nothing more is measured
 MEASURED = "what was measured on these ranks ({})"
 LINKS = 0.3  # of the budget is for links, where these are not known yet
@@ -66,8 +67,10 @@ def named_profile(profile: Profile | str | os.PathLike[str]) -> Machine:
 def built_in(world: World) -> Machine:
     """What fits the devices best without a measurement."""
     name = next((profile for part, profile in KNOWN.items() if part in world.device.lower()), None)
+    device = catalogue.reported(world.device)
+    if device is not None and "profile" not in catalogue.devices()[device]:
+        name = f"{device},{BETWEEN}" if world.nodes > 1 else device
     if name is not None:
-        assert name in names()
         return Machine(load_profile(name), f"built-in profile {name}; nothing was measured here")
     return Machine(
         load_profile(NEAREST),

@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader
 
 from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate, auto
-from layerwise.api.arguments import ParallelOptions, check, check_autocast, check_io, facts
+from layerwise.api.arguments import ParallelOptions, at_least_1, check, check_autocast, check_io, facts
 from layerwise.api.build import Task
 from layerwise.api.planner import Request, Strategy
 from layerwise.api.source import ExampleInputs, Model, device_of, examples_of, unbatched
 from layerwise.api.world import join
 from layerwise.cli import console
+from layerwise.constraints import parse_constraints
 from layerwise.errors import LayerwiseError
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
@@ -30,6 +31,7 @@ from layerwise.run.compiling import settings_of
 from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule
+from layerwise.tensor import LABELS
 
 DEFAULT = ParallelOptions()
 
@@ -47,6 +49,7 @@ class Keywords(TypedDict, total=False):
     io: Literal["boxes"] | None
     inference: bool
     whole: Sequence[str]
+    constraints: Sequence[str]
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
     options: ParallelOptions
@@ -78,6 +81,7 @@ def parallelize(
     io: Literal["boxes"] | None = None,
     inference: bool = False,
     whole: Sequence[str] = (),
+    constraints: Sequence[str] = (),
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
     options: ParallelOptions = DEFAULT,
@@ -116,6 +120,8 @@ def parallelize(
             evaluation mode, and its parameters are not trained.
         whole: Modules of the model, by path, that are called as they are written, each rank with its own samples, and
             not taken apart into layers. Those that cannot be are found without it.
+        constraints: What the search must not do, by layers' names, such as ["keep decoder.*=n", "at-most head=2",
+            "one-node encoder.*", "same up1=up2"]: the plan is the best among those that meet them.
         device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
             group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
             layer. None: all ranks.
@@ -137,8 +143,14 @@ def parallelize(
     """
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
+    if plan is not None and constraints:
+        raise LayerwiseError("constraints= are for a search, and plan= is one's result: give one of them")
+    if isinstance(constraints, str):
+        raise LayerwiseError(f"constraints= is a list of texts, such as [{constraints!r}]")
+    parse_constraints(constraints, 1, (*LABELS, "k"))
     check(model, optimizer, options.sync_every, memory_limit, batch, whole)
     check_autocast(autocast)
+    at_least_1("race", options.race)
     settings = settings_of(compile)
     loaders = _loaders(example_inputs, held_out, batch)
     if isinstance(example_inputs, DataLoader):
@@ -154,7 +166,7 @@ def parallelize(
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
-        "names of inputs": ", ".join(call[1]), "whole": ", ".join(whole),
+        "names of inputs": ", ".join(call[1]), "whole": ", ".join(whole), "constraints": ", ".join(constraints),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
     lists = unbatched(call, world.comm) if isinstance(model, nn.Module) else None
@@ -163,7 +175,10 @@ def parallelize(
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm
-    request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort)
+    request = Request(
+        _title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort,
+        tuple(constraints),
+    )  # fmt: skip
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )

@@ -12,6 +12,7 @@ import torch
 from layerwise.api.world import World
 from layerwise.cache import answers
 from layerwise.config import Config, SearchSpace, parse
+from layerwise.constraints import parse_constraints
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError, nearest
@@ -29,9 +30,10 @@ from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.overlap.polish import Effort
 from layerwise.search.remedies import remedies
-from layerwise.search.report.sentences import halo_lines, nothing_fits, why_data
+from layerwise.search.report.sentences import constraint_lines, halo_lines, nothing_fits, why_data
 from layerwise.search.report.tables import strategy_table
 from layerwise.search.result import Candidate, SearchResult
+from layerwise.tensor import LABELS
 from layerwise.tensorfile import dtype_name
 
 KNOWN = "or give a larger memory_limit= if a device has more"
@@ -48,6 +50,7 @@ class Choice:
     data: Candidate  # data parallelism's
     searched: SearchResult | None  # None where the user has said how to split, if only in part
     notes: tuple[str, ...]  # what the user should know, a line each
+    space: SearchSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Request:
     io: Literal["boxes"] | None = None  # what each rank feeds; None: its samples, where there are enough
     inference: bool = False  # for the forward pass alone
     effort: Effort = "normal"  # how long the plan is improved by its simulated step
+    constraints: tuple[str, ...] = ()  # on layers
 
     @property
     def precision(self) -> str:
@@ -94,7 +98,10 @@ class Planner:
     @property
     def space(self) -> SearchSpace:
         """The configurations that are searched."""
-        return SearchSpace(self.world.size, spread=self.world.nodes > 1, replicas=self.world.replicas)
+        rules = parse_constraints(self.request.constraints, self.world.gpus_per_node, (*LABELS, "k"))
+        return SearchSpace(
+            self.world.size, spread=self.world.nodes > 1, replicas=self.world.replicas, constraints=rules
+        )
 
     @property
     def devices(self) -> DeviceGraph:
@@ -122,14 +129,14 @@ class Planner:
         fixed = fixed_layers(model, strategy, space.replicas)
         find = partial(search, space=space, fixed=fixed, effort=self.request.effort, answers=answers())
         model, result = search_halos(model, find)
-        notes += halo_lines(result)
+        notes += [*halo_lines(result), *constraint_lines(result)]
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
         plan = replace(plan, device_order=self.world.device_order)
         searched = result if strategy is None else None
         if not result.best.fits:
             raise _over_memory(model, result.best) if searched is None else self._nothing_fits(model, result)
         best = replace(result.best, name=strategy) if isinstance(strategy, str) else result.best
-        return Choice(plan, model, best, result.baselines["data"], searched, (*notes, *_unproven(result)))
+        return Choice(plan, model, best, result.baselines["data"], searched, (*notes, *_unproven(result)), space)
 
     def priced(self, plan: Plan) -> Choice:
         """A plan of the user's, priced on this machine."""
@@ -153,7 +160,7 @@ class Planner:
         if not best.fits:
             raise _over_memory(model, best)
         data = candidate(model, "data", baseline(model, "data", self.space.replicas))
-        return Choice(plan, model, best, data, None, ())
+        return Choice(plan, model, best, data, None, (), self.space)
 
     def _nothing_fits(self, model: CostModel, result: SearchResult) -> LayerwiseError:
         """The error for a search that found no plan that fits."""

@@ -10,6 +10,7 @@ from functools import partial
 
 from layerwise.cli import MODEL_HELP, Parser, console, positive, run_main
 from layerwise.errors import LayerwiseError
+from layerwise.machine import precision
 from layerwise.plan import Plan, load_plan
 from layerwise.report import as_json
 
@@ -52,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--window", metavar="DxHxW", help="extents of windows, also where a volume would fit as it is")
     g.add_argument("--overlap", type=float, default=0.5, metavar="X", help="share of a window that two have (0.5)")
     g.add_argument("--memory-limit", metavar="SIZE", help="of a device, as in 14GB: beyond it windows are taken")
-    g.add_argument("--dtype", choices=["float32", "float64", "bf16"], default="float32", help="default: float32")
+    g.add_argument(
+        "--dtype", type=precision, choices=["float32", "float64", "bf16"], default="float32", help="default: float32"
+    )
     g = p.add_argument_group("output")
     g.add_argument("--overwrite", action="store_true", help="also volumes whose results are there")
     g.add_argument("--json", action="store_true", help="what was written, for programs")

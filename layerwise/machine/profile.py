@@ -103,7 +103,7 @@ class Profile:
         if gpus > node and len(self.levels) == 1:
             raise LayerwiseError(
                 f"profile {self.name} describes a single node and {gpus} GPUs are more than its {node}: "
-                "take fewer GPUs, or a profile with a level between nodes"
+                "take fewer GPUs, or say what joins nodes, such as --link 200Gb/s"
             )
 
 

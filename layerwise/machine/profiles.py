@@ -13,6 +13,7 @@ from pathlib import Path
 
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, write_text
+from layerwise.machine.catalogue import BUILT_IN, composed, devices, is_composed
 from layerwise.machine.curves import parse_links
 from layerwise.machine.devices import Processor, Tile
 from layerwise.machine.fields import Field, kind
@@ -20,7 +21,6 @@ from layerwise.machine.layer_times import DTYPES, layers_as_json, parse_layers, 
 from layerwise.machine.profile import BACKENDS, Link, LinkLevel, Profile
 
 DEFAULT = "h100"
-BUILT_IN = "layerwise.profiles"
 
 
 def names() -> list[str]:
@@ -30,10 +30,11 @@ def names() -> list[str]:
 
 
 def load(name_or_path: str | os.PathLike[str] = DEFAULT) -> Profile:
-    """Returns the built-in profile of that name, else the one in that file.
+    """Returns the built-in profile of that name, a machine composed of a device and links, or the one in that file.
 
     Args:
-        name_or_path: "h100", "p100", ... (`names()`), or a file that `layerwise measure` has written.
+        name_or_path: "h100", "p100", ... (`names()`); a device of `layerwise machines`, with its links if they matter,
+            such as "a100-80,link=200Gb/s"; or a file that `layerwise measure` has written.
 
     Returns:
         The profile; `Profile.device_graph(gpus)` is a machine of so many devices.
@@ -49,12 +50,17 @@ def load(name_or_path: str | os.PathLike[str] = DEFAULT) -> Profile:
     given, built_in = os.fspath(name_or_path), names()
     if given in built_in:
         return parse((resources.files(BUILT_IN) / f"{given}.json").read_text(encoding="utf-8"), f"{given}.json")
+    if is_composed(given, built_in):
+        return parse(composed(given), f"of {given}")
     path = Path(given)
     if not path.suffix and path.name == given and not os.path.exists(given):  # noqa: PTH110 (Path.exists raises for long names)
-        near = difflib.get_close_matches(given.lower(), built_in, n=2)
+        name = given.lower().partition(",")[0]
+        begun = ([other for other in known if name and other.startswith(name)] for known in (built_in, devices()))
+        near = next(filter(None, begun), None) or difflib.get_close_matches(name, [*built_in, *devices()], n=3)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise LayerwiseError(
-            f"unknown profile {given!r}: {meant}Built in are {', '.join(built_in)}; anything else is the path of a file"
+            f"unknown profile {given!r}: {meant}Built in are {', '.join(built_in)} and the devices of `layerwise "
+            "machines`; anything else is the path of a file"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -70,7 +76,7 @@ def planned(named: str, given: str | None) -> Profile:
 
     A plan is data and may come from anybody. LayerwiseError where it names a file which the user does not name, too.
     """
-    if given is None and named not in names():
+    if given is None and named not in names() and not is_composed(named, names()):
         raise LayerwiseError(
             f"the plan was found with profile {named!r}, which is a file, and a plan has none read: give --profile "
             "with the file that it is"

@@ -21,6 +21,7 @@ from layerwise.cli import (
     run_main,
     search_space,
     seconds,
+    settle_machine,
     space_arguments,
     training_arguments,
 )
@@ -118,6 +119,7 @@ def _add_layers(subparsers: Subparsers) -> None:
 def _measure_layers(args: argparse.Namespace) -> int:
     from layerwise.api.machine import module, strategies  # here, so that --help is quick
 
+    settle_machine(args)
     device = device_of(args.device)
     mode = mode_of(device, args.dtype, args.channels_last)
     if args.threads is not None:
@@ -184,7 +186,13 @@ def _add_links(subparsers: Subparsers) -> None:
     p.add_argument(
         "--out", required=True, metavar="FILE.json", help="profile to write; what else it has already is kept"
     )
-    p.add_argument("--profile", metavar="NAME", help=f"what a new file starts from (default: cpu; {DEFAULT} on GPUs)")
+    p.add_argument(
+        "--gpu",
+        "--profile",
+        dest="profile",
+        metavar="NAME",
+        help=f"what a new file starts from (default: cpu; {DEFAULT} on GPUs)",
+    )
     p.add_argument("--budget", type=seconds, default=60.0, metavar="60s", help="about how long it takes (default: 60s)")
     p.add_argument("--json", action="store_true", help="what was measured, for programs")
     p.add_argument(

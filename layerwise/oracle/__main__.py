@@ -11,12 +11,15 @@ from layerwise.cli import (
     Parser,
     check_files,
     count,
+    counts,
     dtype_argument,
     output_arguments,
     positive,
     present,
+    profile_arguments,
     progress_bar,
     run_main,
+    settle_machine,
     shape,
 )
 from layerwise.cost.compute.roofline import OPTIMIZERS
@@ -24,7 +27,7 @@ from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
-from layerwise.machine import DEFAULT, MAX_GPUS, Profile, load, names
+from layerwise.machine import Profile, load
 from layerwise.oracle.ask import Budget, ask, compare_with, plan_of, suggest
 from layerwise.oracle.question import NAMES, Oracle, Question, canonical, unknown
 from layerwise.oracle.report.found import found
@@ -79,10 +82,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--gpus", type=counts, metavar="N", help="16; 1,2,4; or 1..1024, the powers of two (default: a node's)"
     )
-    g.add_argument("--gpus-per-node", type=int, metavar="G", help="devices in a node (default: the profile's)")
-    g.add_argument(
-        "--profile", default=DEFAULT, metavar="NAME", help=f"{', '.join(names())}, or a .json file (default: {DEFAULT})"
-    )
+    profile_arguments(g)
     g = p.add_argument_group("training")
     g.add_argument("--samples", type=_samples, default=1_281_167, metavar="D", help="of an epoch (default: ImageNet's)")
     g.add_argument("--scaling", choices=["weak", "strong"], help="batch a GPU, or a step, stays (default: weak)")
@@ -123,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, ask, print."""
     args = parser().parse_args(argv)
+    settle_machine(args)
     if args.global_batch is not None:
         if args.scaling == "weak":
             raise LayerwiseError("--global-batch is of all GPUs, however many: with --scaling weak give --batch")
@@ -221,26 +222,6 @@ def _samples(text: str) -> int:
     if len(text) > 15:  # else the times of an epoch leave the range of floats
         raise argparse.ArgumentTypeError(f"{text[:15]}... is not a number of samples below 10^15")
     return count(text)
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """`1..8,12` -> (1, 2, 4, 8, 12): each number once, in order. argparse's error for anything else."""
-    numbers: set[int] = set()
-    for part in text.split(","):
-        first, dots, last = part.partition("..")
-        try:
-            low, high = int(first), int(last if dots else first)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not numbers of GPUs such as 16, 1,2,4 or 1..1024 (the powers of two)"
-            ) from None
-        if not 1 <= low <= high <= MAX_GPUS:
-            raise argparse.ArgumentTypeError(f"{part!r}: from 1 to {MAX_GPUS:,}, the smaller number first")
-        powers = [1 << n for n in range(MAX_GPUS.bit_length()) if low <= 1 << n <= high]
-        if dots and not powers:
-            raise argparse.ArgumentTypeError(f"{part!r} has no power of two in it; name the numbers: {low},{high}")
-        numbers.update(powers if dots else [low])
-    return tuple(sorted(numbers))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_best, timed
 from layerwise.cache import answers
 from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import MODEL_HELP, Parser, check_files, console, count, global_batch, positive, run_main
@@ -35,7 +36,7 @@ from layerwise.run.trace import Trace
 from layerwise.search.baselines import grid_strategy, parse_grid
 from layerwise.search.find import candidate
 from layerwise.search.make_plan import make_plan
-from layerwise.search.rebuild import replan
+from layerwise.search.rebuild import rebuild, replan
 from layerwise.train import compare_times, data
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.loop import OPTIMIZERS, Settings
@@ -83,7 +84,9 @@ def parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("process grid, instead of a plan")
     g.add_argument("--grid", metavar="RxC", help="of an MLP: samples over R groups of ranks, outputs over C parts")
     g.add_argument("--global-batch", type=count, metavar="B", help="samples a batch (default: 32 a rank)")
-    g.add_argument("--profile", metavar="NAME", help=f"to predict with (default: {DEFAULT} with GPUs, else cpu)")
+    g.add_argument(
+        "--gpu", "--profile", dest="profile", metavar="NAME", help=f"to predict with (default: {DEFAULT}, or cpu)"
+    )
     g = p.add_argument_group("training")
     g.add_argument("--data", default="digits", metavar="NAME", help=f"{data.HELP} (default: digits)")
     length = g.add_mutually_exclusive_group()
@@ -97,6 +100,9 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--clip-norm", type=positive, metavar="NORM", help="largest norm of the gradient (default: any)")
     g.add_argument(
         "--accumulate", type=count, default=1, metavar="K", help="batches a step; gradients travel once (default: 1)"
+    )
+    g.add_argument(
+        "--race", type=count, default=1, metavar="K", help="try the K best plans of the plan's search, keep the fastest"
     )
     g.add_argument("--seed", type=int, default=0, help="of initial values, order of samples, dropout (default: 0)")
     g.add_argument(
@@ -194,9 +200,12 @@ def _hushed(run: Callable[[], int]) -> int:
 
 
 def _run(args: argparse.Namespace, plan: Plan) -> int:
-    with start(args.timeout) as comm, enough_memory(plan, comm.rank), contextlib.ExitStack() as alone:
+    with start(args.timeout) as comm, enough_memory(plan, comm.rank), contextlib.ExitStack() as places:
         comm.handshake(_flags(args))
-        agree(comm, lambda: (_take_places(args, comm.rank, alone), None))
+        agree(comm, lambda: (_take_places(args, comm.rank, places), None))
+        raced = ""
+        if args.race > 1 and comm.size > 1:
+            plan, raced = _raced(args, plan, comm)
         session = _session(args, plan, comm)
         resumed = session.resume() if args.resume else None
         steps = args.steps if args.steps is not None else (args.epochs or 1) * session.sampler.per_epoch
@@ -208,6 +217,8 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             out = console(stderr=args.json)
             started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
             out.print(text.parts([started]))
+            if raced:
+                out.print(raced, soft_wrap=True)
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"
                 out.print(none if resumed is None else f"going on from {resumed}", soft_wrap=True)
@@ -226,6 +237,26 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             _print(args, started, session, result, times)
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
+
+
+def _raced(args: argparse.Namespace, plan: Plan, comm: Comm) -> tuple[Plan, str]:
+    """--race: the fastest of the plan and those next to it in its search; what to say.
+
+    Each is a session of its own, which begins as the training will and leaves nothing behind.
+    """
+    left_out = {"checkpoint": None, "checkpoint_every": None, "trace": None, "compare_single": False}
+    alike = argparse.Namespace(**{**vars(args), **left_out})
+
+    def steps_s(other: Plan) -> list[float]:
+        return [step.seconds for step in _session(alike, other, comm).train(WARM_UP + STEPS)]
+
+    def others() -> list[Plan]:
+        model, space = rebuild(plan, args.model, args.profile)
+        return next_best(plan, model, space, args.race - 1)
+
+    plans = agreed_plans(comm, lambda: [plan, *others()])
+    winner, runs = timed(plans, comm, steps_s)
+    return kept(plans[winner], runs), line(winner, runs, "whole steps")
 
 
 def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
@@ -318,7 +349,10 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
         )
     if args.grid is not None and args.model is not None:
         raise LayerwiseError("with --grid the model comes first, in the place of the plan: leave out --model")
-    if args.grid is None and (args.global_batch is not None or (args.profile is not None and not args.replan)):
+    if args.grid is not None and args.race > 1:
+        raise LayerwiseError("--race tries plans of a search, and --grid is none: leave out one of them")
+    searches = args.replan or args.race > 1
+    if args.grid is None and (args.global_batch is not None or (args.profile is not None and not searches)):
         raise LayerwiseError("--global-batch and --profile go with --grid; a plan has been searched with its own")
     if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):
         raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
@@ -346,14 +380,14 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _take_places(args: argparse.Namespace, rank: int, alone: contextlib.ExitStack) -> bool:
-    """LayerwiseError where rank 0 could not write: before the training. `alone` holds the folder of checkpoints."""
+def _take_places(args: argparse.Namespace, rank: int, places: contextlib.ExitStack) -> bool:
+    """LayerwiseError where rank 0 could not write: before the training. `places` holds the folder of checkpoints."""
     if rank:
         return False
     check_files({"--trace": args.trace, "--html": args.html})
     if args.checkpoint is not None:
         try:
-            alone.enter_context(sole_writer(args.checkpoint))
+            places.enter_context(sole_writer(args.checkpoint))
         except (OSError, ValueError) as error:
             if isinstance(error, LayerwiseError):
                 raise

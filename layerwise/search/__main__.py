@@ -16,6 +16,8 @@ from layerwise.cli import (
     Parser,
     check_files,
     console,
+    constraint_arguments,
+    constraints,
     count,
     global_batch,
     machine_arguments,
@@ -25,10 +27,12 @@ from layerwise.cli import (
     progress_bar,
     run_main,
     search_space,
+    settle_machine,
     space_arguments,
     training_arguments,
 )
 from layerwise.config import SearchSpace
+from layerwise.constraints import check_names
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import read_json, write_text
@@ -42,7 +46,6 @@ from layerwise.program import Kind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Report
 from layerwise.search.baselines import baselines, named_strategy
-from layerwise.search.capacity import show_capacity
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
@@ -97,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     machine_arguments(p)
     training_arguments(p)
     _space_flags(p.add_argument_group("search space"))
+    constraint_arguments(p)
     _cost_flags(p.add_argument_group("cost model"))
     _output_flags(p.add_argument_group("output"))
     return p
@@ -186,12 +190,6 @@ def _output_flags(g: Flags) -> None:
         metavar="8GB..80GB",
         help="the fastest plan for each of some limits between these, instead of one",
     )
-    g.add_argument(
-        "--capacity",
-        action="store_true",
-        help="instead of a plan the least number of GPUs that hold it; of unet3d and cosmoflow also the largest cube "
-        "that --gpus hold",
-    )
     g.add_argument("--plot", metavar="FILE.svg", help="draw the plan; with --memory-curve that, also as .png or .pdf")
     g.add_argument("--out", metavar="PLAN.json", help="write the plan")
     g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step as a Chrome trace of every device")
@@ -212,11 +210,13 @@ def _output_flags(g: Flags) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, search, print."""
     args = parser().parse_args(argv)
+    settle_machine(args)
     args.model = model_with(args.model, args.loss)
     devices = load(args.profile).device_graph(args.gpus, args.gpus_per_node)
     devices.processor.peak(args.dtype)
     batch = global_batch(args.batch, args.global_batch, args.gpus)
-    space = replace(search_space(args, spread=devices.nodes > 1), replicas=args.replicas)
+    rules = constraints(args, devices.devices_per_node)
+    space = replace(search_space(args, spread=devices.nodes > 1), replicas=args.replicas, constraints=rules)
     limit = devices.usable_bytes if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
     offer = [choice for choice in args.offer if choice not in args.no_offer]
     if args.price is not None and args.export_costs:
@@ -227,8 +227,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     model = _model(args, devices, batch)
     seconds = {"import": time.perf_counter() - started}
-    if args.capacity:
-        return show_capacity(lambda name: _graph(name, batch, args), model.options, space, limit, offer, args)
     if args.price is not None:
         return _price(model, space, limit, args)
     if args.memory_curve is not None:
@@ -312,6 +310,7 @@ def _export(model: CostModel, configs: Configs, result: SearchResult, args: argp
 
 def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> int:
     """--price: one strategy beside the baselines."""
+    check_names(space.constraints, [layer.name for layer in model.graph.inner])
     strategy = None if Path(args.price).is_file() else named_strategy(model, args.price, space.replicas)
     name = args.price
     if strategy is None:

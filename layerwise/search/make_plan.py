@@ -64,6 +64,7 @@ def make_plan(
             "dims": list(space.dims),
             "powers_of_two": space.powers_of_two,
             **({"replicas": space.replicas} if space.replicas > 1 else {}),
+            **({"constraints": [c.text for c in space.constraints]} if space.constraints else {}),
             "input_shape": None if input_shape is None else list(input_shape),
             "layerwise": __version__,
             "torch": version("torch"),
@@ -95,6 +96,8 @@ def _proven(plan: Plan, result: SearchResult) -> Plan:
             "memory_bytes": free.price.memory_bytes,
         }
         proof["memory_prices"] = [asdict(price) for price in result.within.prices]
+    if (other := result.unconstrained) is not None:
+        proof["without_constraints"] = {"timeline_s": other.timeline.total_s, "step_time_s": other.price.step_time_s}
     if result.halos is not None:
         proof["halos"] = asdict(result.halos)
     return replace(

@@ -8,6 +8,7 @@ from typing import cast, get_args, get_type_hints
 
 from layerwise.cache import Answers
 from layerwise.config import SearchSpace
+from layerwise.constraints import parse_constraints
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
@@ -21,6 +22,7 @@ from layerwise.plan import Plan
 from layerwise.search.find import search
 from layerwise.search.halos import search_halos
 from layerwise.search.make_plan import make_plan
+from layerwise.tensor import LABELS
 
 CHOICES = {name: get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync", "kind")}
 
@@ -89,7 +91,9 @@ def _searched(
         options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
         dims = tuple(cast(list[str], p["dims"]))
         replicas = cast(int, p.get("replicas", 1))
-        space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas)
+        texts = cast(list[str], p.get("constraints", []))
+        rules = parse_constraints(texts, devices.devices_per_node, (*LABELS, "k"))
+        space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas, rules)
     except (KeyError, TypeError) as error:
         raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
     for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES, **CHOICES}.items():

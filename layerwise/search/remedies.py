@@ -11,7 +11,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
-from layerwise.search.limit.variants import OFFERS
+from layerwise.search.limit.limited import Least
+from layerwise.search.limit.variants import OFFERS, Strategy
 from layerwise.search.limit.within import LimitedSearch
 
 
@@ -41,7 +42,7 @@ def remedies(
     tried: list[Remedy] = []
     for what, other, searched, choices in _others(model, space, offered, more_devices, with_k):
         try:
-            least = least_bytes(other, searched, choices)
+            least = least_plan(other, searched, choices).bytes
         except LayerwiseError:  # such as fewer samples than a layer can have
             continue
         tried.append(Remedy(what, least, least <= limit_bytes))
@@ -67,8 +68,8 @@ def _others(
         yield f"a global batch of {batch}", smaller, space, offered
 
 
-def least_bytes(model: CostModel, space: SearchSpace, offer: tuple[str, ...]) -> float:
-    """Returns the least memory of a device that a plan was found to need."""
+def least_plan(model: CostModel, space: SearchSpace, offer: tuple[str, ...]) -> Least[Strategy]:
+    """Returns the plan that was found to need the least memory."""
     named = baselines(model, space)
     search = LimitedSearch(model, configurations(model, space, named, {}), offer=offer)
-    return search.least(list(named.values())).bytes
+    return search.least(list(named.values()))

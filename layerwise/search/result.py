@@ -93,6 +93,7 @@ class SearchResult:
     least: Least[Strategy] | None  # what needs the least memory, where nothing was found to fit
     overlap_bound_s: float | None  # no strategy that `best` was chosen from has a faster step with overlap
     halos: Halos | None = None  # where there was a choice
+    unconstrained: Candidate | None = None  # the best without the space's constraints, where it has some
 
     @property
     def fastest(self) -> Candidate:

@@ -66,7 +66,9 @@ def test_empty_names(refuse: Run) -> None:
 
 
 def test_unknown_command(refuse: Run) -> None:
-    assert "unknown command 'serach'; there are search, explain, diff" in refuse("serach")
+    assert "unknown command 'serach' (did you mean 'search'?); there are search, fits, explain, diff" in refuse(
+        "serach"
+    )
 
 
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2", ".pt"])

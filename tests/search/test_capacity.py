@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import layerwise
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
 from layerwise.config import SearchSpace
@@ -25,7 +28,7 @@ from layerwise.search.limit.variants import OFFERS
 from layerwise.search.remedies import remedies
 from layerwise.search.report.tables import curve_table, curve_values, draw_curve
 
-SEARCH = "search unet3d:32 --profile cpu --global-batch 1 --inference --io boxes --dims d,c"
+ASKED = "unet3d:32 --gpu cpu --global-batch 1 --inference --io boxes --dims d,c --memory-limit 60MB --json"
 
 
 @given(st.integers(1, 40), st.floats(1, 100), st.floats(1, 3000))
@@ -52,22 +55,25 @@ def test_the_largest_cube(largest: int, start: int, least: int) -> None:
     assert limits.beyond == (None if beyond is None else Tried(beyond, beyond))
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert run_main(dispatch, [*SEARCH.split(), *arguments, "--json"]) == 0
+def answer(capsys: pytest.CaptureFixture[str], command: str) -> Any:
+    assert run_main(dispatch, command.split()) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_as_a_user_asks(capsys: pytest.CaptureFixture[str]) -> None:
-    """A search finds a plan for what fits."""
-    capacity = answer(capsys, "--gpus", "3", "--memory-limit", "60MB", "--capacity")
-    devices, side = capacity["devices"]["fits"]["number"], capacity["side"]["fits"]["number"]
-    assert capacity["devices"]["beyond"]["number"] == devices - 1 > 0
-    assert capacity["side"]["beyond"]["number"] == side + STEP
-    plan = answer(capsys, "--gpus", str(devices), "--memory-limit", "60MB", "--effort", "quick", "--no-cache")
+    """A search finds a plan for what fits, with the memory that was said."""
+    said = answer(capsys, f"fits {ASKED} --gpus 1,3")
+    devices, side, samples = (said[name]["fits"]["number"] for name in ("devices", "side", "samples"))
+    assert said["devices"]["beyond"]["number"] == devices - 1 > 0
+    assert said["side"]["beyond"]["number"] == side + STEP
+    assert said["samples"]["beyond"]["number"] == samples + 1
+    assert said["gpus"]["1"]["least"] > 60e6 >= said["gpus"]["3"]["least"]
+    assert (said["gpus"]["1"]["fits"], said["gpus"]["3"]["fits"]) == ("no", "a plan")
+    plan = answer(capsys, f"search {ASKED} --gpus {devices} --effort quick --no-cache")
     assert plan["memory_bytes"] <= 60e6
-    assert capacity["devices"]["beyond"]["bytes"] > 60e6
-    assert run_main(dispatch, [*SEARCH.split(), "--gpus", "3", "--capacity", "--layers"]) == 2
-    assert "leave out --layers" in " ".join(capsys.readouterr().err.split())
+    assert said["devices"]["beyond"]["bytes"] > 60e6
+    alone = answer(capsys, f"search {ASKED} --gpus 1 --effort quick --no-cache".replace("60MB", "1GB"))
+    assert alone["memory_bytes"] == sum(said["kinds"].values()) == said["gpus"]["1"]["data parallelism"]
 
 
 def test_fewer_devices_may_hold_what_more_do_not() -> None:
@@ -80,10 +86,31 @@ def test_no_code_is_imported_that_nobody_named(
 ) -> None:
     (tmp_path / "lenet5.py").write_text("open('it was run', 'w')")
     monkeypatch.chdir(tmp_path)
-    asked = ["search", "lenet5", "--gpus", "2", "--profile", "cpu", "--gpus-per-node", "2", "--capacity", "--json"]
-    assert run_main(dispatch, asked) == 0
-    assert "side" not in json.loads(capsys.readouterr().out)
+    assert answer(capsys, "fits lenet5 --gpus 2 --gpu cpu --json")["side"] is None
     assert not (tmp_path / "it was run").exists()
+
+
+def test_memory_of_a_module_is_what_a_search_says() -> None:
+    """By kind, and at which layer; largest batches are next to what does not fit."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    said = layerwise.memory(net, torch.randn(16, 64), gpu="t4", gpus=4, optimizer="adam", memory_limit="1MB")
+    parameters = 4 * sum(p.numel() for p in net.parameters())
+    assert said.kinds["parameters"] == parameters
+    assert said.kinds["states"] == 2 * parameters
+    assert {gpus: row.fits(1e6) for gpus, row in said.gpus.items()} == dict.fromkeys((1, 2, 4), "data parallelism")
+    assert said.gpus[4].forms["both"] <= said.gpus[4].forms["sharded"] < said.gpus[4].forms["data parallelism"]
+    assert said.samples is not None
+    assert said.samples.fits is not None
+    assert said.samples.beyond is not None
+    assert said.samples.fits.bytes <= 1e6 < said.samples.beyond.bytes
+    assert said.at == "the optimizer's update"
+    assert "4 devices at least" in str(said)
+    answers = layerwise.memory(net, torch.randn(16, 64), inference=True)
+    assert answers.bytes < said.bytes
+    assert answers.at == "forward of 0"
+    with pytest.raises(layerwise.LayerwiseError, match="did you mean a100-40"):
+        layerwise.memory(net, torch.randn(16, 64), gpu="a100")
 
 
 SPACE = SearchSpace(2)

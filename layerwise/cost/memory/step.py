@@ -7,7 +7,7 @@ library takes for itself (a convolution's workspace) is not counted, nor what an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.moved import Moved
 from layerwise.program import Program, fold, program
-from layerwise.program.instructions import Begin, Compute, End, Forget, Free, Keep, Move, Output
+from layerwise.program.instructions import Begin, Compute, End, Forget, Free, Instruction, Keep, Move, Output
 
 
 def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
@@ -46,7 +46,32 @@ def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[Kind, float]:
     return {kind: float(size[device]) for kind, size in tracker.peak_by_kind.items()}
 
 
-def _tracked(model: CostModel, strategy: Strategy, *, by_kind: bool = False) -> AllocationTracker:
+def fullest_at(model: CostModel, strategy: Strategy) -> str:
+    """The instruction during which the fullest device is fullest, such as `backward of decoder.0`."""
+    watch = _Watch()
+    _tracked(model, strategy, watch=watch)
+    return watch.at
+
+
+class _Watch:
+    """Looks at the peak after each instruction."""
+
+    def __init__(self) -> None:
+        self.tracker, self.most, self.at = AllocationTracker(1), 0.0, ""
+
+    def __getattr__(self, instruction: str) -> Callable[[Instruction], None]:
+        return self._look
+
+    def _look(self, instruction: Instruction) -> None:
+        if (most := float(self.tracker.peak.max())) > self.most:
+            what = getattr(instruction, "part", type(instruction).__name__.lower())
+            layer = getattr(instruction, "layer", "")
+            self.most, self.at = most, f"{what} of {layer}" if layer else f"the optimizer's {what}"
+
+
+def _tracked(
+    model: CostModel, strategy: Strategy, *, by_kind: bool = False, watch: _Watch | None = None
+) -> AllocationTracker:
     """The tracker, after all of a step."""
     tracker = AllocationTracker(model.devices.count, by_kind=by_kind)
     facts, sums = step_facts(model, strategy)
@@ -54,7 +79,11 @@ def _tracked(model: CostModel, strategy: Strategy, *, by_kind: bool = False) -> 
     parameters = ParameterStorages(model, tracker, model.options.kind == "training")
     storages = _Storages(model, strategy, tracker, step, parameters)
     parameters.bucket(step, facts, sums)
-    fold(step, storages, parameters)
+    if watch is None:
+        fold(step, storages, parameters)
+    else:
+        watch.tracker = tracker
+        fold(step, storages, parameters, watch)
     return tracker
 
 

@@ -1,0 +1,198 @@
+"""The race: the best plans take some steps on the real ranks, and the fastest is kept. Measured beats modelled.
+
+A plan runs on copies of the model's tensors, with gradients but no optimizer; the model and all random numbers are as
+before.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from layerwise.api.planner import Choice
+from layerwise.cache import answers
+from layerwise.comm.base import Comm
+from layerwise.comm.together import alone
+from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel
+from layerwise.errors import LayerwiseError
+from layerwise.importers.load import Network, planned_shape
+from layerwise.importers.torch.read.arguments import Call
+from layerwise.plan import Plan, parse_plan
+from layerwise.quantities import units
+from layerwise.run.load import build_module
+from layerwise.run.options import RuntimeOptions
+from layerwise.run.parallel import ParallelModule
+from layerwise.search.find import search
+from layerwise.search.make_plan import make_plan
+from layerwise.search.result import Candidate, SearchResult, timeline_s
+
+WARM_UP, STEPS = 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class RaceRun:
+    """A plan's step: predicted, and measured on the slowest rank."""
+
+    chosen: str
+    predicted_s: float
+    measured_s: float
+
+
+def contenders(choice: Choice, count: int) -> list[Choice]:
+    """The plan that was chosen, and the next best of its search."""
+    result = choice.searched
+    if result is None:
+        raise LayerwiseError("race= compares the plans of a search: leave out strategy= and plan=")
+    name, profile, order = choice.plan.model, str(choice.plan.provenance["profile"]), choice.plan.device_order
+    choices = [choice]
+    for other in runners_up(result, count - 1):
+        plan = make_plan(name, profile, choice.model, choice.space, replace(result, best=other), fused=True)
+        choices.append(replace(choice, plan=replace(plan, device_order=order), best=other))
+    return choices
+
+
+def next_best(plan: Plan, model: CostModel, space: SearchSpace, count: int) -> list[Plan]:
+    """The plans next to one in its search, which is repeated, or cached."""
+    p = plan.provenance
+    limit, offer = cast(float, p.get("memory_limit_bytes")), cast(list[str], p.get("offer") or [])
+    result = search(model, space, memory_limit_bytes=limit, offer=offer, answers=answers())
+    shape, profile = planned_shape(p.get("input_shape")), str(p["profile"])
+    plans = [
+        make_plan(plan.model, profile, model, space, replace(result, best=c), fused=plan.fused, input_shape=shape)
+        for c in [result.best, *runners_up(result, count)]
+    ]
+    others = [replace(other, halos_sent=plan.halos_sent) for other in plans if other.strategy != plan.strategy]
+    return others[:count]
+
+
+def runners_up(result: SearchResult, count: int) -> list[Candidate]:
+    """The plans of a search next to its best that fit into memory, the fastest by simulated time first."""
+    fitting = [c for c in result.simulated if c.fits and c.key != result.best.key]
+    return sorted(fitting, key=timeline_s)[:count]
+
+
+def agreed_plans(comm: Comm, make: Callable[[], list[Plan]]) -> list[Plan]:
+    """The plans that rank 0 makes, on every rank."""
+    texts = comm.broadcast_text(json.dumps([plan.dumps() for plan in alone(comm, make) or ()]))
+    return [parse_plan(text, "rank 0's plan") for text in json.loads(texts)]
+
+
+def timed(plans: Sequence[Plan], comm: Comm, steps_s: Callable[[Plan], list[float]]) -> tuple[int, list[RaceRun]]:
+    """The fastest of the plans, and every one's step: the same on all ranks, which call it alike.
+
+    steps_s: seconds of this rank's steps of a plan.
+    """
+    runs = []
+    for plan in plans:
+        slowest = [max(step) for step in zip(*comm.all_gather_object(steps_s(plan)), strict=True)]
+        measured_s = statistics.median(slowest[WARM_UP:])
+        runs.append(RaceRun(str(plan.provenance["chosen"]), plan.predicted["timeline_s"], measured_s))
+    return min(range(len(runs)), key=lambda i: runs[i].measured_s), runs
+
+
+def race(
+    plans: Sequence[Plan],
+    network: Network,
+    comm: Comm,
+    options: RuntimeOptions,
+    call: Call,
+    *,
+    training: bool,
+    autocast: torch.dtype | None = None,
+) -> tuple[int, list[RaceRun]]:
+    """`timed`, by forward and backward passes on copies of the network's tensors.
+
+    call: what one rank calls the model with; its samples are taken as often as a plan needs. autocast: of the
+    torch.autocast around it.
+    """
+    copied = replace(network, itself=False, built={}, stored={n: _copied(read) for n, read in network.stored.items()})
+
+    def steps_s(plan: Plan) -> list[float]:
+        module = build_module(plan, copied, comm, replace(options, compare_ranks=False))
+        return _steps_s(module.train(training), call, training, autocast)
+
+    with _random_state_kept(options.device):
+        return timed(plans, comm, steps_s)
+
+
+def kept(plan: Plan, runs: Sequence[RaceRun]) -> Plan:
+    """The plan, with the race in its provenance."""
+    return replace(plan, provenance={**plan.provenance, "race": [asdict(run) for run in runs]})
+
+
+def line(winner: int, runs: Sequence[RaceRun], what: str = "forward and backward, without the optimizer") -> str:
+    """What a user is told of a race. what: was measured."""
+    said = (
+        f"{run.chosen} {units(run.measured_s, 's')} a step measured, {units(run.predicted_s, 's')} predicted"
+        for run in runs
+    )
+    why = "the predicted best" if winner == 0 else f"number {winner + 1} by prediction"
+    return f"race ({what}): {'; '.join(said)}: kept {why}"
+
+
+def _copied(read: Callable[[], object]) -> Callable[[], object]:
+    def copy() -> object:
+        value = read()
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    return copy
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    used = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(used, device_type=device.type):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _steps_s(module: ParallelModule, call: Call, training: bool, autocast: torch.dtype | None) -> list[float]:
+    """Seconds of this rank's steps."""
+    share = module.share()
+    positional, named = _resized(call, share.stop - share.start if module.io == "sample" else module.plan.batch, module)
+    seconds = list[float]()
+    mixed = nullcontext() if autocast is None else torch.autocast(module.device.type, autocast)
+    for _ in range(WARM_UP + STEPS):
+        module.comm.barrier()
+        began = time.perf_counter()
+        with mixed, nullcontext() if training else torch.inference_mode():
+            outputs = module(*positional, **named)
+        if training:
+            made = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+            sum(x.float().mean() for x in made).backward()  # type: ignore[union-attr]
+            module.zero_grad()
+        if module.device.type == "cuda":
+            torch.cuda.synchronize(module.device)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _resized(call: Call, samples: int, module: ParallelModule) -> Call:
+    """The call with so many samples, on the module's device."""
+    tensors = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
+    count = tensors[0].shape[0]
+
+    def resized(x: Tensor) -> Tensor:
+        x = torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x.detach()
+        if x.dim() and x.shape[0] == count:
+            x = x[torch.arange(samples, device=x.device) % count]
+        return x.to(module.device)
+
+    resized_call: Call = pytree.tree_map_only(Tensor, resized, call)
+    return resized_call

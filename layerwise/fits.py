@@ -1,0 +1,199 @@
+"""layerwise fits MODEL --gpu a100-80: will it fit, on how many, how large a batch; `layerwise.memory` for a module."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from layerwise.cli import (
+    Parser,
+    check_files,
+    count,
+    counts,
+    dtype_argument,
+    optimizer_argument,
+    output_arguments,
+    present,
+    profile_arguments,
+    run_main,
+    search_space,
+    settle_machine,
+    shape,
+    space_arguments,
+)
+from layerwise.cost.model import CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.load import HELP, load_model, network_of
+from layerwise.importers.with_loss import LOSSES, model_with
+from layerwise.machine import DEFAULT, load, precision
+from layerwise.quantities import parse_bytes
+from layerwise.search.fits import FitQuestion, Fits, fits
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CUBES = ("cosmoflow", "unet3d")
+SMALLEST = (8, 64)  # sides of built-in networks: the first that a network takes is its smallest
+Sized = tuple[Callable[[int], LayerGraph], int, int]
+
+EPILOG = """examples:
+  layerwise fits resnet50 --gpu t4 --optimizer adam
+      one T4, and up to as many as a node has
+  layerwise fits unet3d:256 --gpu a100-80 --gpus 1..64 --global-batch 2
+      how many GPUs two volumes need, and how large they may be
+  layerwise fits mypackage.nets:build --input-shape 3x512x512 --inference
+      a model of your own, for answers alone"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command's flags."""
+    p = Parser(
+        prog="layerwise fits",
+        description="Says whether a model fits: the memory of a step on one device and several, the\n"
+        "largest batch, and what recomputing or sharding would save. No GPU is needed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("model", metavar="MODEL", help=HELP)
+    p.add_argument("--loss", choices=list(LOSSES), help="behind a built-in network, as in layerwise search")
+    g = p.add_argument_group("machine")
+    g.add_argument("--gpus", type=counts, metavar="N", help="4; 1,2,4; or 1..64 (default: 1 to a node's)")
+    profile_arguments(g)
+    g.add_argument(
+        "--memory-limit", metavar="14GB", help="of a device (default: what it has, less what libraries take)"
+    )
+    g = p.add_argument_group("step")
+    g.add_argument("--global-batch", type=count, default=32, metavar="B", help="samples over all GPUs (default: 32)")
+    g.add_argument("--input-shape", type=shape, metavar="3x224x224", help="one sample, as in layerwise search")
+    optimizer_argument(g)
+    dtype_argument(g)
+    g.add_argument("--inference", action="store_true", help="the forward pass alone, nothing saved")
+    g.add_argument("--io", choices=["sample", "free", "boxes"], default="sample", help="what each device is fed")
+    space_arguments(p.add_argument_group("plans"))
+    output_arguments(p.add_argument_group("output"))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Asks, and prints the answer."""
+    args = parser().parse_args(argv)
+    check_files({"--html": args.html})
+    settle_machine(args)
+    profile = load(args.profile)
+    profile.processor.peak(args.dtype)
+    node = args.gpus_per_node or profile.gpus_per_node
+    gpus = args.gpus or tuple(n for n in (1, 2, 4, 8, 16) if n <= node)
+    name, batch = model_with(args.model, args.loss), args.global_batch
+    args.gpus = max(gpus)  # for the space
+    present(
+        fits(
+            FitQuestion(
+                name,
+                fuse(load_model(name, batch, args.input_shape)),
+                profile,
+                gpus,
+                CostOptions(
+                    io=args.io,
+                    optimizer=args.optimizer,
+                    dtype=args.dtype,
+                    kind="inference" if args.inference else "training",
+                ),
+                _limit(args.profile, args.memory_limit),
+                _sized(name, batch, args.input_shape),
+                search_space(args, spread=False),
+            )
+        ).report(),
+        args,
+    )
+    return 0
+
+
+def memory(
+    model: nn.Module,
+    inputs: object,
+    *,
+    gpu: str | os.PathLike[str] = DEFAULT,
+    gpus: int = 1,
+    optimizer: Literal["sgd", "momentum", "adam"] = "sgd",
+    dtype: str = "float32",
+    inference: bool = False,
+    memory_limit: float | str | None = None,
+) -> Fits:
+    """Returns the memory that a step of a model takes on one device, and on several; no GPU is needed.
+
+    Args:
+        model: An nn.Module; it may be on the meta device.
+        inputs: What a step calls it with: a tensor, a tuple, or a dict of arguments by name. The first dimension is the
+            samples of all devices together.
+        gpu: A device of `layerwise machines`, a built-in profile, or a profile's file.
+        gpus: Devices; all powers of two up to it are looked at, too.
+        optimizer: For the memory of its state.
+        dtype: "float32", or "bf16" and "float16" for mixed precision.
+        inference: Of the forward pass alone, with nothing saved.
+        memory_limit: Bytes of a device, or a text such as "14GB". None: what it has, less what libraries take.
+
+    Returns:
+        The answer; printed, it is one screen.
+
+    Raises:
+        LayerwiseError: The model cannot be traced, or there is no such device.
+
+    Examples:
+        >>> from torch import nn, randn
+        >>> answer = memory(nn.Linear(1024, 1024), randn(8, 1024), gpu="t4", optimizer="adam")
+        >>> answer.kinds["states"], answer.devices.fits.number
+        (8396800.0, 1)
+    """
+    from layerwise.importers.torch.read.arguments import call_of
+
+    positional, named = call_of(model, inputs)
+    network = network_of(model, positional, None, type(model).__name__, named)
+    profile = load(gpu)
+    profile.processor.peak(dtype)
+    options = CostOptions(optimizer=optimizer, dtype=precision(dtype), kind="inference" if inference else "training")
+    powers = {2**i for i in range(gpus.bit_length())} | {gpus}
+    limit = _limit(gpu, memory_limit)
+    return fits(FitQuestion(network.graph.name, fuse(network.graph), profile, tuple(sorted(powers)), options, limit))
+
+
+def _limit(profile: str | os.PathLike[str], memory_limit: float | str | None) -> float:
+    if memory_limit is not None:
+        return parse_bytes(memory_limit, "--memory-limit")
+    return load(profile).device_graph(1, 1).usable_bytes
+
+
+def _sized(name: str, batch: int, input_shape: tuple[int, ...] | None) -> Sized | None:
+    """The model with another side of its inputs, its side, and the least; None where it has but one size.
+
+    Built-in networks of cubes have any; a callable's is that of --input-shape, where its spatial sizes are equal.
+    """
+    network, plus, loss = name.partition("+")
+    family, colon, side = network.partition(":")
+    if input_shape is not None and len(set(input_shape[1:])) == 1:
+        channels, *sides = input_shape
+
+        def resized(n: int) -> LayerGraph:
+            return fuse(load_model(name, batch, (channels, *[n] * len(sides))))
+
+        return resized, sides[0], 8
+    if family not in CUBES or (colon and not side.isdigit()):  # any other name with a colon is code to import
+        return None
+
+    def sided(n: int) -> LayerGraph:
+        return fuse(load_model(f"{family}:{n}{plus}{loss}", batch))
+
+    for least in SMALLEST:
+        with suppress(LayerwiseError):
+            sided(least)
+            return sided, load_model(name, batch).layers[0].out.shape[-1], least
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,145 @@
+"""Machines composed of a device and links: `a100-80,node=4,link=200Gb/s`, from `profiles/devices.toml`.
+
+There is a row a device instead of a profile a machine, as people have the same devices in many networks. What no data
+sheet states, latencies and the achieved share of the peak, is taken from a built-in profile, and said to be assumed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from layerwise.errors import LayerwiseError, nearest
+from layerwise.quantities import parse_rate, parse_time
+
+BUILT_IN = "layerwise.profiles"
+PCIE = {"pcie3": 15.75e9, "pcie4": 31.5e9, "pcie5": 63e9}  # x16, bytes per second each way: GT/s x 16 x 128/130 / 8
+OPTIONS = ("node", "intra", "link")
+Document = dict[str, Any]
+
+
+@cache
+def devices() -> Mapping[str, Mapping[str, Any]]:
+    """The rows of `devices.toml`, by name."""
+    return tomllib.loads((resources.files(BUILT_IN) / "devices.toml").read_text(encoding="utf-8"))
+
+
+def reported(device: str) -> str | None:
+    """The name in `devices` of a device that CUDA or ROCm calls so; None where there is none."""
+    matching = [name for name, row in devices().items() if re.search(rf"{row['reports']}(?!\w)", device.lower())]
+    return max(matching, key=lambda name: len(devices()[name]["reports"]), default=None)
+
+
+def is_composed(spec: str, built_in: list[str]) -> bool:
+    """True if it names a device, or changes the links of a built-in profile."""
+    name, comma, _ = spec.partition(",")
+    return name in devices() or (bool(comma) and name in built_in)
+
+
+def composed(spec: str) -> str:
+    """The JSON of the profile that `DEVICE[,node=G][,intra=300GB/s][,link=4x200Gb/s:5us]` describes.
+
+    intra: a rate one way, or pcie3 to pcie5. link: of one port between nodes, of which a node has one, or as many as
+    stand before the x; its latency may follow. Without it, the machine of a device is a single node. LayerwiseError
+    where an option is not sound.
+    """
+    name, *stated = spec.split(",")
+    options = dict(option.partition("=")[::2] for option in stated)
+    for option in options:
+        if option not in OPTIONS:
+            raise LayerwiseError(
+                f"machine {spec!r}: unknown option {option!r}{nearest(option, OPTIONS)}: there are {', '.join(OPTIONS)}"
+            )
+    row = devices().get(name, {})
+    document = _built_in(row.get("profile", name)) if "profile" in row or not row else _of_device(row)
+    document |= {"name": spec, "description": f"{spec}: {document['device']['name']}"}
+    if "profile" in row:
+        document["levels"] = document["levels"][:1]
+    node = document["levels"][0]
+    if "node" in options:
+        node["devices"] = _number(_count(options["node"], spec), "as asked for")
+    if "intra" in options:
+        node |= _inside(options["intra"])
+    if "link" in options:
+        document["levels"] = [node, _between(options["link"], int(node["devices"]["value"]), spec)]
+    return json.dumps(document)
+
+
+def _of_device(row: Mapping[str, Any]) -> Document:
+    """The document of one node of a device's row, each number with its source."""
+    document = _built_in(row["like"])
+    like = document["device"]
+    device: Document = {"name": row["name"]}
+    for key in ("memory_bytes", "memory_bandwidth_bytes_per_s", "processors"):
+        device[key] = _sourced(row[key], row["source"])
+    device["peak_flops"] = {dtype: _sourced(peak, row["source"]) for dtype, peak in row["peak_flops"].items()}
+    device["kernel_floor_s"] = like["kernel_floor_s"]
+    device["tiles"] = [
+        tile | {"efficiency": _number(tile["efficiency"]["value"], f"assumption: as of the {like['name']}")}
+        for tile in like["tiles"]
+    ]
+    intra = _inside(row["intra"]) if isinstance(row["intra"], str) else _level("h100", row["intra"])
+    if row["name"].startswith("MI"):
+        intra["latency_s"]["source"] = f"assumption: as over NVLink: {intra['latency_s']['source']}"
+    node = {"name": "node", "devices": _number(row["node"], "assumption: as many as such nodes often have")} | intra
+    node["devices_per_port"] = _number(1, "each device has links of its own")
+    return {"format": document["format"], "version": document["version"], "device": device, "levels": [node]}
+
+
+def _inside(rate: str) -> Document:
+    """The latency and the bandwidth of a link in a node."""
+    if rate in PCIE:
+        source = f"PCI Express {rate[-1]}.0 x16; assumption: 16 lanes for every card, and no detour over host memory"
+        return _level("pcie", _number(PCIE[rate], source))
+    return _level("h100", _number(parse_rate(rate, "--intra"), "as asked for"))
+
+
+def _level(like: str, bandwidth: Document) -> Document:
+    latency = _built_in(like)["levels"][0]["latency_s"]
+    return {"latency_s": latency, "bandwidth_bytes_per_s": bandwidth}
+
+
+def _between(link: str, node: int, spec: str) -> Document:
+    """The level between nodes."""
+    match = re.fullmatch(r"(?:([0-9]+)x)?([^:]+)(?::(.+))?", link)
+    if match is None:
+        raise LayerwiseError(
+            f"--link is {link!r}: give a rate such as 200Gb/s, 4x200Gb/s (ports a node) or 25Gb/s:50us"
+        )
+    ports = _count(match[1] or "1", spec)
+    if node % ports:
+        raise LayerwiseError(f"--link {link}: {ports} ports do not serve {node} devices of a node equally")
+    latency = _built_in("h100")["levels"][1]["latency_s"]
+    if match[3]:
+        latency = _number(parse_time(match[3], "the latency of --link"), "as asked for")
+    source = "as asked for" if match[1] else "assumption: one port a node"
+    return {
+        "name": "cluster",
+        "latency_s": latency,
+        "bandwidth_bytes_per_s": _number(parse_rate(match[2], "--link"), "as asked for"),
+        "devices_per_port": _number("node" if ports == 1 else node // ports, source),
+    }
+
+
+def _count(text: str, spec: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 2**16:
+        raise LayerwiseError(f"machine {spec!r}: {text!r} is not a whole number from 1 to {2**16:,}")
+    return int(text)
+
+
+def _built_in(name: str) -> Document:
+    document: Document = json.loads((resources.files(BUILT_IN) / f"{name}.json").read_text(encoding="utf-8"))
+    return document
+
+
+def _sourced(value: Any, source: str) -> Document:
+    return value if isinstance(value, dict) else _number(value, source)
+
+
+def _number(value: float | str, source: str) -> Document:
+    return {"value": value, "source": source}

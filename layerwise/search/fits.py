@@ -1,0 +1,273 @@
+"""Whether a model fits: the memory of one device by kind, of plans on several, and the largest batch and cube."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+
+from layerwise.cli import console
+from layerwise.config import ORDER, Config, SearchSpace, States, is_legal
+from layerwise.cost.memory.allocations import Kind
+from layerwise.cost.memory.step import fullest_at, peak_by_kind, peak_bytes
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import complete
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import DeviceGraph, Profile
+from layerwise.partition.sharding import held_configurations, why_not_held
+from layerwise.quantities import units
+from layerwise.report.content import Column, Lines, Part, Report, Table, Value, described, filled
+from layerwise.report.html import fragment
+from layerwise.report.text import text
+from layerwise.search.baselines import baseline
+from layerwise.search.capacity import Limits, Tried, largest_side, least_devices
+from layerwise.search.limit.variants import OFFERS, Forms, Strategy
+from layerwise.search.remedies import least_plan
+
+LARGEST_SIDE, LARGEST_BATCH = 4096, 2**20
+FINE = 32  # a batch is found to within this share of it
+# What data parallelism may save memory by: whether it recomputes, and what it does with states.
+FORMS: Mapping[str, tuple[bool, States]] = {
+    "data parallelism": (False, "replicated"),
+    "recomputed": (True, "replicated"),
+    "sharded": (False, "gathered"),
+    "both": (True, "gathered"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FitQuestion:
+    """What is asked: a model at a batch, and devices.
+
+    Attributes:
+        name: The model's.
+        graph: Its fused layers at the batch.
+        profile: The machine; how its devices are linked does not matter.
+        gpus: Numbers of devices.
+        options: What the cost model assumes; `io` "sample" is "free" where there are fewer samples than devices.
+        limit_bytes: That a plan may take of a device.
+        sized: The model with another side of its inputs, its side, and the least; None: it has one size.
+        space: What may be split.
+    """
+
+    name: str
+    graph: LayerGraph
+    profile: Profile
+    gpus: tuple[int, ...]
+    options: CostOptions
+    limit_bytes: float
+    sized: tuple[Callable[[int], LayerGraph], int, int] | None = None
+    space: SearchSpace = field(default_factory=lambda: SearchSpace(1))
+
+    def devices(self, gpus: int) -> DeviceGraph:
+        """So many devices, in one node."""
+        return replace(self.profile, levels=self.profile.levels[:1]).device_graph(gpus, gpus)
+
+    def model(self, graph: LayerGraph, gpus: int) -> CostModel:
+        """The model on so many devices."""
+        options = self.options
+        if options.io == "sample" and graph.batch < gpus:
+            options = replace(options, io="free")
+        return CostModel(graph, self.devices(gpus), options)
+
+    def data(self, model: CostModel, form: tuple[bool, States]) -> Strategy:
+        """Data parallelism, all layers in a form."""
+        return _formed(model, complete(model, baseline(model, "data")), form)
+
+    def spatial(self, model: CostModel) -> Strategy:
+        """Samples split, then as much of space as there are devices for, saving all that can be saved."""
+        space, of_kind = replace(self.space, devices=model.devices.count), dict[int, Config]()
+        for layer in model.graph.inner:
+            kind = model.kind(layer)
+            if kind not in of_kind:
+                configs = [c for c in held_configurations(layer, space) if c["c"] * c["k"] == 1]
+                of_kind[kind] = max(configs, key=lambda c: (c.total, *(c[label] for label in ORDER)))
+        split = {layer.name: of_kind[model.kind(layer)] for layer in model.graph.inner}
+        return _formed(model, complete(model, split), FORMS["both"])
+
+    def need(self, graph: LayerGraph, gpus: int, plan: Strategy | None = None) -> float:
+        """The least of some plans that save all they can, and of one that was found for another size."""
+        model = self.model(graph, gpus)
+        plans = [self.data(model, FORMS["both"]), self.spatial(model)]
+        if plan is not None and all(
+            is_legal(plan[layer.name], layer.space.dims) and why_not_held(layer, plan[layer.name]) is None
+            for layer in graph.inner
+        ):
+            plans.append(complete(model, {layer.name: plan[layer.name] for layer in graph.inner}))
+        return min(_peak(model, strategy) for strategy in plans)
+
+    def row(self, gpus: int) -> DeviceNeed:
+        """What so many devices need. A plan is searched for only where none of the usual ones fits."""
+        model = self.model(self.graph, gpus)
+        forms = {name: _peak(model, self.data(model, form)) for name, form in FORMS.items()}
+        least, plan = min(*forms.values(), _peak(model, self.spatial(model))), None
+        if least > self.limit_bytes:
+            found = least_plan(model, replace(self.space, devices=gpus), OFFERS)
+            if found.bytes < least:
+                least, plan = found.bytes, found.best
+        return DeviceNeed(forms, least, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNeed:
+    """What so many devices need: bytes of the one that has most."""
+
+    forms: Mapping[str, float]  # of data parallelism, by the names of `FORMS`
+    least: float  # of these, of space split, or where none of them fits, that was found of any plan
+    plan: Strategy | None = field(repr=False)  # the plan that was searched for, where it needs least
+
+    def fits(self, limit_bytes: float) -> str:
+        """The name of what fits; data parallelism first."""
+        fitting = (name for name, size in self.forms.items() if size <= limit_bytes)
+        return next(fitting, "a plan" if self.least <= limit_bytes else "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """The answer. Bytes are of the device that has most."""
+
+    model: str
+    device: str
+    batch: int  # samples of all devices together
+    limit_bytes: float
+    kinds: Mapping[Kind, float]  # of one device, at its fullest instant
+    at: str  # that instant
+    gpus: Mapping[int, DeviceNeed]  # by how many devices
+    devices: Limits  # the least number that holds it
+    most: int  # devices, of which all below is
+    samples: Limits | None  # a largest batch, by the plans of `gpus`; None: the batch cannot be another
+    side: Limits | None  # likewise a largest side of a cube
+
+    @property
+    def bytes(self) -> float:
+        """One device's peak."""
+        return sum(self.kinds.values())
+
+    def report(self) -> Report:
+        """One screen."""
+        have = units(self.limit_bytes, "B")
+        kinds = Table([Column(kind, "B", [size]) for kind, size in (*self.kinds.items(), ("all", self.bytes)) if size])
+        columns = [Column("GPUs", "#"), *(Column(name, "B") for name in FORMS), Column("least", "B"), Column("fits")]
+        rows: list[tuple[Value, ...]] = [
+            (n, *row.forms.values(), row.least, row.fits(self.limit_bytes)) for n, row in self.gpus.items()
+        ]
+        lines = [_devices(self), *_largest(self)]
+        if len(self.gpus) > 1 or self.most > 1:
+            lines.append("Sharded: parameters, gradients and states are (ZeRO-3). What libraries take comes on top.")
+        parts: list[Part] = [
+            Lines([f"One device is fullest at {self.at}:"]), kinds, Table(filled(columns, rows)), Lines(lines)
+        ]  # fmt: skip
+        samples = "1 sample" if self.batch == 1 else f"{self.batch:,} samples"
+        about = f" on {self.device}, of which {have} are for a plan; {samples} a step"
+        return Report(self.model, about, parts, self.values)
+
+    def values(self) -> dict[str, object]:
+        """For programs."""
+        told = {f.name: getattr(self, f.name) for f in fields(self)}
+        rows = {
+            n: {**row.forms, "least": row.least, "fits": row.fits(self.limit_bytes)} for n, row in self.gpus.items()
+        }
+        return told | {"gpus": rows, "bytes": self.bytes}
+
+    def __str__(self) -> str:
+        out = console()
+        with out.capture() as captured:
+            out.print(text(self.report()))
+        return captured.get().rstrip()
+
+    def _repr_html_(self) -> str:
+        return fragment(described(self))
+
+
+def fits(question: FitQuestion) -> Fits:
+    """The answer to a question. LayerwiseError where the model cannot be on one device."""
+    q, most = question, max(question.gpus)
+    row = cache(q.row)
+    alone = q.model(q.graph, 1)
+    serial = q.data(alone, FORMS["data parallelism"])
+    return Fits(
+        q.name,
+        q.profile.processor.name,
+        q.graph.batch,
+        q.limit_bytes,
+        peak_by_kind(alone, serial),
+        fullest_at(alone, serial),
+        {gpus: row(gpus) for gpus in q.gpus},
+        least_devices(lambda gpus: row(gpus).least, q.limit_bytes, most),
+        most,
+        _samples(q, most, row(most).plan),
+        None if q.sized is None else _side(q, *q.sized, most, row(most).plan),
+    )
+
+
+def _samples(q: FitQuestion, gpus: int, plan: Strategy | None) -> Limits | None:
+    batch = q.graph.batch
+
+    def need(samples: int) -> float:
+        return q.need(q.graph.rebatch(samples), gpus, plan)
+
+    with suppress(LayerwiseError):  # a graph of one batch alone, or statistics of a single value
+        first = int(batch * q.limit_bytes / need(batch))
+        about = largest_side(need, q.limit_bytes, first, batch, LARGEST_BATCH, batch).fits
+        start = batch if about is None else about.number
+        step = max(1, start // FINE)
+        return largest_side(need, q.limit_bytes, start, step, LARGEST_BATCH // step * step, step)
+    return None
+
+
+def _side(
+    q: FitQuestion, sided: Callable[[int], LayerGraph], side: int, least: int, gpus: int, plan: Strategy | None
+) -> Limits | None:
+    start = int(side * (q.limit_bytes / q.need(q.graph, gpus, plan)) ** (1 / 3))
+    with suppress(LayerwiseError):  # its layers want one size
+        return largest_side(lambda n: q.need(sided(n), gpus, plan), q.limit_bytes, start, least, LARGEST_SIDE)
+    return None
+
+
+def _formed(model: CostModel, strategy: Strategy, form: tuple[bool, States]) -> Strategy:
+    forms = Forms.of(model.graph, model.devices.count, OFFERS)
+    return {name: forms.of_layer(name, config, form) for name, config in strategy.items()}
+
+
+def _peak(model: CostModel, strategy: Strategy) -> float:
+    return float(peak_bytes(model, strategy).max())
+
+
+def _gpus(count: int) -> str:
+    return "one device" if count == 1 else f"{count} devices"
+
+
+def _devices(fits: Fits) -> str:
+    limits, have = fits.devices, units(fits.limit_bytes, "B")
+    if limits.fits is None:
+        return f"{_gpus(fits.most).capitalize()} do not hold it: {_need(limits.beyond)}, and a device has {have}."
+    less = "" if limits.beyond is None else f"; on {_gpus(limits.beyond.number)} {_need(limits.beyond)}"
+    return f"{_gpus(limits.fits.number).capitalize()} can hold it: {_need(limits.fits)}{less}."
+
+
+def _largest(fits: Fits) -> list[str]:
+    lines, on = list[str](), _gpus(fits.most)
+    if (samples := fits.samples) is not None:
+        lines.append(_bounded(samples, f"On {on} at least", lambda n: f"{n:,} samples a step"))
+    if (side := fits.side) is not None:
+        lines.append(_bounded(side, f"On {on} at least", lambda n: f"cubes of {n:,}³ = {n**3:,} voxels"))
+    return lines
+
+
+def _bounded(limits: Limits, bound: str, named: Callable[[int], str]) -> str:
+    if limits.fits is None:
+        assert limits.beyond is not None
+        return f"{bound} nothing: {named(limits.beyond.number)} take {units(limits.beyond.bytes, 'B')}."
+    beyond = "" if limits.beyond is None else f"; {limits.beyond.number:,} take {units(limits.beyond.bytes, 'B')}"
+    return f"{bound} {named(limits.fits.number)}: {_need(limits.fits)}{beyond}."
+
+
+def _need(tried: Tried | None) -> str:
+    return "" if tried is None else f"a plan takes {units(tried.bytes, 'B')}"
+
+
+@described.register
+def _parts(answer: Fits) -> Sequence[Part]:
+    return answer.report().parts
