@@ -25,7 +25,7 @@ from layerwise.errors import LayerwiseError, nearest, shown
 from layerwise.files import check_writable, write_text
 from layerwise.machine import DEFAULT, DTYPES, MAX_GPUS, load, names, precision
 from layerwise.plan import MAX_BATCH
-from layerwise.report import as_json, html, text
+from layerwise.report import as_json, html, markdown, text
 from layerwise.report.content import Report
 from layerwise.tensor import LABELS
 
@@ -97,23 +97,36 @@ def console(*, stderr: bool = False) -> Console:
     return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
-def output_arguments(group: argparse._ActionsContainer) -> None:
-    """Adds the flags of how the answer is written: --json, --html."""
+def output_arguments(group: argparse._ActionsContainer, page: str = "--html") -> None:
+    """Adds the flags of how the answer is written: --json, --format, --html. page: what the last one is called."""
     group.add_argument("--json", action="store_true", help="everything, for programs")
-    group.add_argument("--html", metavar="FILE.html", help="write the answer as a page that needs no other file, too")
+    group.add_argument(
+        "--format", choices=["text", "md"], default="text", help="md: Markdown, for an issue (default: text)"
+    )
+    group.add_argument(
+        page, dest="html", metavar="FILE.html", help="write the answer as a page that needs no other file, too"
+    )
 
 
-def present(report: Report, args: argparse.Namespace, written: Mapping[str, str | None] | None = None) -> None:
+def present(
+    report: Report,
+    args: argparse.Namespace,
+    written: Mapping[str, str | None] | None = None,
+    page: Callable[[], Report] | None = None,
+) -> None:
     """Writes the answer as `output_arguments` ask for. written: what has been written to which file, if one was asked
-    for.
+    for. page: what a page says, where that is more than the answer.
     """
     if args.html is not None:
-        write_text(args.html, html.page(report))
+        write_text(args.html, html.page(report if page is None else page()))
     if args.json:
         print(as_json.text(report.values()))
         return
     out = console()
-    out.print(text.text(report))
+    if args.format == "md":
+        print(markdown.text(report))
+    else:
+        out.print(text.text(report))
     for what, path in {**(written or {}), "page": args.html}.items():
         if path is not None:
             out.print(f"{what} written to {path}", soft_wrap=True)

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from layerwise.cli import MODEL_HELP, Parser, check_files, output_arguments, positive, present, run_main
-from layerwise.config import Config
 from layerwise.errors import LayerwiseError, nearest
-from layerwise.graph.layer import Layer
 from layerwise.plan import as_json, load_plan
-from layerwise.report.content import Column, Lines, Part, Report, Table, Value, filled
+from layerwise.report.content import Lines, Part, Report
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
-from layerwise.search.rebuild import rebuild
-from layerwise.search.report.forms import Alternative, alternatives, forms_of, forms_table, forms_values, limit_of, why
-from layerwise.search.report.tables import short, written
+from layerwise.search.rebuild import memory_limit, rebuild
+from layerwise.search.report.forms import (
+    MOST,
+    alternatives,
+    alternatives_table,
+    forms_of,
+    forms_table,
+    forms_values,
+    limit_of,
+    why,
+)
 
 CHOSEN = "The plan was chosen by simulated time with overlap; equation 1 alone would choose the first row."
-ALTERNATIVES = (
-    Column("configuration", wraps=True),
-    Column("configuration", wraps=True),  # without the dimensions that are not split
-    Column("devices", "#"),
-    Column("t_C + t_S here", "s"),
-    Column("step time", "s"),
-    Column("against best", "%"),
-)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,12 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}, {}))
     options = alternatives(tables, args.layer, args.search_memory * 2**30)
     best, chosen = options[0].step_time_s, plan.strategy[args.layer]
-    limit = plan.provenance.get("memory_limit_bytes", model.devices.usable_bytes)
-    if not isinstance(limit, int | float) or isinstance(limit, bool):
-        raise LayerwiseError(f"the plan's provenance has the memory limit {limit!r}: search again")
+    limit = memory_limit(plan, model)
     forms = forms_of(model, plan.strategy, args.layer, limit)
     layer = model.graph[args.layer]
-    parts: list[Part] = [_alternatives(layer, options, chosen, named, every=args.all)]
+    parts: list[Part] = [alternatives_table(layer, options, chosen, named, len(options) if args.all else MOST)]
     if layer.whole:
         parts.insert(0, Lines([f"It is not split: nothing is known of {layer.stages[0].label} but what it makes."]))
     bound = list(limit_of(plan))
@@ -113,29 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = f" {layer.out.describe()}: {len(options)} configurations"
     present(Report(args.layer, about, parts, lambda: values), args)
     return 0
-
-
-def _alternatives(
-    layer: Layer,
-    options: Sequence[Alternative],
-    chosen: Config,
-    baselines: Mapping[str, Mapping[str, Config]],
-    *,
-    every: bool,
-) -> Table:
-    """A row a configuration, the best first: the 12 best, those of the plan and of the baselines, or all."""
-    best_s = options[0].step_time_s
-    rows, notes = list[tuple[Value, ...]](), list[list[str]]()
-    for rank, a in enumerate(options):
-        note = ["in the plan"] * (a.config == chosen)
-        note += [name for name, strategy in baselines.items() if strategy[layer.name] == a.config]
-        if every or rank < 12 or note:
-            ratio = f"+{a.step_time_s / best_s - 1:.2%}" if a.step_time_s > best_s else "best"
-            rows.append((written(layer, a.config), short(a.config), a.config.total, a.node_s, a.step_time_s, ratio))
-            notes.append(note)
-    full, brief, *numbers = filled(ALTERNATIVES, rows)
-    noted, narrow = (Column("", cells=[comma.join(note) for note in notes], wraps=True) for comma in (", ", ",\n"))
-    return Table([full, *numbers, noted], narrower=[[brief, *numbers, noted], [brief, *numbers, narrow]])
 
 
 if __name__ == "__main__":

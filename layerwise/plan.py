@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from layerwise.config import NOT_DEGREES, Config, check_choices, parse
 from layerwise.errors import LayerwiseError, nearest
@@ -20,9 +20,13 @@ from layerwise.ops.facts import Dim
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.sharding import check_held
 from layerwise.report.content import Column, Lines, Picture, Table, filled
+from layerwise.report.figures import svg
 from layerwise.report.html import fragment
-from layerwise.report.picture import runs, svg
+from layerwise.report.picture import draw, runs
 from layerwise.tensor import LABELS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMAT, VERSION = "layerwise-plan", 2
 READABLE = (1, VERSION)  # 1 knows neither recompute nor states
@@ -96,7 +100,16 @@ class Plan:
         rows = [(title, str(config) if config.total > 1 else "one device") for title, config, _ in runs(self.strategy)]
         table = Table(filled([Column("layers"), Column("configuration")], rows))
         about = Lines([f"{self.model} on {self.gpus} devices, {self.batch:,} samples a step"])
-        return fragment([about, Picture(svg(self.strategy, self.gpus)), table])
+        picture = Picture(lambda: svg(self.plot()), "layers from left to right, devices from top to bottom")
+        return fragment([about, picture, table])
+
+    def plot(self) -> Figure:
+        """Returns the picture of the plan, a figure of matplotlib: layers by time, devices, and who has what."""
+        seconds = {
+            name: {part.removesuffix("_s"): value for part, value in parts.items()}
+            for name, parts in self.predicted_layers.items()
+        }
+        return draw(self.strategy, seconds, self.gpus)
 
     def layers(self, network: LayerGraph) -> LayerGraph:
         """The layers that the plan is for: fused, and with cells of inputs whose halos are sent, where it says so."""

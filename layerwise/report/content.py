@@ -9,7 +9,7 @@ from typing import Literal
 
 from layerwise.quantities import duration, units
 
-Mark = Literal["", "best", "bad"]
+Mark = Literal["", "best", "bad", "layer"]  # layer: the name of one, which leads to its part of a page
 Unit = Literal["", "s", "B", "time", "×", "%", "#"]
 """How a column's numbers are written; seconds and bytes with three digits. Without a unit it has text, else numbers."""
 
@@ -26,7 +26,7 @@ WRITTEN: Mapping[Unit, Callable[[float], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A value that stands out: the best of its kind, or one that is bad."""
+    """A value that stands out: the best of its kind, one that is bad, or the name of a layer."""
 
     value: str | float | None
     mark: Mark
@@ -74,12 +74,53 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An SVG. A terminal does not show it."""
+    """An SVG, made where it is shown. A terminal does not show it; nor do others where what draws is missing."""
 
-    svg: str
+    svg: Callable[[], str]
+    label: str  # what it shows, for who does not see it
 
 
-Part = Table | Lines | Picture
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure of Plotly, as plain data. Pages show it, and nothing else does."""
+
+    label: str
+    data: Sequence[Mapping[str, object]]
+    layout: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Parts that a page shows when their summary is clicked. A terminal shows neither."""
+
+    summary: str
+    parts: Sequence[Part]
+    key: str = ""  # by which charts and names of layers lead here
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading, and parts below it. searched: the label of a page's field that searches its rows and folds, if any."""
+
+    title: str
+    parts: Sequence[Part]
+    searched: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A text as it stands in a file. A terminal does not show it."""
+
+    text: str
+
+
+Part = Table | Lines | Picture | Chart | Fold | Section | Code
+
+
+def readable(parts: Sequence[Part]) -> list[Table | Lines | Section]:
+    """The parts that a text has: neither what is drawn nor what is folded away, nor sections of nothing else."""
+    found = [part for part in parts if isinstance(part, Table | Lines | Section)]
+    return [part for part in found if not isinstance(part, Section) or readable(part.parts)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +21,34 @@ def check_plot(path: str | os.PathLike[str], flag: str = "--plot") -> None:
     """LayerwiseError where `save_plot` would fail for want of a known format or of matplotlib."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise LayerwiseError(f"{flag} {os.fspath(path)!r}: the file's name must end in {', '.join(SUFFIXES)}")
+    check_drawable(flag)
+
+
+def check_drawable(what: str) -> None:
+    """LayerwiseError where there is no matplotlib, which this needs."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise LayerwiseError(f"{flag} needs matplotlib: pip install 'layerwise[plot]'") from None
+        raise LayerwiseError(f"{what} needs matplotlib: pip install 'layerwise[plot]'") from None
 
 
 def save_plot(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes the figure, whole or not at all."""
+    kind = Path(path).suffix[1:].lower()
     with writing(path) as temporary:
-        figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)
+        if kind == "svg":
+            temporary.write_text(svg(figure) + "\n", encoding="utf-8")
+        else:
+            figure.savefig(temporary, format=kind, dpi=150)
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an SVG element whose texts are text, and equal for equal figures."""
+    import matplotlib
+
+    file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "layerwise"}):
+        figure.savefig(file, format="svg", metadata=nothing)
+    text = file.getvalue()
+    text = re.sub(r"\s*\n\s*", " ", text[text.index("<svg") :].rstrip())
+    return text.replace(' target="_blank"', ' tabindex="-1"')  # links: a page's tables are for the keyboard

@@ -2,44 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import gzip
+import json
+from collections.abc import Iterator, Sequence
 from html import escape
+from importlib.resources import files
 
-from layerwise.errors import shown
-from layerwise.report.content import Column, Lines, Mark, Part, Picture, Report, Table
+from layerwise.errors import LayerwiseError, shown
+from layerwise.report.content import Chart, Code, Column, Fold, Lines, Mark, Part, Picture, Report, Section, Table
+from layerwise.report.picture import anchor
 
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h1 span { font-weight: normal; }
-section { overflow-x: auto; margin: 1.5rem 0; } p { margin: .3rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding: .3rem 0; }
-th, td { padding: .15rem .8rem .15rem 0; vertical-align: top; border-bottom: 1px solid #8884; }
-"""
-COLOURS: dict[Mark, str] = {"": "", "best": ";color:#009e73;font-weight:bold", "bad": ";color:#d55e00"}
+COLOURS: dict[Mark, str] = {"": "", "layer": "", "best": ";color:#009e73;font-weight:bold", "bad": ";color:#d55e00"}
+CHARTS_NEED = "--html of a plan needs plotly and matplotlib: pip install 'layerwise[report]'"
+
+
+def check_charts() -> None:
+    """LayerwiseError where a page could not show charts."""
+    try:
+        import matplotlib  # noqa: F401
+        import plotly  # noqa: F401
+    except ImportError:
+        raise LayerwiseError(CHARTS_NEED) from None
 
 
 def page(report: Report) -> str:
-    """A whole file."""
-    title = _text(report.title)
+    """A full file. With charts it has Plotly inside, compressed."""
+    title, charts = _text(report.title), list(_charts(report.parts))
+    style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"</head><body><h1>{title}<span>{_text(report.about)}</span></h1>\n{fragment(report.parts)}</body></html>\n"
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{style}</style>'
+        f"</head><body><h1>{title}<span>{_text(report.about)}</span></h1>\n{fragment(report.parts)}"
+        f"{_scripts(charts)}</body></html>\n"
     )
 
 
 def fragment(parts: Sequence[Part]) -> str:
     """Parts, as they stand in a page or in a notebook's cell."""
-    return "".join(f"<section>{_part(part)}</section>\n" for part in parts)
+    return "".join(_part(part) for part in parts)
 
 
 def _part(part: Part) -> str:
     if isinstance(part, Picture):
-        return part.svg
+        try:
+            return f'<figure role="img" aria-label="{_text(part.label)}">{part.svg()}</figure>\n'
+        except LayerwiseError as error:  # no matplotlib
+            return _paragraphs([str(error)])
     if isinstance(part, Lines):
-        return _paragraphs(part.lines)
-    return _table(part) + _paragraphs(part.notes)
+        return f"<div>{_paragraphs(part.lines)}</div>\n"
+    if isinstance(part, Chart):
+        return f'<div class="chart" role="img" aria-label="{_text(part.label)}"></div>\n'
+    if isinstance(part, Code):
+        return f"<pre>{_text(part.text)}</pre>\n"
+    if isinstance(part, Fold):
+        where = f' id="{_text(anchor(part.key))}"' if part.key else ""
+        return f"<details{where}><summary>{_text(part.summary)}</summary>{fragment(part.parts)}</details>\n"
+    if isinstance(part, Section):
+        field = (
+            f'<p class="field"><label>{_text(part.searched)} <input type="search"></label></p>' if part.searched else ""
+        )
+        folds = fragment([p for p in part.parts if isinstance(p, Fold)])
+        rest = fragment([p for p in part.parts if not isinstance(p, Fold)])
+        return f'<section><h2>{_text(part.title)}</h2>{field}{rest}<div class="folds">{folds}</div></section>\n'
+    return f'<div class="table">{_table(part)}</div>{_paragraphs(part.notes)}\n'
+
+
+def _charts(parts: Sequence[Part]) -> Iterator[Chart]:
+    """The charts, in the order in which `fragment` has their places."""
+    for part in parts:
+        if isinstance(part, Chart):
+            yield part
+        elif isinstance(part, Fold | Section):
+            yield from _charts(part.parts)
+
+
+def _scripts(charts: Sequence[Chart]) -> str:
+    if not charts:
+        return ""
+    check_charts()
+    from plotly.offline import get_plotlyjs
+
+    library = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    data = [{"data": chart.data, "layout": chart.layout} for chart in charts]
+    # JSON may hold names: no tag can begin in what has no <.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    code = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
+    return (
+        f'<script type="application/json" id="charts">{text}</script>'
+        f'<script type="text/plain" id="plotly">{library}</script><script>{code}</script>'
+    )
 
 
 def _table(table: Table) -> str:
@@ -57,7 +109,8 @@ def _table(table: Table) -> str:
 
 def _cell(column: Column, tag: str, text: str, mark: Mark = "") -> str:
     side = "right" if column.unit else "left"
-    return f'<{tag} style="text-align:{side}{COLOURS[mark]}">{_text(text)}</{tag}>'
+    words = f'<a href="#{_text(anchor(text))}">{_text(text)}</a>' if mark == "layer" else _text(text)
+    return f'<{tag} style="text-align:{side}{COLOURS[mark]}">{words}</{tag}>'
 
 
 def _paragraphs(lines: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -10,9 +11,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from layerwise.errors import shown
-from layerwise.report.content import Column, Lines, Mark, Part, Picture, Report, Table
+from layerwise.report.content import Column, Lines, Mark, Part, Report, Section, Table, readable
 
-STYLES: dict[Mark, str] = {"": "", "best": "bold green", "bad": "red"}
+STYLES: dict[Mark, str] = {"": "", "layer": "", "best": "bold green", "bad": "red"}
 
 
 class FittingTable:
@@ -34,15 +35,26 @@ def text(report: Report) -> Group:
     return Group(title, "", parts(report.parts))
 
 
+def plain(report: Report, width: int = 80) -> str:
+    """The text without colours, as wide as a page, a mail or an issue has it."""
+    out = Console(file=io.StringIO(), width=width, markup=False, emoji=False, highlight=False)
+    with out.capture() as capture:
+        out.print(text(report))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
 def parts(content: Sequence[Part]) -> Group:
     """The parts, an empty line between two."""
-    seen = [part for part in content if not isinstance(part, Picture)]
-    return Group(*(line for number, part in enumerate(seen) for line in _part(part, first=number == 0)))
+    return Group(*(line for number, part in enumerate(readable(content)) for line in _part(part, first=number == 0)))
 
 
-def _part(part: Table | Lines, *, first: bool) -> Iterator[RenderableType]:
+def _part(part: Table | Lines | Section, *, first: bool) -> Iterator[RenderableType]:
     if not first:
         yield ""
+    if isinstance(part, Section):
+        yield Text(shown(part.title), "bold")
+        yield parts(part.parts)
+        return
     if isinstance(part, Lines):
         yield from part.lines
         return

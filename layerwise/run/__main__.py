@@ -29,7 +29,7 @@ from layerwise.machine import load as load_profile
 from layerwise.plan import Plan, load_plan
 from layerwise.report import as_json, html, text
 from layerwise.report.content import Lines, Picture, Report, Table
-from layerwise.report.picture import svg
+from layerwise.report.figures import svg
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, searched_with, uses_local_batch_norm
 from layerwise.run.trace import Trace
@@ -40,7 +40,7 @@ from layerwise.search.rebuild import rebuild, replan
 from layerwise.train import compare_times, data
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.loop import OPTIMIZERS, Settings
-from layerwise.train.report import Result, beginning, ending, steps_shown
+from layerwise.train.report import Result, beginning, check_tensorboard, ending, scalars, steps_shown
 from layerwise.train.session import Session, enough_memory
 
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
@@ -155,6 +155,7 @@ def _add_how_it_runs(p: Parser) -> None:
         "--compare", action="store_true", help="predicted beside measured times, by layer, and why they differ"
     )
     g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
+    g.add_argument("--tensorboard", metavar="DIR", help="write each step's loss and times as scalars of TensorBoard")
     g.add_argument("--json", action="store_true", help="the result for programs on stdout, the rest on stderr")
     g.add_argument("--html", metavar="FILE.html", help="write the result as a page that needs no other file, too")
     g.add_argument(
@@ -222,9 +223,11 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"
                 out.print(none if resumed is None else f"going on from {resumed}", soft_wrap=True)
-            with steps_shown(console(stderr=args.json or sys.stderr.isatty()), steps, session.first) as show:
+            where = console(stderr=args.json or sys.stderr.isatty())
+            with steps_shown(where, steps, session.first) as show, scalars(args.tensorboard, plan) as note:
                 for step in session.train(steps):
                     show(step)
+                    note(step)
         else:
             for _ in session.train(steps):
                 pass
@@ -296,7 +299,7 @@ def _print(
     parts = [ending(result, ALLOWED[args.dtype], args.dtype), *(compare_times.tables(times) if times else ())]
     out.print(text.parts(parts))
     if args.html is not None:
-        picture = Picture(svg(plan.strategy, plan.gpus))
+        picture = Picture(lambda: svg(plan.plot()), "the plan: layers from left to right, ranks from top to bottom")
         shown = Report(plan.model, f" on {plan.gpus} ranks", [picture, started, *parts, Lines(notes)])
         write_text(args.html, html.page(shown))
         notes.append(f"page written to {args.html}")
@@ -385,6 +388,7 @@ def _take_places(args: argparse.Namespace, rank: int, places: contextlib.ExitSta
     if rank:
         return False
     check_files({"--trace": args.trace, "--html": args.html})
+    check_tensorboard(args.tensorboard)
     if args.checkpoint is not None:
         try:
             places.enter_context(sole_writer(args.checkpoint))

@@ -35,7 +35,7 @@ from layerwise.config import SearchSpace
 from layerwise.constraints import check_names
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
-from layerwise.files import read_json, write_text
+from layerwise.files import read_json
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import HELP, load_model, names_code
@@ -44,7 +44,9 @@ from layerwise.machine import DeviceGraph, load
 from layerwise.plan import parse_strategy
 from layerwise.program import Kind
 from layerwise.quantities import parse_bytes
-from layerwise.report.content import Report
+from layerwise.report.content import Picture, Report
+from layerwise.report.figures import save_plot
+from layerwise.report.html import check_charts
 from layerwise.search.baselines import baselines, named_strategy
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import constrained, export_costs
@@ -57,8 +59,8 @@ from layerwise.search.make_plan import make_plan, write_timeline
 from layerwise.search.overlap.polish import EFFORTS
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report.found import found, priced
+from layerwise.search.report.page import Planned, plan_report
 from layerwise.search.report.sentences import nothing_fits
-from layerwise.search.report.tables import picture
 from layerwise.search.result import Candidate, SearchResult
 
 EPILOG = """examples:
@@ -222,6 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.price is not None and args.export_costs:
         raise LayerwiseError("--price does not search: leave out --export-costs")
     check_curve(args)
+    if args.html is not None and args.memory_curve is None:
+        check_charts()
     files = {"--out": args.out, "--export-costs": args.export_costs, "--timeline": args.timeline}
     check_files(files | {"--plot": args.plot, "--html": args.html})
     started = time.perf_counter()
@@ -329,15 +333,19 @@ def _deliver(
 ) -> None:
     """Writes the files that are asked for, and the answer."""
     best = chosen.best if isinstance(chosen, SearchResult) else chosen
+    fused, shape = not args.no_fuse, args.input_shape
+    plan = make_plan(args.model, args.profile, model, space, chosen, fused=fused, input_shape=shape)
     if args.out is not None:
-        fused, shape = not args.no_fuse, args.input_shape
-        make_plan(args.model, args.profile, model, space, chosen, fused=fused, input_shape=shape).save(args.out)
+        plan.save(args.out)
     if args.timeline is not None:
         write_timeline(model, best, args.timeline)
     if args.plot is not None:
-        write_text(args.plot, picture(best, args.gpus).svg)
+        save_plot(best.plot(), args.plot)
     files = {"plan": args.out, "cost tables": args.export_costs, "timeline": args.timeline, "picture": args.plot}
-    present(shown, args, files)
+    told = [part for part in shown.parts if not isinstance(part, Picture)]
+    present(
+        shown, args, files, page=lambda: plan_report(Planned(plan, model, space, best.memory_limit_bytes), more=told)
+    )
 
 
 if __name__ == "__main__":

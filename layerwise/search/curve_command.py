@@ -22,19 +22,15 @@ OTHERS = ("memory_limit", "price", "out", "export_costs", "timeline", "layers", 
 
 
 def check_curve(args: argparse.Namespace) -> None:
-    """LayerwiseError for what does not go with --memory-curve, and for a --plot that no plan is drawn as."""
+    """LayerwiseError for what does not go with --memory-curve, and for a --plot that cannot be drawn."""
+    if args.plot is not None:
+        check_plot(args.plot)
     if args.memory_curve is None:
-        if args.plot is not None and not args.plot.endswith(".svg"):
-            raise LayerwiseError(
-                f"--plot {args.plot!r}: the picture of a plan is an .svg; that of --memory-curve may be a .png"
-            )
         return
     wrong = [f"--{name.replace('_', '-')}" for name in OTHERS if getattr(args, name)]
     if wrong:
         raise LayerwiseError(f"--memory-curve is about many plans: leave out {' and '.join(wrong)}")
     parse_bytes_range(args.memory_curve, "--memory-curve")
-    if args.plot is not None:
-        check_plot(args.plot)
 
 
 def show_curve(model: CostModel, space: SearchSpace, offer: Sequence[str], args: argparse.Namespace) -> int:

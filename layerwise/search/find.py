@@ -16,7 +16,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import MEASURED_ERROR, complete, model_error, price
-from layerwise.cost.timeline.simulate import timeline
+from layerwise.cost.timeline.simulate import step_spans, timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.partition.sharding import held_configurations
@@ -290,6 +290,7 @@ def candidate(
         lambda: model_error(model, strategy),
         reading_s(model, strategy),
         bucket_bytes,
+        lambda: step_spans(model, strategy, bucket_bytes),
     )
 
 

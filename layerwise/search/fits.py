@@ -10,7 +10,8 @@ from functools import cache
 from layerwise.cli import console
 from layerwise.config import ORDER, Config, SearchSpace, States, is_legal
 from layerwise.cost.memory.allocations import Kind
-from layerwise.cost.memory.step import fullest_at, peak_by_kind, peak_bytes
+from layerwise.cost.memory.course import course
+from layerwise.cost.memory.step import peak_by_kind, peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
@@ -187,13 +188,14 @@ def fits(question: FitQuestion) -> Fits:
     row = cache(q.row)
     alone = q.model(q.graph, 1)
     serial = q.data(alone, FORMS["data parallelism"])
+    held = course(alone, serial)
     return Fits(
         q.name,
         q.profile.processor.name,
         q.graph.batch,
         q.limit_bytes,
         peak_by_kind(alone, serial),
-        fullest_at(alone, serial),
+        held.instants[held.fullest],
         {gpus: row(gpus) for gpus in q.gpus},
         least_devices(lambda gpus: row(gpus).least, q.limit_bytes, most),
         most,

@@ -11,7 +11,7 @@ from layerwise.chrome import CATEGORIES, RankSpans, Row, chrome_trace
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import basis
-from layerwise.cost.timeline.simulate import UPDATE, SimulatedSpan, timeline
+from layerwise.cost.timeline.simulate import UPDATE, step_spans
 from layerwise.files import write_text
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.plan import Plan
@@ -116,10 +116,8 @@ def layer_times(
     compute_s: of the slowest device, beside the gradients that travel meanwhile; transfers_s (of its inputs, and sums
     over k), statistics_s: from when the last device has come; sync_s: of the bucket that its gradients are first in.
     """
-    spans: list[SimulatedSpan] = []
-    timeline(model, strategy, spans.append, bucket_bytes=bucket_bytes)
     result: dict[str, dict[str, float]] = {}
-    for span in spans:
+    for span in step_spans(model, strategy, bucket_bytes):
         if not span.name.endswith(UPDATE):
             start, end = span.start_s[span.devices], span.end_s[span.devices]
             seconds = float((end - start).max() if span.category == "compute" else end.max() - start.max())
@@ -131,11 +129,9 @@ def layer_times(
 
 def write_timeline(model: CostModel, plan: Candidate, path: str | os.PathLike[str]) -> None:
     """Simulates a step of the plan and writes what every device does when, whole or not at all."""
-    spans: list[SimulatedSpan] = []
-    timeline(model, plan.strategy, spans.append, bucket_bytes=plan.bucket_bytes)
     names: dict[str, int] = {}
     rows: list[list[Row]] = [[] for _ in range(model.devices.count)]
-    for span in spans:
+    for span in plan.spans:
         name = names.setdefault(span.name, len(names))
         category = CATEGORIES.index(span.category)
         for device in span.devices.nonzero()[0].tolist():

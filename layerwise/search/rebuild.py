@@ -100,3 +100,11 @@ def _searched(
         if (value := getattr(options, option)) not in choices:
             raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(choices)}")
     return load_model(planned_model(plan.model, model), plan.batch, planned_shape(shape)), devices, options, space
+
+
+def memory_limit(plan: Plan, model: CostModel) -> float:
+    """Bytes of a device that a plan was found under; of a strategy that was not searched for, what may be used."""
+    limit = plan.provenance.get("memory_limit_bytes", model.devices.usable_bytes)
+    if not isinstance(limit, int | float) or isinstance(limit, bool):
+        raise LayerwiseError(f"the plan's provenance has the memory limit {limit!r}: search again")
+    return limit

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from layerwise.config import Config
 from layerwise.cost.price import Price
-from layerwise.cost.timeline.simulate import Timeline
+from layerwise.cost.timeline.shares import Shares, shares
+from layerwise.cost.timeline.simulate import SimulatedSpan, Timeline
 from layerwise.partition.buckets import BUCKET_BYTES
-from layerwise.report.content import described
+from layerwise.report.content import Report, described
 from layerwise.report.html import fragment
+from layerwise.report.picture import draw
+from layerwise.report.text import plain
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import Strategy
 from layerwise.search.limit.within import Within
 from layerwise.search.solve.eliminate import Optimum
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Candidate:
     _error: Callable[[], float] = field(repr=False, compare=False)
     reading_s: float = 0.0  # before the step, of the device that reads most (io boxes)
     bucket_bytes: int = BUCKET_BYTES  # at which a bucket of gradients is full
+    _spans: Callable[[], Sequence[SimulatedSpan]] = field(default=tuple, repr=False, compare=False)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -52,10 +60,27 @@ class Candidate:
         """The model's, of its step's time (`cost.price.model_error`)."""
         return self._error()
 
+    @cached_property
+    def spans(self) -> Sequence[SimulatedSpan]:
+        """The actions of its simulated step."""
+        return self._spans()
+
+    @cached_property
+    def shares(self) -> Shares:
+        """The step of the slowest device, divided among the layers."""
+        return shares(self.spans)
+
     @property
     def fits(self) -> bool:
         """Within every device's memory."""
         return self.memory_bytes <= self.memory_limit_bytes
+
+    def plot(self) -> Figure:
+        """Returns the picture of the strategy, a figure of matplotlib: layers by time, devices, and who has what."""
+        return draw(*drawn(self))
+
+    def __str__(self) -> str:
+        return plain(Report(self.name, parts=described(self)))
 
     def _repr_html_(self) -> str:
         return fragment(described(self))
@@ -110,8 +135,21 @@ class SearchResult:
         """The inputs of which `best` sends halos."""
         return self.halos.inputs if self.halos is not None and self.halos.sent else ()
 
+    def plot(self) -> Figure:
+        """Returns the picture of the best strategy, a figure of matplotlib."""
+        return self.best.plot()
+
+    def __str__(self) -> str:
+        return plain(Report(self.best.name, parts=described(self)))
+
     def _repr_html_(self) -> str:
         return fragment(described(self))
+
+
+def drawn(c: Candidate) -> tuple[dict[str, Config], Mapping[str, Mapping[str, float]], int]:
+    """What `draw` is given of a strategy: the layers that take time, their seconds, and how many devices there are."""
+    layers = {name: c.strategy[name] for name, p in c.price.layers.items() if p.seconds["compute"] > 0}
+    return layers, c.shares.layers, c.shares.devices
 
 
 def timeline_s(c: Candidate) -> float:

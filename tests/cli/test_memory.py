@@ -134,4 +134,4 @@ def test_a_plan_is_drawn(run: Run) -> None:
     for name in ("plan.svg", "priced.svg"):
         picture = Path(name).read_text(encoding="utf-8")
         assert picture.startswith("<svg")
-        assert ", device 3</title>" in picture
+        assert "device 3</text>" in picture

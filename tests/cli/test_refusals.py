@@ -69,7 +69,7 @@ REFUSED = [
     ),
     (f"{SMALL} --memory-curve 1GB..2GB --plot c.txt", "must end in .png, .svg, .pdf"),
     (f"{SMALL} --memory-curve 1GB..2GB --plot missing/c.png", "cannot be written"),
-    (f"{SMALL} --plot c.png", "--plot 'c.png': the picture of a plan is an .svg"),
+    (f"{SMALL} --plot c.txt", "must end in .png, .svg, .pdf"),
     (f"{SMALL} --plot missing/c.svg", "cannot be written"),
     (f"{SMALL} --offer swap", "'swap': choose of recompute, shard, joined by commas"),
     (f"{SMALL} --no-offer ,", "choose of recompute, shard"),

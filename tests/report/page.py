@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 class Page(HTMLParser):
     """The texts of cells and paragraphs; fails where tags do not match."""
 
-    VOID = ("meta",)
+    VOID = ("meta", "input")
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -17,7 +17,8 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
+        links = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.loaded += [link for link in links if not link.startswith("#")]  # what is on the page itself
         if tag not in self.VOID:
             self.open.append(tag)
 

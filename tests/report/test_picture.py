@@ -1,6 +1,5 @@
-"""Strategies as HTML: a block for every part of every layer, and names that cannot break the page."""
+"""Strategies as pictures: a block for every part of every layer, and names that cannot break the page."""
 
-import re
 from pathlib import Path
 
 from layerwise.config import Config, SearchSpace
@@ -8,7 +7,9 @@ from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.report.picture import runs, svg
+from layerwise.report.blocks import blocks
+from layerwise.report.figures import svg
+from layerwise.report.picture import cells_of, draw, laid_out, runs
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 
@@ -20,21 +21,51 @@ STRATEGY = {
 }
 
 
+SECONDS = {"a<b>": {"compute": 2.0}, "c": {"compute": 1.0, "sync": 1.0}, "d": {"compute": 4.0}}
+
+
 def test_a_block_a_part() -> None:
-    made = svg(STRATEGY, 4)
-    devices = [tuple(map(int, found)) for found in re.findall(r'<rect x="(\d+)" y="(\d+)"', made)]
-    assert len(devices) == 4 + 4 + 2 + 1
-    wide, high = min(x for x, _ in devices if x), min(y for _, y in devices if y)
-    assert [(x // wide, y // high) for x, y in devices] == [
-        *((0, i) for i in range(4)),
-        *((1, i) for i in range(4)),
-        (2, 0),
-        (2, 2),
-        (3, 0),
+    """As wide as the layer takes time, where its devices are; and every name is text."""
+    layers = laid_out(STRATEGY, SECONDS)
+    assert [(layer.names, layer.left, round(layer.width, 3)) for layer in layers] == [
+        (("a<b>",), 0, 2),
+        (("c",), 2, 2),
+        (("d",), 4, 4),
+        (("e",), 8, 0.032),
     ]
+    assert [cells for layer in layers for cells in cells_of(layer.config, 4)] == [
+        *((i, i, i) for i in range(4)),
+        *((i, i, i) for i in range(4)),
+        (0, 0, 0),
+        (2, 1, 1),
+        (0, 0, 0),
+    ]
+    made = svg(draw(STRATEGY, SECONDS, 4))
+    assert made.count("<svg") == made.count("</svg>") == 1
     assert "<b>" not in made
-    assert "a&lt;b&gt; {n=4}, device 0" in made
-    assert len(set(re.findall(r'fill="(#\w+)"', made))) == 3
+    for words in ("a&lt;b&gt;", "n3", "device 2", "{n=4}", "{c=2}/strided", "one device", "8.00 s: width is time"):
+        assert words in made
+
+
+def test_many_devices_share_rows() -> None:
+    assert list(cells_of(Config.of({"n": 1024}), 1024))[1] == (1, 64, 127)
+    assert len(list(cells_of(Config.of({"n": 32}, "strided"), 1024))) == 16
+    assert "n0…n63" in svg(draw({"fc": Config.of({"n": 1024})}, {}, 1024))
+
+
+def test_repeated_blocks_are_folded() -> None:
+    """Where they have equal configurations and take about as long; a block's layers keep their order."""
+    names = [f"h.{i}.{part}" for i in range(12) for part in ("attn.qkv", "attn.out", "mlp.0", "mlp.2")]
+    strategy = dict.fromkeys(["embed", *names, "head"], Config.of({"n": 4}))
+    found = blocks(strategy, dict.fromkeys(strategy, 1.0))
+    assert [block.title for block in found] == [
+        *("embed", "h.0…11.attn.qkv (12 ×)", "h.0…11.attn.out (12 ×)"),
+        *("h.0…11.mlp.0 (12 ×)", "h.0…11.mlp.2 (12 ×)", "head"),
+    ]
+    assert sorted(name for block in found for name in block.names) == sorted(strategy)
+    strategy["h.5.mlp.2"] = Config.of({"c": 4})
+    titles = [block.title for block in blocks(strategy, dict.fromkeys(strategy, 1.0))]
+    assert {"h.0…4.attn (5 ×)", "h.5.mlp", "h.6…11.attn.qkv (6 ×)"} <= set(titles)
 
 
 def test_neighbours_of_one_configuration_are_one_row() -> None:

@@ -21,7 +21,7 @@ COLUMNS = (Column("strategy"), Column("step time", "s"), Column("memory a device
 ROWS = [("data", 0.25, 12e9, 1.0), ("a<b>&\x1b[31m", 0.125, Marked("90.0 GB (too much)", "bad"), None)]
 TABLE = Table(filled(COLUMNS, ROWS), "two plans", narrower=[stacked(filled(COLUMNS, ROWS))], notes=["below"])
 SVG = '<svg xmlns="http://www.w3.org/2000/svg"><rect width="1"/></svg>'
-REPORT = Report("net<x>", " on 2 GPUs", [Picture(SVG), TABLE, Lines(["first & last."])])
+REPORT = Report("net<x>", " on 2 GPUs", [Picture(lambda: SVG, "a plan"), TABLE, Lines(["first & last."])])
 
 
 def as_text(report: Report, width: int) -> list[str]:

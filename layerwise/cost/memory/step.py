@@ -7,7 +7,8 @@ library takes for itself (a convolution's workspace) is not counted, nor what an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,59 +32,32 @@ from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.moved import Moved
 from layerwise.program import Program, fold, program
-from layerwise.program.instructions import Begin, Compute, End, Forget, Free, Instruction, Keep, Move, Output
+from layerwise.program.instructions import Begin, Compute, End, Forget, Free, Keep, Move, Output
+
+Tracker = TypeVar("Tracker", bound=AllocationTracker)
 
 
 def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink."""
-    return model.once(("peak", *strategy.items()), lambda: _tracked(model, strategy).peak)
+    tracker = AllocationTracker(model.devices.count)
+    return model.once(("peak", *strategy.items()), lambda: tracked(model, strategy, tracker).peak)
 
 
 def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[Kind, float]:
     """Bytes of each kind at the peak of the device with most; their sum is the most of `peak_bytes`."""
-    tracker = _tracked(model, strategy, by_kind=True)
+    tracker = tracked(model, strategy, AllocationTracker(model.devices.count, by_kind=True))
     device = int(tracker.peak.argmax())
     return {kind: float(size[device]) for kind, size in tracker.peak_by_kind.items()}
 
 
-def fullest_at(model: CostModel, strategy: Strategy) -> str:
-    """The instruction during which the fullest device is fullest, such as `backward of decoder.0`."""
-    watch = _Watch()
-    _tracked(model, strategy, watch=watch)
-    return watch.at
-
-
-class _Watch:
-    """Looks at the peak after each instruction."""
-
-    def __init__(self) -> None:
-        self.tracker, self.most, self.at = AllocationTracker(1), 0.0, ""
-
-    def __getattr__(self, instruction: str) -> Callable[[Instruction], None]:
-        return self._look
-
-    def _look(self, instruction: Instruction) -> None:
-        if (most := float(self.tracker.peak.max())) > self.most:
-            what = getattr(instruction, "part", type(instruction).__name__.lower())
-            layer = getattr(instruction, "layer", "")
-            self.most, self.at = most, f"{what} of {layer}" if layer else f"the optimizer's {what}"
-
-
-def _tracked(
-    model: CostModel, strategy: Strategy, *, by_kind: bool = False, watch: _Watch | None = None
-) -> AllocationTracker:
-    """The tracker, after all of a step."""
-    tracker = AllocationTracker(model.devices.count, by_kind=by_kind)
+def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: object) -> Tracker:
+    """The tracker, after all of a step. Observers see each instruction when it is done, as `fold` has it."""
     facts, sums = step_facts(model, strategy)
     step = program(model.graph, model.options.io, facts, model.options.kind)
     parameters = ParameterStorages(model, tracker, model.options.kind == "training")
     storages = _Storages(model, strategy, tracker, step, parameters)
     parameters.bucket(step, facts, sums)
-    if watch is None:
-        fold(step, storages, parameters)
-    else:
-        watch.tracker = tracker
-        fold(step, storages, parameters, watch)
+    fold(step, storages, parameters, *observers)
     return tracker
 
 

@@ -94,6 +94,13 @@ def timeline(
     return _simulated(model, strategy, record, bucket_bytes)
 
 
+def step_spans(model: CostModel, strategy: Strategy, bucket_bytes: float = BUCKET_BYTES) -> list[SimulatedSpan]:
+    """The actions of all devices in a step of a strategy, in the order in which they are simulated."""
+    spans: list[SimulatedSpan] = []
+    timeline(model, strategy, spans.append, bucket_bytes=bucket_bytes)
+    return spans
+
+
 def _simulated(model: CostModel, strategy: Strategy, record: Record | None, bucket_bytes: float) -> Timeline:
     facts, sums = step_facts(model, strategy, bucket_bytes)
     step = program(model.graph, model.options.io, facts, model.options.kind)

@@ -20,6 +20,7 @@ from layerwise.search.report.tables import (
     kinds_table,
     picture,
     strategy_table,
+    time_by_block,
 )
 from layerwise.search.result import Candidate, SearchResult
 
@@ -84,7 +85,7 @@ def priced(
 def _strategies(model: CostModel, rows: Sequence[Candidate], *, every_layer: bool) -> list[Part]:
     best = rows[0]
     return [
-        picture(best, model.devices.count),
+        picture(best),
         strategy_table(model, best, every_layer=every_layer),
         candidates_table(rows, best, model.graph.batch),
     ]
@@ -101,8 +102,7 @@ def _kinds_values(kinds: Mapping[str, Mapping[Kind, float]]) -> dict[str, object
 @described.register
 def candidate_parts(candidate: Candidate) -> list[Part]:
     """A strategy in a notebook."""
-    devices = max(config.total for config in candidate.strategy.values())
-    return [picture(candidate, devices), brief_strategy_table(candidate)]
+    return [picture(candidate), time_by_block(candidate)[1], brief_strategy_table(candidate)]
 
 
 @described.register
@@ -110,7 +110,7 @@ def result_parts(result: SearchResult) -> list[Part]:
     """The report of a result in a notebook: the best strategy, and the baselines beside it."""
     missing = [] if result.best.fits else [f"WARNING: {nothing_fits(result)}."]
     table = candidates_table([result.best, *result.baselines.values()], result.best)
-    return [*candidate_parts(result.best), table, Lines([*conclusion(result), *missing])]
+    return [Lines([*conclusion(result), *missing]), table, *candidate_parts(result.best)]
 
 
 def as_dict(

@@ -14,13 +14,17 @@ from layerwise.cost.memory.step import peak_by_kind
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.terms import COLUMNS
+from layerwise.cost.timeline.shares import HIDDEN
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.quantities import three_digits, units
-from layerwise.report.content import Column, Marked, Picture, Table, Value, filled, stacked
-from layerwise.report.picture import runs, svg
+from layerwise.report import charts
+from layerwise.report.blocks import blocks
+from layerwise.report.content import Chart, Column, Fold, Marked, Picture, Table, Value, filled, stacked
+from layerwise.report.figures import svg
+from layerwise.report.picture import PARTS, draw, runs
 from layerwise.search.curve import Point
-from layerwise.search.result import Candidate, SearchResult
+from layerwise.search.result import Candidate, SearchResult, drawn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,13 +42,45 @@ COSTS = (
 )
 
 
-def picture(candidate: Candidate, devices: int) -> Picture:
-    """A strategy, of the layers that compute something."""
-    return Picture(svg({name: p.config for name, p in _computing(candidate).items()}, devices))
+def picture(candidate: Candidate, *, linked: bool = False) -> Picture:
+    """A strategy, of the layers that compute something. linked: in a page, to what it says of each."""
+    label = "the plan: layers from left to right, devices from top to bottom"
+    return Picture(lambda: svg(draw(*drawn(candidate), linked=linked)), label)
 
 
-def _computing(candidate: Candidate) -> dict[str, LayerPrice]:
-    return {name: p for name, p in candidate.price.layers.items() if p.seconds["compute"] > 0}
+def time_by_block(candidate: Candidate) -> tuple[Chart, Table, list[Fold]]:
+    """The time of a step by block of layers, the longest first: a chart, a table, and of each block its layers."""
+    layers, seconds, _ = drawn(candidate)
+    sums = {name: step_part_s(parts) for name, parts in seconds.items()}
+    found = sorted(blocks(layers, sums), key=lambda block: -block.seconds(sums))
+    totals = [
+        {part: sum(seconds.get(name, {}).get(part, 0.0) for name in block.names) for part in (*PARTS, HIDDEN)}
+        for block in found
+    ]
+    used = [part for part in (*PARTS, HIDDEN) if any(total[part] for total in totals)]
+    columns = [Column("block of layers", wraps=True), Column("layers", "#"), Column("of the step", "%"),
+               *(Column(PARTS[part][0] if part in PARTS else "beside computation", "s") for part in used)]  # fmt: skip
+    step_s = sum(sums.values()) or 1.0
+    rows: list[tuple[Value, ...]] = []
+    folds = []
+    for block, total in zip(found, totals, strict=True):
+        share = step_part_s(total) / step_s
+        rows.append((block.title, len(block.names), share, *(total[part] for part in used)))
+        of_layers: list[tuple[Value, ...]] = [
+            (Marked(name, "layer"), short(layers[name]), *(seconds.get(name, {}).get(part, 0.0) for part in used))
+            for name in block.names
+        ]
+        inner = Table(filled([Column("layer", wraps=True), Column("configuration"), *columns[3:]], of_layers))
+        folds.append(
+            Fold(f"{block.title}: {share:.1%}, {units(step_part_s(total), 's')}", [inner], f"block {block.title}")
+        )
+    bars = [(b.title, f"block {b.title}", total) for b, total in zip(found, totals, strict=True)]
+    return charts.time_by_block(bars), Table(filled(columns, rows)), folds
+
+
+def step_part_s(parts: Mapping[str, float]) -> float:
+    """Seconds of the step: without what is beside computation."""
+    return sum(seconds for part, seconds in parts.items() if part != HIDDEN)
 
 
 def written(layer: Layer, config: Config) -> str:
@@ -76,7 +112,7 @@ def strategy_table(model: CostModel, candidate: Candidate, *, every_layer: bool 
     stacked_names = texts("layers", (_ends(run, " …\n", broken) for run in layers))
     full, brief = texts("configuration", (c for c, _ in configs)), texts("configuration", (c for _, c in configs))
     broken_brief = texts("configuration", (c.replace("/", "\n/") for _, c in configs))
-    numbers = filled(NUMBERS, map(_numbers, prices))
+    numbers = filled(NUMBERS, map(row_numbers, prices))
     widest = max([NARROW_KINDS, *(len(word) for words in kinds for word in words.split())])
     narrower = [
         [names, texts("", kinds, widest), full, *numbers],
@@ -95,10 +131,9 @@ def _ends(run: Sequence[Layer], between: str, write: Callable[[str], str] = str)
 
 def brief_strategy_table(candidate: Candidate) -> Table:
     """The table of a strategy where the network is not at hand."""
-    layers = _computing(candidate)
+    layers, prices = drawn(candidate)[0], candidate.price.layers
     rows = [
-        (title, short(config), *_numbers([layers[name] for name in names]))
-        for title, config, names in runs({name: p.config for name, p in layers.items()})
+        (title, short(config), *row_numbers([prices[name] for name in names])) for title, config, names in runs(layers)
     ]
     return Table(filled([Column("layers"), Column("configuration"), *NUMBERS], rows))
 
@@ -129,7 +164,8 @@ def _runs(
     return layers, [[prices[layer.name] for layer in run] for run in layers]
 
 
-def _numbers(prices: Sequence[LayerPrice]) -> tuple[Value, ...]:
+def row_numbers(prices: Sequence[LayerPrice]) -> tuple[Value, ...]:
+    """The cells of NUMBERS, of layers together."""
     seconds = (sum(p.column_s(column) for p in prices) for column in COLUMNS)
     return (prices[0].config.total, *seconds, sum(p.memory_bytes for p in prices))
 

@@ -1,0 +1,77 @@
+"""The memory of the fullest device over a step, instruction by instruction, by what it is held for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+
+from layerwise.cost.memory.allocations import KINDS, AllocationTracker, Kind
+from layerwise.cost.memory.step import peak_bytes, tracked
+from layerwise.cost.model import CostModel, Strategy
+from layerwise.geometry.arrays import Floats
+from layerwise.program.instructions import (
+    Begin,
+    End,
+    Fill,
+    Forget,
+    Free,
+    Instruction,
+    Keep,
+    Move,
+    Release,
+    Update,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Bytes of a device at the fullest moment of each instruction of a step that allocates or frees."""
+
+    device: int
+    instants: Sequence[str]  # the instructions, `conv1 (backward)`
+    kinds: Mapping[Kind, Sequence[float]]  # by instant
+    fullest: int  # the first instant at which the device has most
+
+
+class _Log(AllocationTracker):
+    """A tracker that adds nothing up, and notes how much had been logged after each instruction."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__(devices)
+        self.logged: list[tuple[Floats, Kind, bool]] = []
+        self.instants: list[tuple[str, int]] = []
+        for kind in set(get_args(Instruction)) - {Free, Forget, Keep, Release}:  # they belong to the next one
+            setattr(self, kind.__name__.lower(), lambda one: self.instants.append((_title(one), len(self.logged))))
+
+    def _note(self, size: Floats, kind: Kind, *, stays: bool) -> None:
+        self.logged.append((size, kind, stays))
+
+
+def course(model: CostModel, strategy: Strategy) -> Course:
+    """The course of the fullest device's memory. strategy: with the configurations of inputs and sink."""
+    device = int(peak_bytes(model, strategy).argmax())
+    log = _Log(model.devices.count)
+    tracked(model, strategy, log, log)
+    sizes = np.array([size[device] for size, *_ in log.logged])
+    stays = np.array([stay for *_, stay in log.logged])
+    of_kind = np.array([[one == kind for _, one, _ in log.logged] for kind in KINDS])
+    alive = (sizes * of_kind * stays).cumsum(1) + sizes * of_kind * ~stays
+    titles, moments, start = list[str](), list[int](), 0
+    for title, end in [("before the step", log.instants[0][1]), *log.instants]:
+        if sizes[start:end].any():
+            titles.append(title)
+            moments.append(start + int(alive[:, start:end].sum(0).argmax()))
+        start = end
+    held = alive[:, moments]
+    return Course(device, titles, dict(zip(KINDS, held.tolist(), strict=True)), int(held.sum(0).argmax()))
+
+
+def _title(instruction: Instruction) -> str:
+    """`conv1 (backward)`, `inputs of conv1`."""
+    what = {Move: "inputs of ", Begin: "inputs of ", End: "inputs of ", Fill: "gradients of ", Update: "update of "}
+    layer = str(next(iter(instruction), "all layers"))
+    way = getattr(instruction, "part", getattr(instruction, "way", "forward"))
+    return f"{what.get(type(instruction), '')}{layer}" + ("" if way == "forward" else f" ({way})")

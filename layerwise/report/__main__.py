@@ -1,0 +1,68 @@
+"""python -m layerwise.report PLAN: a plan as a page to look at, in seven sections."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from layerwise.cache import answers
+from layerwise.cli import MODEL_HELP, Parser, check_files, output_arguments, present, run_main
+from layerwise.plan import load_plan
+from layerwise.quantities import parse_bytes_range
+from layerwise.report.html import check_charts
+from layerwise.search.curve import Point, memory_curve
+from layerwise.search.limit.variants import OFFERS
+from layerwise.search.rebuild import memory_limit, rebuild
+from layerwise.search.report.page import Planned, plan_report
+from layerwise.search.report.traces import read_trace
+
+POINTS = 8  # of a curve, at most
+
+
+def parser() -> Parser:
+    """The parser of the command's flags."""
+    p = Parser(
+        prog="layerwise report",
+        description="Shows a plan: where its time goes, why each layer is split so, who computes what, the step by "
+        "device, and its memory. The page needs no other file and no network.",
+    )
+    p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
+    p.add_argument("--measured", metavar="TRACE.json", help="of layerwise run --trace: what was measured, beside it")
+    p.add_argument(
+        "--memory-curve", metavar="8GB..80GB", help="search under some limits between these: what memory is worth"
+    )
+    p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("--profile", metavar="NAME", help="the plan's profile, where that is a file: a plan has none read")
+    output_arguments(p, page="--out")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the report of a plan.
+
+    Args:
+        argv: The command line behind the command's name. None: this process's.
+
+    Returns:
+        0.
+
+    Raises:
+        LayerwiseError: The plan cannot be priced anew, the trace is none, or what draws charts is not installed.
+    """
+    args = parser().parse_args(argv)
+    check_files({"--out": args.html})
+    if args.html is not None:
+        check_charts()
+    plan = load_plan(args.plan)
+    measured = None if args.measured is None else read_trace(args.measured)
+    model, space = rebuild(plan, args.model, args.profile)
+    curve: list[Point] = []
+    if args.memory_curve is not None:
+        limits = parse_bytes_range(args.memory_curve, "--memory-curve")
+        curve = memory_curve(model, space, *limits, offer=OFFERS, points=POINTS, answers=answers(wanted=True))
+    present(plan_report(Planned(plan, model, space, memory_limit(plan, model)), measured, curve), args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

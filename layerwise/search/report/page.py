@@ -1,0 +1,201 @@
+"""The report of a plan: the answer, where the time goes, each layer, the picture, the step, its memory, and all of it
+as tables. As plain data, which `report.html` writes as a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from layerwise.config import SearchSpace
+from layerwise.cost.memory.course import Course, course
+from layerwise.cost.model import CostModel, EdgeName
+from layerwise.cost.price import basis, complete, describe, warnings
+from layerwise.cost.terms import COLUMNS, EDGE_TERMS
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import Layer
+from layerwise.plan import Plan
+from layerwise.quantities import units
+from layerwise.report.content import (
+    Code,
+    Column,
+    Fold,
+    Lines,
+    Marked,
+    Part,
+    Report,
+    Section,
+    Table,
+    Value,
+    facts,
+    filled,
+)  # fmt: skip
+from layerwise.search.baselines import baselines
+from layerwise.search.curve import Point
+from layerwise.search.find import candidate, configurations
+from layerwise.search.report.forms import Alternative, all_alternatives, alternatives_table, limit_of
+from layerwise.search.report.found import about, price_dict
+from layerwise.search.report.step import halos, memory, step
+from layerwise.search.report.tables import (
+    candidates_table,
+    picture,
+    row_numbers,
+    short,
+    step_part_s,
+    strategy_table,
+    time_by_block,
+    written,
+)  # fmt: skip
+from layerwise.search.report.traces import TraceFile
+from layerwise.search.result import Candidate
+
+MANY_PAIRS = 3_000_000  # of configurations of neighbours, beyond which no alternatives are told
+ALTERNATIVES = 6  # of a layer, and those of the plan and the baselines
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and all that a report asks of it."""
+
+    plan: Plan
+    model: CostModel
+    space: SearchSpace
+    limit_bytes: float  # of a device
+
+    @cached_property
+    def best(self) -> Candidate:
+        """The plan, priced."""
+        name = str(self.plan.provenance.get("chosen", "plan"))
+        return candidate(self.model, name, self.plan.strategy, self.limit_bytes, self.plan.bucket_bytes)
+
+    @cached_property
+    def baselines(self) -> dict[str, Candidate]:
+        """Named strategies, priced."""
+        named = baselines(self.model, self.space)
+        return {name: candidate(self.model, name, strategy, self.limit_bytes) for name, strategy in named.items()}
+
+    @cached_property
+    def course(self) -> Course:
+        """The memory of the fullest device over the step."""
+        return course(self.model, complete(self.model, self.plan.strategy))
+
+    @cached_property
+    def alternatives(self) -> dict[str, list[Alternative]]:
+        """Of every layer; nothing where tables of all configurations would take long."""
+        strategies = {name: c.strategy for name, c in self.baselines.items()} | {"plan": self.best.strategy}
+        configs = configurations(self.model, self.space, strategies, {})
+        pairs = sum(len(configs[u]) * len(configs[v]) for u, v, _ in self.model.graph.edges())
+        if pairs > MANY_PAIRS:
+            return {}
+        with contextlib.suppress(LayerwiseError):  # a table over several layers is too large
+            return all_alternatives(self.model.tables(configs))
+        return {}
+
+
+def plan_report(
+    planned: Planned, measured: TraceFile | None = None, curve: Sequence[Point] = (), more: Sequence[Part] = ()
+) -> Report:
+    """The seven sections. measured: a trace of the plan's run. curve: the best plans under some limits. more: what a
+    search has to say beside.
+    """
+    plan, model, best = planned.plan, planned.model, planned.best
+    by_block, _, folds = time_by_block(best)
+    table = Fold("The configurations as a table", [strategy_table(model, best)])
+    parts = [
+        Section("The answer", [*_answer(planned), *([Fold("All that the search says", more)] if more else [])]),
+        Section("Where the time goes", [by_block, *folds]),
+        Section("A layer", list(_layers(planned)), searched="Search a layer:"),
+        Section("The picture", [picture(best, linked=True), *halos(model, best), table]),
+        Section("The step", list(step(best, plan.device_order, measured))),
+        Section("Memory", list(memory(best, planned.baselines, planned.course, curve))),
+        Section("All layers", list(_tables(planned)), searched="Search layers and edges:"),
+    ]
+    return Report(plan.model, about(model), parts, lambda: price_dict(model, best, planned.baselines, plan.model))
+
+
+def _answer(planned: Planned) -> Iterator[Part]:
+    plan, model, best, data = planned.plan, planned.model, planned.best, planned.baselines["data"]
+    step_s, data_s = best.timeline.total_s, data.timeline.total_s
+    gain = f"{data_s / step_s:.2f}× as fast as data parallelism ({units(data_s, 's')})"
+    gain = "this is data parallelism" if best.key == data.key else gain
+    need, have = units(best.memory_bytes, "B"), units(planned.limit_bytes, "B")
+    at = f"device {planned.course.device} at {planned.course.instants[planned.course.fullest]}"
+    yield Lines([
+        f"A step takes {units(step_s, 's')}, predicted with overlap: {gain}.",
+        _proof(plan),
+        f"The fullest device needs {need} of {have}{'' if best.fits else ': it does NOT fit'} ({at}).",
+    ])  # fmt: skip
+    links = "measured" if isinstance(plan.provenance.get("links"), dict) else "as its profile states them"
+    assumed = [describe(model, basis(model, best.price)), f"Links of {model.devices.name}: {links}.", *warnings(model)]
+    yield Lines([*assumed, *limit_of(plan)])
+    yield candidates_table([best, *planned.baselines.values()], best, model.graph.batch)
+
+
+def _proof(plan: Plan) -> str:
+    """The sentence of what is proven."""
+    predicted, proven = plan.predicted, plan.provenance.get("additive_optimum_proven")
+    if proven is None or "lower_bound_s" not in predicted:
+        return "It was not searched for, so nothing is proven of it."
+    bound = f"{units(predicted['lower_bound_s'], 's')} ({'proven' if proven else 'a bound'})"
+    takes = units(predicted["step_time_s"], "s")
+    text = f"By equation 1, without overlap, it takes {takes}, no strategy less than {bound}"
+    if least_s := predicted.get("timeline_lower_bound_s"):
+        text += f"; with overlap none less than {units(least_s, 's')} ({predicted['timeline_s'] / least_s - 1:.1%})"
+    return f"{text}."
+
+
+def _layers(planned: Planned) -> Iterator[Part]:
+    """A fold a layer, the longest first: what it costs, and its alternatives."""
+    best, found = planned.best, planned.alternatives
+    sums = {name: step_part_s(parts) for name, parts in best.shares.layers.items()}
+    strategies = {name: c.strategy for name, c in planned.baselines.items()}
+    for layer in sorted(planned.model.graph.inner, key=lambda layer: -sums.get(layer.name, 0.0)):
+        config, parts = best.strategy[layer.name], list[Part]([facts(_layer_facts(planned, layer))])
+        if options := found.get(layer.name):
+            parts.append(Lines([f"Of {len(options)} configurations, by equation 1, all other layers chosen anew:"]))
+            parts.append(alternatives_table(layer, options, config, strategies, ALTERNATIVES))
+        else:
+            parts.append(Lines(["Its alternatives are many: layerwise explain tells them."]))
+        yield Fold(f"{layer.name}: {short(config)}, {units(sums.get(layer.name, 0.0), 's')}", parts, layer.name)
+
+
+def _layer_facts(planned: Planned, layer: Layer) -> Iterator[tuple[str, str]]:
+    best, price = planned.best, planned.best.price.layers[layer.name]
+    step, compute_s = best.shares.layers.get(layer.name, {}), price.seconds["compute"]
+    known = ((price.measured_s, "measured"), (price.fitted_s, "fitted to measured times"))
+    source = ", ".join(f"{seconds / compute_s:.0%} {word}" for seconds, word in known if compute_s and seconds)
+    yield "operator", layer.kinds
+    yield "output", layer.out.describe()
+    yield "inputs", ", ".join(layer.inputs) or "none"
+    yield "configuration", f"{written(layer, price.config)} on {price.config.total} of {planned.plan.gpus} devices"
+    yield "in the step", ", ".join(f"{part} {units(seconds, 's')}" for part, seconds in step.items()) or "nothing"
+    yield "equation 1", ", ".join(f"{column} {units(price.column_s(column), 's')}" for column in COLUMNS)
+    yield "computing times", source or f"an analytic roofline of {planned.model.devices.processor.name}"
+    yield "sent", ", ".join(f"{kind} {units(size, 'B')}" for kind, size in price.bytes.items() if size) or "nothing"
+
+
+def _tables(planned: Planned) -> Iterator[Part]:
+    model, best = planned.model, planned.best
+    heads = [Column(heading) for heading in ("layer", "operator", "output", "configuration")]
+    numbers = (Column("devices", "#"), *(Column(name, "s") for name in COLUMNS), Column("memory", "B"))
+    yield Table(filled([*heads, *numbers], (_layer_row(layer, best) for layer in model.graph.inner)), "Layers")
+    heads = [Column(heading) for heading in ("from", "to", "tensor")]
+    rows = (_edge_row(model, best, name) for name in model.graph.edges())
+    yield Table(filled([*heads, Column("transfer", "s"), Column("sent", "B")], rows), "Edges, in all directions")
+    yield Fold("The plan as JSON", [Code(planned.plan.dumps())])
+
+
+def _layer_row(layer: Layer, best: Candidate) -> tuple[Value, ...]:
+    price, name = best.price.layers[layer.name], Marked(layer.name, "layer")
+    return name, layer.kinds, layer.out.describe(), short(price.config), *row_numbers([price])
+
+
+def _edge_row(model: CostModel, best: Candidate, name: EdgeName) -> tuple[Value, ...]:
+    source, target, _ = name
+    ends = (best.strategy[source],), (best.strategy[target],)
+    times, edge = model.directions(name), model.edge(name, *ends)
+    sent = sum(term.sent_bytes(model, edge, times) for term in EDGE_TERMS if times)
+    names = [Marked(end, "" if model.graph[end].end else "layer") for end in (source, target)]
+    return *names, model.graph[source].out.describe(), float(model.edge_cost(name, *ends)[0, 0]), sent

@@ -1,0 +1,87 @@
+"""layerwise report and layerwise compare, and a run's scalars."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from layerwise.plan import Plan
+from layerwise.search.report.traces import read_trace
+from layerwise.train.loop import Step
+from layerwise.train.report import scalars
+from tests.cli.conftest import Run
+
+LENET = ("search", "lenet5", "--gpus", "2", "--profile", "p100", "--global-batch", "64", "--effort", "quick")
+
+
+def slower(path: Path, steps: int) -> None:
+    """A trace of so many steps, in which the second convolution takes three times as long."""
+    trace = json.loads(path.read_text())
+    events, spans = [e for e in trace["traceEvents"] if e["ph"] == "M"], []
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            event["dur"] *= 3 if event["name"] == "features.3" else 1
+            spans.append(event)
+    for step in range(steps):
+        events += [event | {"ts": event["ts"] + step * 1e6} for event in spans]
+    Path("measured.json").write_text(json.dumps({"traceEvents": events}))
+
+
+def test_a_trace_beside_another(run: Run, here: Path) -> None:
+    run(*LENET, "--out", "plan.json", "--timeline", "predicted.json")
+    slower(here / "predicted.json", steps=5)
+    assert read_trace("measured.json").steps == 5
+    said = run("compare", "predicted.json", "measured.json", "--out", "both.json").splitlines()
+    assert said[3].split()[:2] == ["features.3", "compute"]
+    assert "+200%" in said[3]
+    both = json.loads((here / "both.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in both} == {0, 1, 2, 3}
+    rows = json.loads(run("compare", "predicted.json", "measured.json", "--json"))
+    assert rows[0]["measured_s"] == pytest.approx(3 * rows[0]["predicted_s"])
+    assert all(row["measured_s"] == pytest.approx(row["predicted_s"], abs=1e-9) for row in rows[1:])
+    told = run("report", "plan.json", "--measured", "measured.json", "--format", "md")
+    assert "### The step" in told
+    assert "| features.3 | compute |" in told
+
+
+def test_what_is_no_trace_is_refused(run: Run, refuse: Run, here: Path) -> None:
+    run(*LENET, "--out", "plan.json")
+    for content, words in (
+        ("{}", "has no list 'traceEvents'"),
+        ('{"traceEvents": []}', "has no span of compute"),
+        ('{"traceEvents": [{"ph": "X", "cat": "sync", "name": "a", "pid": 0}]}', "without a name, a rank or its times"),
+    ):
+        (here / "t.json").write_text(content)
+        assert words in refuse("compare", "t.json", "t.json")
+        assert words in refuse("report", "plan.json", "--measured", "t.json")
+
+
+def test_a_report_with_its_curve(run: Run, here: Path) -> None:
+    pytest.importorskip("plotly")
+    run(*LENET, "--out", "plan.json")
+    run("report", "plan.json", "--memory-curve", "1MB..4GB", "--out", "report.html")
+    page = (here / "report.html").read_text(encoding="utf-8")
+    assert "against no limit" in page
+    assert "under 4.00 GB" in page
+
+
+def test_scalars_of_steps(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    plan = cast(Plan, SimpleNamespace(predicted={"timeline_s": 0.25}))
+    with scalars(str(tmp_path), plan) as note:
+        note(Step(1, 1, 64, 2.5, 0.5))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events: Any = EventAccumulator(str(tmp_path))
+    events.Reload()
+    found = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+    assert found == {
+        "loss": 2.5,
+        "step time (s)/measured": 0.5,
+        "step time (s)/predicted": 0.25,
+        "samples a second": 128,
+    }
