@@ -17,6 +17,7 @@ COMMANDS = {
     "measure": ("layerwise.measure.__main__", "times of layers and links on this machine, into a profile"),
     "run": ("layerwise.run.__main__", "train a planned network; torchrun starts one process a GPU"),
     "predict": ("layerwise.inference.command", "a planned network's answers for volumes; under torchrun"),
+    "export-plan": ("layerwise.export_plan", "a plan of linear layers for Transformers, PyTorch or DeepSpeed"),
     "export": ("layerwise.export", "make one safetensors file of a checkpoint, for the original model"),
 }
 
@@ -24,7 +25,7 @@ USAGE = "\n".join(
     [
         "usage: layerwise COMMAND ...",
         "",
-        *(f"  {name:10s}{summary}" for name, (_, summary) in COMMANDS.items()),
+        *(f"  {name:12s}{summary}" for name, (_, summary) in COMMANDS.items()),
         "",
         "layerwise COMMAND --help tells more; python -m layerwise.COMMAND is the same.",
     ]
