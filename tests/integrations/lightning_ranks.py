@@ -53,7 +53,7 @@ class Classifier(L.LightningModule):
         return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        optimizer = torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.02)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 
@@ -156,18 +156,10 @@ def run_gan(ranks: int, strategy: Any, folder: str) -> Any:
     return full(module, fit)
 
 
-def run_bf16(ranks: int, strategy: Any, folder: str) -> Any:
+def run_mixed(ranks: int, strategy: Any, half: str) -> Any:
     module = Classifier()
-    fit = trainer(ranks, strategy, precision="bf16-mixed", gradient_clip_val=0.5)
-    fit.fit(module, loader(ranks))
-    return full(module, fit)
-
-
-def run_fp16(ranks: int, strategy: Any, folder: str) -> Any:
-    module = Classifier()
-    del module.scale
-    module.scale = torch.zeros(())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    fit = trainer(ranks, strategy, plugins=MixedPrecision("16-mixed", "cpu", scaler))
+    module.scale.requires_grad_(False)  # GradScaler takes it in no optimizer with DTensors
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if half == "16-mixed" else None
+    fit = trainer(ranks, strategy, plugins=MixedPrecision(half, "cpu", scaler), gradient_clip_val=0.5)
     fit.fit(module, loader(ranks))
     return full(module, fit)

@@ -68,12 +68,10 @@ def test_several_optimizers_by_hand() -> None:
         assert apart(weights, wanted) <= 1e-9
 
 
-def test_mixed_precision() -> None:
-    wanted = alone("bf16")
-    for weights in run_ranks(2, RUN, cases.SPLIT, "bf16"):
-        assert apart(weights, wanted) <= 0.05
-    wanted = alone("fp16")
-    for weights in run_ranks(2, RUN, cases.SPLIT, "fp16"):
+@pytest.mark.parametrize("half", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision(half: str) -> None:
+    wanted = alone("mixed", folder=half)
+    for weights in run_ranks(2, RUN, cases.SPLIT, "mixed", half):
         assert apart(weights, wanted) <= 0.05
 
 
@@ -96,14 +94,6 @@ class Late(cases.Classifier):
 class Broken(cases.Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch)
-
-
-class Wrapped(cases.Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.distributed.fsdp.FSDPModule.__new__(
-            type("Sharded", (torch.distributed.fsdp.FSDPModule, nn.Module), {})
-        )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import inspect
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -19,30 +20,8 @@ from layerwise.errors import LayerwiseError
 
 EXAMPLES = "give LayerwiseStrategy(examples={'net': inputs}), what one rank calls its modules with"
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-
-IDLE = (
-    "log", "log_dict", "lr_schedulers", "manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer",
-    "toggled_optimizer",
-)  # fmt: skip
-
-
-class _Idle:
-    """An optimizer or a logger that does nothing."""
-
-    def __getattr__(self, name: str) -> _Idle:
-        return self
-
-    def __call__(self, *args: Any, **named: Any) -> _Idle:
-        return self
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __enter__(self) -> _Idle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
+IDLE = ("log", "log_dict", "lr_schedulers", "manual_backward", "clip_gradients")
+TOGGLES = ("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer")
 
 
 def first_batch(trainer: Trainer) -> Any:
@@ -123,8 +102,8 @@ def _copied(module: Any) -> LightningModule:
     for name, child in module._modules.items():
         if child is not None and not any(True for _ in child.parameters()):
             trial._modules[name] = copy.deepcopy(child)
-    idle = _Idle()
-    vars(trial).update(dict.fromkeys(IDLE, idle))
+    idle = MagicMock()  # an optimizer, a scheduler or a logger that does nothing
+    vars(trial).update(dict.fromkeys(IDLE + TOGGLES, idle))
     if not module.automatic_optimization:
         count = len(_init_optimizers_and_lr_schedulers(module)[0])
         vars(trial)["optimizers"] = lambda *_, **__: [idle] * count if count > 1 else idle
