@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 log = logging.getLogger("mkdocs.hooks")
-HELP = re.compile(r"<!-- help: (\w+) -->")
+HELP = re.compile(r"<!-- help: ([\w-]+) -->")
 
 
 def _tutorial(notebook: Path) -> Path:

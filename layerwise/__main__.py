@@ -22,6 +22,7 @@ COMMANDS = {
     "predict": ("layerwise.inference.command", "a planned network's answers for volumes; under torchrun"),
     "machines": ("layerwise.machines", "the devices and networks that --gpu and --link name"),
     "doctor": ("layerwise.doctor", "what is installed here, and whether two ranks compute as one"),
+    "export-plan": ("layerwise.export_plan", "a plan of linear layers for Transformers, PyTorch or DeepSpeed"),
     "export": ("layerwise.export", "make one safetensors file of a checkpoint, for the original model"),
 }
 
@@ -29,7 +30,7 @@ USAGE = "\n".join(
     [
         "usage: layerwise COMMAND ...",
         "",
-        *(f"  {name:10s}{summary}" for name, (_, summary) in COMMANDS.items()),
+        *(f"  {name:12s}{summary}" for name, (_, summary) in COMMANDS.items()),
         "",
         "layerwise COMMAND --help tells more; python -m layerwise.COMMAND is the same.",
     ]

@@ -16,11 +16,32 @@ from tests.comm.launch import launch
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEARNING = [path for path in EXAMPLES if path.name != "decode_video.py"]
+ZOO = Path(sys.prefix) / "zoo"  # where `make zoo` puts packages
+NEEDS = {
+    "decode_video.py": ["diffusers"],
+    "train_accelerate.py": ["accelerate"],
+    "train_lightning.py": ["lightning"],
+    "train_monai.py": ["monai", "ignite"],
+    "train_transformers.py": ["accelerate"],
+}
 LOSS = re.compile(r"loss (?:of its own texts )?(\d+\.\d+)")
 
 
 def losses(said: str) -> list[float]:
     return [float(value) for value in LOSS.findall(said)]
+
+
+def wrapped(name: str, folder: Path) -> str:
+    """A script that runs an example with what it needs of the zoo; the test is skipped where that is not installed."""
+    for package in NEEDS.get(name, ()):
+        if (ZOO / package).is_dir():  # this package alone: others would be taken for the environment's
+            (folder / package).symlink_to(ZOO / package)
+        elif find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    script, example = folder / "run.py", str(ROOT / "examples" / name)
+    found = f"import runpy, sys; sys.path.insert(0, {str(folder)!r})"
+    script.write_text(f"{found}; runpy.run_path({example!r}, None, '__main__')")
+    return str(script)
 
 
 SAID = dict[tuple[str, ...], str]()
@@ -41,8 +62,10 @@ def alone(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("path", LEARNING, ids=lambda path: path.name)
 def test_an_example_learns_on_one_process(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    wrapped(path.name, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     found = losses(alone(path.name, monkeypatch, capsys))
     assert len(found) >= 3
     assert found[-1] < found[0]
@@ -74,6 +97,18 @@ def test_the_swapped_line_has_the_losses_of_one_process(
     assert both == [pytest.approx(losses(alone("ddp_swap.py", monkeypatch, capsys)), abs=2e-4)]
 
 
+@pytest.mark.parametrize("name", [name for name in NEEDS if name.startswith("train_")])
+def test_other_tools_have_the_losses_of_one_process(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = wrapped(name, tmp_path)
+    done = launch([script])
+    assert done.codes == [0, 0], done.stderr
+    monkeypatch.syspath_prepend(str(tmp_path))
+    both = losses("".join(done.stdout))
+    assert both == pytest.approx(losses(alone(name, monkeypatch, capsys)), abs=2e-4)
+
+
 def test_volumes_have_the_losses_and_the_dice_of_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,15 +122,7 @@ def test_volumes_have_the_losses_and_the_dice_of_one_process(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_decoded_video_is_one_devices(ranks: int, tmp_path: Path) -> None:
-    zoo = Path(sys.prefix) / "zoo" / "diffusers"  # where `make zoo` puts it; of the zoo this package alone
-    if zoo.is_dir():
-        (tmp_path / "diffusers").symlink_to(zoo)
-    elif find_spec("diffusers") is None:
-        pytest.skip("diffusers is not installed")
-    script, example = tmp_path / "run.py", str(ROOT / "examples" / "decode_video.py")
-    found = f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r})"
-    script.write_text(f"{found}; runpy.run_path({example!r}, None, '__main__')")
-    done = launch([str(script)], ranks)
+    done = launch([wrapped("decode_video.py", tmp_path)], ranks)
     assert done.codes == [0] * ranks, done.stderr
     split, difference = re.findall(r": (\d+) layers are split; difference (\S+)", done.stdout[0])[0]
     assert (int(split) > 10) == (ranks > 1)

@@ -61,7 +61,7 @@ def save(
             json.dumps(progress, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise LayerwiseError(f"'progress' must be what JSON can hold: {error}") from None
-        facts, states = describe(optimizer, _owned(module)) if optimizer is not None else (None, [])
+        facts, states = describe(optimizer, owned(module)) if optimizer is not None else (None, [])
         if comm.rank == 0:
             alone.enter_context(sole_writer(folder))
         name = begin(folder, module.steps).name if comm.rank == 0 else None
@@ -127,7 +127,7 @@ def load(
         prefix = _check_model(reader, ours)
         if reader.about is not None:
             _check_about(reader, module)
-        prepared = Prepared() if optimizer is None else prepare(optimizer, _owned(module), reader)
+        prepared = Prepared() if optimizer is None else prepare(optimizer, owned(module), reader)
         reader.verify(sorted(reader.files)[comm.rank :: comm.size])
         return (prefix, prepared), None
 
@@ -182,7 +182,7 @@ def model_digest(graph: LayerGraph) -> str:
         return graph.digest
 
 
-def _owned(module: ParallelModule) -> Owned:
+def owned(module: ParallelModule) -> Owned:
     """The module's parameters with their shards: empty ones of parameters that only other ranks have a part of.
 
     (A parameter without elements that is not the model's may stand for a rank that holds nothing.)

@@ -1,16 +1,21 @@
-"""LayerwiseInferer: MONAI's evaluators on several GPUs, with the network's parts on all of them."""
+"""MONAI's evaluators, trainers and checkpoints on several GPUs, with the network's parts on all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from monai.engines.utils import IterationEvents
 from monai.inferers import Inferer
+from monai.utils.enums import CommonKeys
 from torch import Tensor
+from torch.optim import Optimizer
 
+from layerwise.checkpoint.save_and_load import owned
 from layerwise.errors import LayerwiseError
 from layerwise.inference.predict import answer
 from layerwise.inference.predictor import Reduce
+from layerwise.integrations.optimizer_state import full_state, load_full_state
 from layerwise.run.parallel import ParallelModule
 
 
@@ -59,3 +64,58 @@ class LayerwiseInferer(Inferer):  # type: ignore[misc] # where MONAI is not inst
             mirror=self._mirror,
             memory_limit=self._limit,
         ).to(inputs.device)
+
+
+def update_boxes(engine: Any, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The iteration of a SupervisedTrainer whose loader gives each rank its boxes, with the loss inside the network.
+
+        network = layerwise.parallelize(NetworkWithLoss(), examples, io="boxes")
+        SupervisedTrainer(device, epochs, layerwise.BoxLoader(network, images, labels), network, optimizer,
+                          loss_function=None, iteration_update=update_boxes, decollate=False)
+
+    LayerwiseError for a network of samples, which needs no such update.
+    """
+    network = engine.network
+    if not isinstance(network, ParallelModule) or network.io != "boxes":
+        raise LayerwiseError("update_boxes takes what layerwise.parallelize(..., io='boxes') returns: leave it out")
+    network.train()
+    engine.optimizer.zero_grad()
+    outputs = network(*batch)
+    loss: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+    engine.state.output = {CommonKeys.LOSS: loss}
+    engine.fire_event(IterationEvents.FORWARD_COMPLETED)
+    engine.fire_event(IterationEvents.LOSS_COMPLETED)
+    loss.backward()  # type: ignore[no-untyped-call]
+    engine.fire_event(IterationEvents.BACKWARD_COMPLETED)
+    engine.optimizer.step()
+    engine.fire_event(IterationEvents.MODEL_COMPLETED)
+    return {CommonKeys.LOSS: loss}
+
+
+class FullState:
+    """What MONAI's CheckpointSaver and CheckpointLoader save of a parallel network or its optimizer: the full state.
+
+        state = {"net": FullState(network), "optimizer": FullState(network, optimizer)}
+        CheckpointSaver("runs", state, save_final=True).attach(trainer)     # on every rank; rank 0 writes
+
+    A plain network on one device reads it, and another number of ranks.
+    """
+
+    def __init__(self, network: ParallelModule, optimizer: Optimizer | None = None) -> None:
+        self._network, self._optimizer = network, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state; every rank calls it."""
+        if self._optimizer is None:
+            return self._network.full_state_dict()
+        return full_state(self._optimizer, self._names())
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes what `state_dict` returned on any number of ranks."""
+        if self._optimizer is None:
+            self._network.load_state_dict(state, strict)
+        else:
+            load_full_state(self._optimizer, state, self._names(), owned(self._network))
+
+    def _names(self) -> dict[Any, str]:
+        return {p: name for name, p in self._network.named_parameters()}

@@ -1,0 +1,120 @@
+"""prepare: Accelerate's training loops over a model that layerwise splits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from layerwise.api.parallelize import Keywords, parallelize
+from layerwise.api.source import ExampleInputs
+from layerwise.errors import LayerwiseError
+from layerwise.run.parallel import ParallelModule
+
+PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    *others: Any,
+    example: ExampleInputs | None = None,
+    **keywords: Unpack[Keywords],
+) -> tuple[Any, ...]:
+    """Returns what `accelerator.prepare(model, *others)` returns, with the model's layers split.
+
+        model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
+
+    The rest of the loop stays: `accumulate`, `backward`, `clip_grad_norm_`, mixed precision. Weights are saved by
+    `layerwise.save` or `model.save_pretrained`, which every rank calls.
+
+    Args:
+        accelerator: Of plain data parallelism.
+        model: As for `layerwise.parallelize`.
+        others: Optimizers that have not stepped yet, loaders, schedulers.
+        example: What one rank calls the model with. None: the first batch of the first loader, a dict of arguments by
+            name, or a tuple whose first element is the input.
+        keywords: Those of `layerwise.parallelize`.
+
+    Raises:
+        LayerwiseError: The accelerator splits the model in another way; or as `layerwise.parallelize`.
+    """
+    if example is None:
+        loader = next((one for one in others if isinstance(one, DataLoader)), None)
+        if loader is None:
+            raise LayerwiseError("give prepare a DataLoader, or example=, what one rank calls the model with")
+        batch = first_batch(loader)
+        example = dict(batch) if isinstance(batch, Mapping) else batch[0] if isinstance(batch, tuple | list) else batch
+    names = {id(p): name for name, p in model.named_parameters()}
+    made = prepare_model(accelerator, model, example, **keywords)
+    for one in others:
+        if isinstance(one, Optimizer):
+            _follow(one, names, made)
+    return (made, *(accelerator.prepare(one) for one in others))
+
+
+def prepare_model(
+    accelerator: Accelerator, model: nn.Module, example: ExampleInputs, **keywords: Unpack[Keywords]
+) -> ParallelModule:
+    """Returns the parallel module, which the accelerator takes for one that it has prepared."""
+    if accelerator.distributed_type not in PLAIN:
+        kind = accelerator.distributed_type.value
+        raise LayerwiseError(
+            f"Accelerate is set up for {kind}, which splits the model in its own way: leave that out, as layerwise "
+            "splits it"
+        )
+    if accelerator.mixed_precision not in AUTOCAST:
+        raise LayerwiseError(f"mixed precision {accelerator.mixed_precision!r} is not planned: give 'bf16' or 'fp16'")
+    keywords["autocast"] = AUTOCAST[accelerator.mixed_precision]
+    with undrawn():
+        made = parallelize(model, example, **keywords)
+    if made.comm.size != accelerator.num_processes:
+        raise LayerwiseError(
+            f"there are {made.comm.size} ranks, and Accelerate has {accelerator.num_processes}: without GPUs it needs "
+            "Accelerator(cpu=True)"
+        )
+    # evaluation_mode leaves DistributedDataParallel out; what it marks is not wrapped by a later `prepare`.
+    accelerator.prepare_model(made, device_placement=False, evaluation_mode=True)
+    return made
+
+
+def first_batch(loader: DataLoader[Any]) -> Any:
+    """Returns a batch such as the loader's, without reading the loader."""
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 1
+    with undrawn():
+        return next(iter(DataLoader(loader.dataset, size, collate_fn=loader.collate_fn)))
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Within it, random numbers are drawn that nobody misses."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _follow(optimizer: Optimizer, names: Mapping[int, str], model: nn.Module) -> None:
+    """Gives an optimizer of the plain model the parallel one's parameters. LayerwiseError where it has stepped."""
+    if optimizer.state:
+        raise LayerwiseError("the optimizer has stepped before prepare: make a new one")
+    parameters = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        odd = [p for p in group["params"] if id(p) not in names]
+        if odd:
+            raise LayerwiseError(f"the optimizer has a parameter of shape {tuple(odd[0].shape)} that the model lacks")
+        group["params"] = [parameters[names[id(p)]] for p in group["params"]]

@@ -1,0 +1,121 @@
+"""first_calls: what a LightningModule calls its networks with in the first step, found by trying it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
+
+from layerwise.errors import LayerwiseError
+
+EXAMPLES = "give LayerwiseStrategy(examples={'net': inputs}), what one rank calls its modules with"
+STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+IDLE = ("log", "log_dict", "lr_schedulers", "manual_backward", "clip_gradients")
+TOGGLES = ("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer")
+
+
+def first_batch(trainer: Trainer) -> Any:
+    """Returns the first batch of the loader that will be used; what the loader draws later is as it was.
+
+    LayerwiseError for a data set that can be read only once.
+    """
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    loop: Any = (
+        trainer.fit_loop if fitting else trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    )
+    loader = loop._data_source.dataloader()
+    if not isinstance(loader, CombinedLoader):
+        loader = CombinedLoader(loader, "max_size_cycle" if fitting else "sequential")
+    once = [dl for dl in loader.flattened if iter(getattr(dl, "dataset", ())) is getattr(dl, "dataset", None)]
+    if once:
+        raise LayerwiseError(f"the data set can be read only once, and its first batch is needed before: {EXAMPLES}")
+    holders = [holder for dl in loader.flattened for holder in (dl, getattr(dl, "sampler", None))]
+    generators = [g for g in (getattr(holder, "generator", None) for holder in holders) if g is not None]
+    states = [g.get_state() for g in generators]
+    batch, _, _ = next(iter(loader))
+    loader.reset()
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    module: Any = trainer.lightning_module
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def first_calls(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    """Returns example inputs by the path of each module with parameters that the step calls: outermost ones.
+
+    The step is tried without gradients on a copy whose lists, metrics and losses are its own; buffers are as they were
+    after it. LayerwiseError where that fails.
+    """
+    module: Any = trainer.lightning_module
+    assert trainer.state.fn is not None
+    name = STEPS[trainer.state.fn.value]
+    trial = _copied(module)
+    calls: dict[str, Any] = {}
+    running: list[str] = []
+
+    def before(path: str, of: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if not running and path not in calls:
+            calls[path] = _example(of, args, named)
+        running.append(path)
+
+    hooks = []
+    for path, part in module.named_modules():
+        if path and any(True for _ in part.parameters()):
+            hooks.append(part.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True))
+            hooks.append(part.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    step = getattr(trial, name)
+    numbers = (0, 0)[: max(0, len(inspect.signature(step).parameters) - 1)]  # of the batch, and of its loader
+    try:
+        with torch.no_grad():
+            step(batch, *numbers)
+    except LayerwiseError:
+        raise
+    except Exception as error:  # the user's own code, which may raise anything
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LayerwiseError(f"{name} could not be tried before training ({told}): {EXAMPLES}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    return {path: call for path, call in calls.items() if not any(path.startswith(f"{other}.") for other in calls)}
+
+
+def _copied(module: Any) -> LightningModule:
+    """A module of the same networks that neither logs nor trains."""
+    trial: Any = object.__new__(type(module))
+    collections = (dict, list, set, deque)
+    trial.__dict__ = {k: copy.copy(v) if isinstance(v, collections) else v for k, v in vars(module).items()}
+    for name, child in module._modules.items():
+        if child is not None and not any(True for _ in child.parameters()):
+            trial._modules[name] = copy.deepcopy(child)
+    idle = MagicMock()  # an optimizer, a scheduler or a logger that does nothing
+    vars(trial).update(dict.fromkeys(IDLE + TOGGLES, idle))
+    if not module.automatic_optimization:
+        count = len(_init_optimizers_and_lr_schedulers(module)[0])
+        vars(trial)["optimizers"] = lambda *_, **__: [idle] * count if count > 1 else idle
+    made: LightningModule = trial
+    return made
+
+
+def _example(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """What `parallelize` takes as the inputs of this call."""
+    if not named:
+        return args
+    try:
+        return dict(inspect.signature(module.forward).bind(*args, **named).arguments)
+    except TypeError:  # which the call itself will raise
+        return dict(named)

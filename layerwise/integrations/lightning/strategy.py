@@ -1,0 +1,256 @@
+"""LayerwiseStrategy: Lightning's trainer over networks that layerwise splits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from layerwise.api.parallelize import Keywords, parallelize
+from layerwise.checkpoint.save_and_load import owned
+from layerwise.errors import LayerwiseError
+from layerwise.integrations.lightning.first_calls import EXAMPLES, first_batch, first_calls
+from layerwise.integrations.lightning.sharded import read, write
+from layerwise.integrations.optimizer_state import full_state, load_full_state
+from layerwise.run.local_tensor import is_dtensor
+from layerwise.run.parallel import ParallelModule
+
+CONTRADICTS = {"io", "inference", "device_mesh", "autocast"}  # of parallelize: what Lightning says, or has no way to
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+STEPS = "layerwise_steps"  # in a checkpoint, of each module: its random numbers follow from them
+
+
+class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is not installed, its class is Any
+    """Lightning's strategy "layerwise": the networks that a step calls are split, layer by layer.
+
+        import layerwise.integrations.lightning
+        trainer = Trainer(strategy="layerwise", devices=8)     # was: strategy="ddp"
+
+    Losses and weights are those of one device on all ranks' samples. Modules that the first batch's step calls are made
+    parallel, each with a plan of its own; parameters outside of them are averaged over the ranks, as with DDP.
+
+    Args:
+        examples: Of each module to be split, by path, what one rank calls it with. None: the first batch tells.
+        sharded: Checkpoints are folders into which every rank writes its own boxes. They can be resumed on any number
+            of devices, as can the full ones.
+        process_group_backend: As torch.distributed calls it.
+        timeout: Of Lightning's own collectives.
+        keywords: Those of `layerwise.parallelize`.
+    """
+
+    model: Any
+    lightning_module: Any
+    precision_plugin: Any
+
+    def __init__(
+        self,
+        examples: Mapping[str, Any] | None = None,
+        *,
+        sharded: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        **keywords: Unpack[Keywords],
+    ) -> None:
+        if odd := CONTRADICTS & set(keywords):
+            raise LayerwiseError(f"LayerwiseStrategy takes no {min(odd)}=: Lightning's Trainer says how it trains")
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._examples, self._sharded, self._keywords = examples, sharded, keywords
+        self._synchronise = True
+        self._free: list[nn.Parameter] = []  # trained, and in no parallel module
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # in the precision that is trained with
+
+    def setup(self, trainer: Trainer) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        _check(self.model, self.precision_plugin)
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if not self._parts():  # which an earlier run has made
+            mixed = isinstance(self.precision_plugin, MixedPrecision)  # is planned for, outside of autocast
+            with isolate_rng(), nullcontext() if mixed else self.precision_plugin.forward_context():
+                self._split(trainer)
+        inside = {id(p) for part in self._parts().values() for p in part.parameters()}
+        self._free = [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside]
+        for p in self._free if self.world_size > 1 else ():
+            dist.broadcast(p.data, 0)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
+
+    def _split(self, trainer: Trainer) -> None:
+        """Makes the modules that are trained parallel, in a run without training all."""
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        examples = self._examples if self._examples is not None else first_calls(trainer, first_batch(trainer))
+        split = {
+            path: part
+            for path, part in ((path, module.get_submodule(path)) for path in examples)
+            if any(p.requires_grad or not fitting for p in part.parameters())
+        }
+        _check_separate(module, split)
+        keywords: Keywords = {
+            **self._keywords,
+            "autocast": AUTOCAST.get(getattr(self.precision_plugin, "precision", "")),
+        }
+        for path, part in split.items():
+            made: ParallelModule = parallelize(part, examples[path], **keywords)
+            if made.comm.size != self.world_size:
+                raise LayerwiseError(f"there are {made.comm.size} ranks: give Trainer as many devices (and num_nodes)")
+            for holder in list(module.modules()):
+                holder._modules.update({name: made for name, child in holder._modules.items() if child is part})
+
+    def _parts(self) -> dict[str, ParallelModule]:
+        return dict(_parallel(self.lightning_module))
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in self._parts().values():
+                stack.enter_context(part.no_sync())
+            before, self._synchronise = self._synchronise, False
+            try:
+                yield
+            finally:
+                self._synchronise = before
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._synchronise and self.world_size > 1:
+            for p in self._free:
+                there = torch.tensor(p.grad is not None, dtype=torch.int32, device=p.device)
+                dist.all_reduce(there)
+                if there:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    dist.all_reduce(p.grad)
+                    p.grad /= self.world_size
+
+    def _clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_, where some gradients are DTensors and some are not, too."""
+        params = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
+        kinds = [[p.grad for p in params if is_dtensor(p) == kind] for kind in (True, False)]
+        norms: list[Any] = [get_total_norm(kind) for kind in kinds if kind]
+        if norms:
+            fulls = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
+            clip_grads_with_norm_(params, clip_val, torch.linalg.vector_norm(torch.stack(fulls)))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        parts = self._parts()
+        with self._without(parts) as module:
+            state: dict[str, Any] = dict(module.state_dict())
+        for path, part in parts.items():
+            own = part.state_dict() if self._sharded else part.full_state_dict()
+            state |= {f"{path}.{name}": value for name, value in own.items()}
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        parts, rest = self._parts(), dict(checkpoint["state_dict"])
+        for path, part in parts.items():
+            own = {name: rest.pop(name) for name in list(rest) if name.startswith(f"{path}.")}
+            part.load_state_dict({name.removeprefix(f"{path}."): value for name, value in own.items()}, strict)
+            part.steps = checkpoint.get(STEPS, {}).get(path, part.steps)
+        with self._without(parts) as module:
+            module.load_state_dict(rest, strict=strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return full_state(getattr(optimizer, "_optimizer", optimizer), self._names(), gather=not self._sharded)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        shards = {p: shard for part in self._parts().values() for p, shard in owned(part).items()}
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_full_state(optimizer, state, self._names(), shards)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        checkpoint[STEPS] = {path: part.steps for path, part in self._parts().items()}
+        if self._sharded:
+            write(checkpoint, Path(self.broadcast(filepath)), self.global_rank)
+            self.barrier()
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        folder = Path(checkpoint_path)
+        return read(folder) if folder.is_dir() else super().load_checkpoint(checkpoint_path, weights_only)
+
+    def teardown(self) -> None:
+        """Leaves the module on its device, unlike other strategies: its parts stay parallel."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {p: name for name, p in self.lightning_module.named_parameters()}
+
+    @contextmanager
+    def _without(self, parts: Mapping[str, ParallelModule]) -> Iterator[nn.Module]:
+        """The module while empty ones stand for its parallel parts, whose states are their own."""
+        module = self.lightning_module
+        places = [(module.get_submodule(path.rpartition(".")[0])._modules, path.rpartition(".")[2]) for path in parts]
+        for modules, name in places:
+            modules[name] = nn.Module()
+        try:
+            yield module
+        finally:
+            for (modules, name), part in zip(places, parts.values(), strict=True):
+                modules[name] = part
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("layerwise", cls, description="layers are split as is predicted to be fastest")
+
+
+def _parallel(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, ParallelModule]]:
+    """The parallel modules in a module, by path."""
+    for name, child in module._modules.items():
+        if isinstance(child, ParallelModule):
+            yield prefix + name, child
+        elif child is not None:
+            yield from _parallel(child, f"{prefix}{name}.")
+
+
+def _check(module: nn.Module, plugin: Precision) -> None:
+    """LayerwiseError for what says to train in another way, too."""
+    if type(plugin) not in (Precision, MixedPrecision, DoublePrecision, HalfPrecision):
+        raise LayerwiseError(
+            f"{type(plugin).__name__} changes the layers that strategy='layerwise' splits: give Trainer one of "
+            "precision='32-true', '64-true', '16-true', 'bf16-true', '16-mixed' and 'bf16-mixed'"
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            raise LayerwiseError(
+                f"module {name!r} is a {type(part).__name__}, and strategy='layerwise' splits it itself: leave the "
+                "other out"
+            )
+
+
+def _check_separate(module: nn.Module, split: Mapping[str, nn.Module]) -> None:
+    """LayerwiseError where parallel modules would share a parameter, or a module that is trained later is left out."""
+    owners: dict[int, str] = {}
+    for path, part in split.items():
+        for name, p in part.named_parameters():
+            full = f"{path}.{name}"
+            if (other := owners.setdefault(id(p), full)) != full:
+                raise LayerwiseError(f"parameter {full!r} is {other!r}, too: call both modules from one module")
+    for name, part in module.named_modules():
+        seen = not name or any(f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}.") for path in split)
+        computes = type(part).forward is not nn.Module.forward
+        if not seen and computes and any(p.requires_grad for p in part.parameters(recurse=False)):
+            raise LayerwiseError(f"module {name!r} is trained, and the first step does not call it: {EXAMPLES}")

@@ -1,0 +1,121 @@
+"""Lightning with strategy="layerwise" on two ranks, against Lightning's own on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from tests.comm.pool import run_ranks
+
+L = pytest.importorskip("lightning", reason="Lightning is not installed")
+
+from tests.integrations import lightning_ranks as cases  # noqa: E402 (needs Lightning)
+
+RUN = "tests.integrations.lightning_ranks:run"
+
+
+def alone(case: str, strategy: Any = "auto", folder: str = "") -> Any:
+    return cases.run(SoloComm(), strategy, case, folder)
+
+
+def apart(one: Any, other: Any) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("strategy", [cases.SPLIT, cases.QUIET | {"strategy": "data"}], ids=["split", "data"])
+def test_two_ranks_have_the_numbers_of_one_device(strategy: Any) -> None:
+    numbers, state, tested, predicted, steps = alone("all")
+    ranks = run_ranks(2, RUN, strategy, "all")
+    for rank, (ours, weights, test, answers, ours_steps) in enumerate(ranks):
+        assert ours == pytest.approx(numbers, rel=1e-9)
+        assert apart(weights, state) <= 1e-9
+        assert test == pytest.approx(tested, rel=1e-9)
+        torch.testing.assert_close(answers, predicted[rank::2], rtol=1e-9, atol=1e-9)
+        assert ours_steps == steps  # the batch that is tried leaves no trace
+
+
+def test_one_device_has_the_numbers_of_one_device() -> None:
+    numbers, state, *_ = alone("all")
+    ours, weights, *_ = alone("all", cases.QUIET)
+    assert ours == pytest.approx(numbers, rel=1e-9)
+    assert apart(weights, state) <= 1e-9
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_is_resumed_on_another_number_of_devices(sharded: bool, tmp_path: Path) -> None:
+    wanted = alone("resume")
+    two, one = str(tmp_path / "two"), str(tmp_path / "one")
+    run_ranks(2, RUN, cases.SPLIT | {"sharded": sharded}, "save", two)
+    assert (Path(two) / "three.ckpt").is_dir() == sharded
+    assert apart(alone("resume", cases.QUIET | {"sharded": sharded}, two), wanted) <= 1e-9
+    if not sharded:
+        assert apart(alone("resume", "auto", two), wanted) <= 1e-6  # Lightning by itself restores in float32
+    alone("save", cases.QUIET | {"sharded": sharded}, one)
+    for weights in run_ranks(2, RUN, cases.SPLIT | {"sharded": sharded}, "resume", one):
+        assert apart(weights, wanted) <= 1e-9
+
+
+def test_several_optimizers_by_hand() -> None:
+    wanted = alone("gan")
+    for weights in run_ranks(2, RUN, cases.QUIET | {"strategy": {"0": {"c": 2}, "2": {"k": 2}}}, "gan"):
+        assert apart(weights, wanted) <= 1e-9
+
+
+@pytest.mark.parametrize("half", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision(half: str) -> None:
+    wanted = alone("mixed", folder=half)
+    for weights in run_ranks(2, RUN, cases.SPLIT, "mixed", half):
+        assert apart(weights, wanted) <= 0.05
+
+
+class Tied(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 8)
+        self.other.weight = self.net[0].weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.other(batch[0]).mean()
+
+
+class Late(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.later = nn.Linear(6, 8)
+
+
+class Broken(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch)
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "words"),
+    [
+        (Tied, {}, "is 'net.0.weight', too"),
+        (Late, {}, "module 'later' is trained, and the first step does not call it"),
+        (Broken, {}, "could not be tried before training"),
+        (cases.Classifier, {"plugins": "fsdp"}, "FSDPPrecision changes the layers"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(module: Any, settings: Any, words: str) -> None:
+    if settings:
+        from lightning.pytorch.plugins.precision import FSDPPrecision
+
+        settings = {"plugins": FSDPPrecision("32-true")}
+    fit = cases.trainer(1, cases.LayerwiseStrategy(**cases.QUIET), **settings)
+    with pytest.raises(LayerwiseError, match=words):
+        fit.fit(module(), cases.loader(1))
+
+
+def test_the_strategy_has_a_name() -> None:
+    assert isinstance(cases.trainer(1, "layerwise").strategy, cases.LayerwiseStrategy)
+    with pytest.raises(LayerwiseError, match="takes no io="):
+        cases.LayerwiseStrategy(io="boxes")
