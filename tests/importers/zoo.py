@@ -186,7 +186,7 @@ class Vit(nn.Module):
 
 
 class Swin(nn.Module):
-    """Shifted windows and a table of relative positions, as in Swin's attention."""
+    """A block of torchvision's Swin transformer: shifted windows, masked, and a table of relative positions."""
 
     def __init__(self, width: int = 8, heads: int = 2, window: int = 2) -> None:
         super().__init__()
@@ -199,16 +199,26 @@ class Swin(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n, h, w, c = x.shape
-        s = self.window
-        x = torch.roll(x, (-1, -1), (1, 2))
+        s, half = self.window, self.window // 2
+        x = torch.roll(x, (-half, -half), (1, 2))
         x = x.view(n, h // s, s, w // s, s, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, s * s, c)
         qkv = self.qkv(x).reshape(x.shape[0], s * s, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         bias = self.table[self.index.view(-1)].view(s * s, s * s, -1).permute(2, 0, 1).contiguous()
-        weights = (q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5 + bias.unsqueeze(0)).softmax(-1)
+        scores = q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5 + bias.unsqueeze(0)
+        regions, parts = x.new_zeros(h, w), (slice(0, -s), slice(-s, -half), slice(-half, None))
+        for i, rows in enumerate(parts):
+            for j, columns in enumerate(parts):
+                regions[rows, columns] = 3 * i + j
+        regions = regions.view(h // s, s, w // s, s).permute(0, 2, 1, 3).reshape(-1, s * s)
+        mask = regions.unsqueeze(1) - regions.unsqueeze(2)
+        mask = mask.masked_fill(mask != 0, -100.0).masked_fill(mask == 0, 0.0)
+        windows = len(regions)
+        scores = scores.view(x.size(0) // windows, windows, self.heads, s * s, s * s) + mask.unsqueeze(1).unsqueeze(0)
+        weights = scores.view(-1, self.heads, s * s, s * s).softmax(-1)
         x = self.proj((weights @ v).transpose(1, 2).reshape(-1, s * s, c))
         x = x.view(n, h // s, w // s, s, s, c).permute(0, 1, 3, 2, 4, 5).reshape(n, h, w, c)
-        return torch.roll(x, (1, 1), (1, 2))
+        return torch.roll(x, (half, half), (1, 2))
 
 
 class Wide(nn.Module):

@@ -16,6 +16,7 @@ from layerwise.importers.torch import batches
 from layerwise.run.load import load
 from tests.api.as_written_models import MODELS
 from tests.comm.thread import run_threads
+from tests.importers.zoo import Swin
 from tests.run.plans import random_plan
 
 
@@ -80,42 +81,11 @@ def test_sizes_that_are_several_batches() -> None:
     assert network_of(Model(tiled), (torch.randn(4, 6),), 8, "test").graph.batch == 8
 
 
-class ShiftedWindows(nn.Module):
-    """A block of torchvision's Swin transformer: windows of 4 x 4 positions of an image of 8 x 8, shifted by 2."""
-
-    places: Tensor
-
-    def __init__(self, width: int = 8, heads: int = 2) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.bias = nn.Parameter(torch.randn(49, heads))
-        at = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")).flatten(1)
-        apart = at[:, :, None] - at[:, None, :] + 3
-        self.register_buffer("places", (apart[0] * 7 + apart[1]).flatten())
-
-    def forward(self, image: Tensor) -> Tensor:
-        n, _, _, c = image.shape
-        x = image.roll((-2, -2), (1, 2)).view(n, 2, 4, 2, 4, c).permute(0, 1, 3, 2, 4, 5).reshape(n * 4, 16, c)
-        q, k, v = self.qkv(x).reshape(x.size(0), 16, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
-        scores = q.matmul(k.transpose(-2, -1)) + self.bias[self.places].view(16, 16, -1).permute(2, 0, 1).unsqueeze(0)
-        regions = x.new_zeros(8, 8)
-        for i, rows in enumerate((slice(0, -4), slice(-4, -2), slice(-2, None))):
-            for j, columns in enumerate((slice(0, -4), slice(-4, -2), slice(-2, None))):
-                regions[rows, columns] = 3 * i + j
-        regions = regions.view(2, 4, 2, 4).permute(0, 2, 1, 3).reshape(4, 16)
-        mask = regions.unsqueeze(1) - regions.unsqueeze(2)
-        mask = mask.masked_fill(mask != 0, -100.0).masked_fill(mask == 0, 0.0)
-        scores = scores.view(x.size(0) // 4, 4, self.heads, 16, 16) + mask.unsqueeze(1).unsqueeze(0)
-        y = scores.view(-1, self.heads, 16, 16).softmax(-1).matmul(v).transpose(1, 2).reshape(x.size(0), 16, c)
-        y = self.out(y).view(n, 2, 2, 4, 4, c).permute(0, 1, 3, 2, 4, 5).reshape(n, 8, 8, c)
-        return y.roll((2, 2), (1, 2))
-
-
 @pytest.mark.parametrize("samples", [2, 3, 4, 8])
 def test_shifted_windows_at_any_example_batch(samples: int) -> None:
     """Four windows and four (or two) samples: that more of them cannot follow asks for a third trace, too."""
     torch.manual_seed(0)
-    model, x = ShiftedWindows().double(), torch.randn(2 * samples, 8, 8, 8).double()
+    model, x = Swin(window=4).double(), torch.randn(2 * samples, 8, 8, 8).double()
     network = network_of(model, (x[:samples],), 2 * samples, "test")
     plan = random_plan(fuse(network.graph), 2, 0, "sample")
 

@@ -86,48 +86,44 @@ def strided(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("write", [seen_elsewhere, corner, taken_again, strided])
-def test_what_is_written_is_seen_by_all_views(write: Callable[[Tensor], Tensor]) -> None:
-    imported(Function(write), (torch.randn(3, 5, 4),))
+def alone(x: Tensor) -> Tensor:
+    heads = (x * 2).view(x.shape[0], 5, 2, 2).transpose(1, 2)
+    heads[:, 0] = 0.5
+    return heads
 
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda x: x.transpose(1, 2),
-    "heads": lambda x: x.view(x.shape[0], 5, 2, 2),
-    "turned": lambda x: x.movedim(0, 2).permute(1, 0, 2),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_what_a_view_is_of_is_written(view: str) -> None:
+def through(view: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A write into a part of a view changes the tensor itself, which is used afterwards."""
 
-    def seen(x: Tensor) -> Tensor:
-        x = x * 2
-        VIEWS[view](x)[:, 1:3] = 0.5
-        return x.sum(1)
-
-    imported(Function(seen), (torch.randn(3, 5, 4),))
-
-
-@pytest.mark.parametrize("view", [lambda x: x.flatten(1), lambda x: x.detach()])
-def test_what_may_be_a_view_or_a_copy_is_refused(view: Callable[[Tensor], Tensor]) -> None:
-    def seen(x: Tensor) -> Tensor:
+    def written(x: Tensor) -> Tensor:
         x = x * 2
         view(x)[:, 1:3] = 0.5
         return x.sum(1)
 
+    return written
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "seen elsewhere": seen_elsewhere,
+    "a corner": corner,
+    "taken again": taken_again,
+    "strided": strided,
+    "a view alone": alone,
+    "transposed": through(lambda x: x.transpose(1, 2)),
+    "heads": through(lambda x: x.view(x.shape[0], 5, 2, 2)),
+    "turned": through(lambda x: x.movedim(0, 2).permute(1, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_is_seen_by_all_views(name: str) -> None:
+    imported(Function(WRITES[name]), (torch.randn(3, 5, 4),))
+
+
+@pytest.mark.parametrize("view", [lambda x: x.flatten(1), lambda x: x.detach()])
+def test_what_may_be_a_view_or_a_copy_is_refused(view: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(LayerwiseError, match="writes in place into a view"):
-        from_torch(Function(seen), (torch.randn(3, 5, 4),))
-
-
-def test_a_view_that_alone_is_used_is_written() -> None:
-    def written(x: Tensor) -> Tensor:
-        heads = (x * 2).view(x.shape[0], 5, 2, 2).transpose(1, 2)
-        heads[:, 0] = 0.5
-        return heads
-
-    imported(Function(written), (torch.randn(3, 5, 4),))
+        from_torch(Function(through(view)), (torch.randn(3, 5, 4),))
 
 
 @pytest.mark.parametrize("keepdim", [True, False])
