@@ -56,7 +56,7 @@ def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW)
     small = replace(imported, graph=imported.graph.rebatch(samples))
     most = MOST_DRAWN if any(map(is_hollow, model.parameters())) else MOST_BYTES
     _check_size(small.graph, next(x.device.type for x in tensors[::-1]), most)
-    with TRACING, warnings.catch_warnings(), filled(model):
+    with TRACING, warnings.catch_warnings(), torch.inference_mode(False), filled(model):
         warnings.simplefilter("ignore")  # what the model says, it says again where it is run
         some, why = few(call, imported.graph.batch, samples), None
         try:

@@ -168,16 +168,21 @@ def test_evaluation_is_proven_where_it_is_first_needed(hides: bool) -> None:
             x = self.first(x)
             return self.last(x if self.training or (hides and torch.compiler.is_exporting()) else x.square())
 
+    def evaluated(module: nn.Module) -> Tensor:
+        with torch.inference_mode():
+            made: Tensor = module.eval()(x[:2])
+        return made
+
     torch.manual_seed(0)
     model, x = Doubles().double(), torch.randn(4, 4).double()
     network = network_of(model, (x,), None, "test")
     assert network.unproven is None
     plan = plan_of(network, 2, {"c": 2})
     if hides:
-        said = refused(network, lambda module: module.eval()(x[:2]), plan=plan)
+        said = refused(network, evaluated, plan=plan)
         assert all("does something else in evaluation: layer 'last' gives other numbers" in line for line in said)
     else:
-        made = on_ranks(network, lambda module: module.eval()(x[:2]), 2, plan)
+        made = on_ranks(network, evaluated, 2, plan)
         assert all(torch.allclose(one, model.eval()(x[:2])) for one in made)
 
 
