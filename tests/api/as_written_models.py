@@ -19,7 +19,6 @@ class Spectral(nn.Module):
         m, x_ft = self.modes, torch.fft.rfft2(x)
         out = torch.zeros_like(x_ft)
         out[:, :, :m, :m] = torch.einsum("bixy,ioxy->boxy", x_ft[:, :, :m, :m], self.weight)
-        out[:, :, -m:, :m] = torch.einsum("bixy,ioxy->boxy", x_ft[:, :, -m:, :m], self.weight.conj())
         return F.gelu(self.norm(torch.fft.irfft2(out, s=x.shape[-2:]) + self.skip(x)))
 
 

@@ -50,7 +50,7 @@ def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
         )
     raise LayerwiseError(
         f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: give example_inputs of the type that the model is "
-        "called with, or bring what it is given to one type with .to(...)"
+        f"called with, or bring what it is given to that type with .to(torch.{wanted})"
     )
 
 
