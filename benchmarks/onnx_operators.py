@@ -140,7 +140,7 @@ def _reason(said: str) -> str:
     """The sentence without the layer's name, its sizes and its remedy."""
     said = re.sub(r"^layer '[^']*'( \(\w+\))?: ", "", said)
     said = re.sub(r"(, from \(.*?\) to \(.*?\),|, which)? is not supported", "", said.partition("; ")[0])
-    said = re.sub(r" by \(.*?\)", "", said)
+    said = re.sub(r" by \(.*?\)|the output of layer .*? of shape \(.*?\), |, and which rows .*", "", said)
     return said.replace("|", "\\|").replace("<", "&lt;")
 
 

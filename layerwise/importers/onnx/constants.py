@@ -211,8 +211,10 @@ def _run(
     if kind == "Identity" and x is not None:
         return [x]
     thinned = range(len(inputs)) if kind in ELEMENTWISE else (1,) if kind == "Gather" else ()
-    few = [thin(a) if i in thinned and a is not None else a for i, a in enumerate(inputs)]
     with _refused(node), np.errstate(all="ignore"):
+        if kind == "Range":  # to which ONNX's own functions give tensors of one element
+            inputs = [None if a is None else a.reshape(()) for a in inputs]
+        few = [thin(a) if i in thinned and a is not None else a for i, a in enumerate(inputs)]
         if kind == "ConstantOfShape":
             x = next((onnx.numpy_helper.to_array(a.t) for a in node.attribute), np.zeros(1, np.float32)).reshape(())
         if kind in ("ConstantOfShape", "Expand") and x is not None:

@@ -33,6 +33,7 @@ def test_onnx_cases(tmp_path: Path) -> None:
     assert [case.said for case in found if "\n" in case.said or "please report" in case.said] == []
     seen = Counter(op for case in found if not case.said and len(case.operators) == 1 for op in case.operators)
     assert sum(seen.values()) > 480
+    assert {"AffineGrid", "CenterCropPad", "MeanVarianceNormalization", "RotaryEmbedding", "SwiGLU"} <= set(seen)
     with_case = {op for case in found for op in case.operators}
     assert {op for op in TABLE if "-" not in op} & with_case - NO_CASE <= set(seen)
 
