@@ -22,7 +22,6 @@ from layerwise.program.instructions import (
     Keep,
     Move,
     Release,
-    Update,
 )  # fmt: skip
 
 
@@ -71,7 +70,7 @@ def course(model: CostModel, strategy: Strategy) -> Course:
 
 def _title(instruction: Instruction) -> str:
     """`conv1 (backward)`, `inputs of conv1`."""
-    what = {Move: "inputs of ", Begin: "inputs of ", End: "inputs of ", Fill: "gradients of ", Update: "update of "}
-    layer = str(next(iter(instruction), "all layers"))
+    what = {Move: "inputs of ", Begin: "inputs of ", End: "inputs of ", Fill: "gradients of "}
+    layer = str(next(iter(instruction), "the optimizer's update"))
     way = getattr(instruction, "part", getattr(instruction, "way", "forward"))
     return f"{what.get(type(instruction), '')}{layer}" + ("" if way == "forward" else f" ({way})")
