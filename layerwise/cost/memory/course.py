@@ -22,7 +22,6 @@ from layerwise.program.instructions import (
     Keep,
     Move,
     Release,
-    Update,
 )  # fmt: skip
 
 
@@ -31,7 +30,7 @@ class Course:
     """Bytes of a device at the fullest moment of each instruction of a step that allocates or frees."""
 
     device: int
-    instants: Sequence[str]  # the instructions, `conv1 (backward)`
+    instants: Sequence[str]  # the instructions, `backward of conv1`
     kinds: Mapping[Kind, Sequence[float]]  # by instant
     fullest: int  # the first instant at which the device has most
 
@@ -70,8 +69,10 @@ def course(model: CostModel, strategy: Strategy) -> Course:
 
 
 def _title(instruction: Instruction) -> str:
-    """`conv1 (backward)`, `inputs of conv1`."""
-    what = {Move: "inputs of ", Begin: "inputs of ", End: "inputs of ", Fill: "gradients of ", Update: "update of "}
-    layer = str(next(iter(instruction), "all layers"))
-    way = getattr(instruction, "part", getattr(instruction, "way", "forward"))
-    return f"{what.get(type(instruction), '')}{layer}" + ("" if way == "forward" else f" ({way})")
+    """`backward of conv1`, `inputs of conv1 (backward)`."""
+    layer, way = str(next(iter(instruction), "")), getattr(instruction, "way", "forward")
+    if not layer:
+        return "the optimizer's update"
+    words = {Move: "inputs", Begin: "inputs", End: "inputs", Fill: "gradients"}
+    what = words.get(type(instruction)) or getattr(instruction, "part", "forward")
+    return f"{what} of {layer}" + ("" if way == "forward" else f" ({way})")
