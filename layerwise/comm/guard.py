@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Final, NoReturn
 
-from layerwise.comm.signs import STOPPED
+from layerwise.comm.board import STOPPED
 from layerwise.comm.watch import Watch
 from layerwise.errors import shortened
 

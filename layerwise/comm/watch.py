@@ -15,8 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from layerwise.comm.base import CommError
-from layerwise.comm.board import HEAR_S, Board
-from layerwise.comm.signs import Sign, gone_text, stopped_text, stuck_text
+from layerwise.comm.board import HEAR_S, Board, Sign, gone_text, stopped_text, stuck_text
 
 BEAT_S: Final = 1.0  # between two signs of life
 SILENT_S: Final = 3.0  # a rank that gives no sign for so long is gone

@@ -25,8 +25,8 @@ from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.place import parameter_boxes
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.sized import Sizes
-from layerwise.run.skeleton import skeleton
 from layerwise.run.state.initial import stored
+from layerwise.run.state.tree import skeleton
 from layerwise.tensorfile import dtype_name
 
 
