@@ -103,7 +103,7 @@ class Inputs:
 
 
 def _constant(network: Network, name: str) -> Tensor:
-    value = network.value(name if name in network.stored else name.partition(":")[0])
+    value = network.constant(name)
     if value is None or (isinstance(value, Tensor) and value.is_meta):
         raise LayerwiseError(f"constant {name!r} has no value (the model is on the meta device): build it for real")
     return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)

@@ -43,8 +43,7 @@ from layerwise.run.outputs import MeanLoss, check_classes, global_loss, mean_los
 from layerwise.run.parallel import LossFunction
 from layerwise.run.schedule.place import parameter_boxes, places, shardings
 from layerwise.run.schedule.schedule import Schedule
-from layerwise.run.shapes import Shaped, Shapes
-from layerwise.run.sized import Returned, Sized, Sizes
+from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
 from layerwise.run.state.tree import without_memory
 from layerwise.run.trace import Trace

@@ -176,33 +176,6 @@ def test_a_pure_data_plan_sends_what_ddp_sends() -> None:
     assert sum(rank["sync"] for rank in sent) == 2 * 3 * 8 * elements
 
 
-def test_gradients_accumulate_as_with_ddp() -> None:
-    given, _ = network("lenet5")
-    plan = random_plan(given.graph, 2, 3, "sample")
-
-    def run(comm, *, split: bool):
-        module = load(plan, given.network, comm=comm, dtype=torch.float64)
-        share = module.share()
-        for i in range(2):
-            x, y = given.inputs[i][share], given.targets[i][share]
-            if split and i == 0:
-                with module.no_sync():
-                    F.cross_entropy(module(x), y).backward()
-            else:
-                F.cross_entropy(module(x), y).backward()
-        norm = module.clip_grad_norm_(1e9)
-        return {name: p.grad.clone() for name, p in module.named_parameters()}, float(norm)
-
-    for a, b in zip(
-        run_threads(2, lambda comm: run(comm, split=True)),
-        run_threads(2, lambda comm: run(comm, split=False)),
-        strict=True,
-    ):
-        assert abs(a[1] - b[1]) <= 1e-9 * b[1]
-        for name, gradient in a[0].items():
-            assert difference(gradient, b[0][name]) <= 1e-9
-
-
 def test_a_short_last_batch_is_cut_by_the_same_rule() -> None:
     given, _ = awkward()
     plan = random_plan(given.graph, 3, 5, "sample", lambda configs: preferred(configs, 3))

@@ -37,7 +37,7 @@ from layerwise.run.guards.hooks import in_backward
 from layerwise.run.inputs import Batch
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.schedule import Schedule
-from layerwise.run.sized import Returned, Sized, Sizes
+from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.trace import Trace
 from layerwise.tensorfile import dtype_name
 
