@@ -17,11 +17,6 @@ from tests.comm.thread import run_threads
 from tests.run.plans import LARGER, SMALL, Case, Trained, case, check_equal, difference, random_plan, small, train
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @cache
 def network(name: str) -> tuple[Case, Trained]:
     given = small(name)
