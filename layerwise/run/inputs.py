@@ -15,8 +15,7 @@ from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.place import samples
-from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.tensorfile import dtype_name
 
 

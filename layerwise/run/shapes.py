@@ -23,8 +23,7 @@ from layerwise.plan import Plan
 from layerwise.run.guards.hooks import check_traced
 from layerwise.run.inputs import Inputs
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.place import parameter_boxes
-from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.schedule.schedule import Schedule, parameter_boxes
 from layerwise.run.state.initial import stored
 from layerwise.run.state.tree import skeleton
 from layerwise.tensorfile import dtype_name

@@ -27,7 +27,7 @@ from layerwise.partition.place import Place
 from layerwise.plan import Plan
 from layerwise.run.execute.autograd import factors
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.place import places
+from layerwise.run.schedule.schedule import places
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

@@ -18,8 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.execute.spans import TimedTransfer
-from layerwise.run.schedule.redistribute import Flight
+from layerwise.run.schedule.redistribute import Flight, TimedTransfer
 
 
 class IssuedTransfer:

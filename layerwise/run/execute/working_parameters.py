@@ -19,11 +19,11 @@ from layerwise.partition.sharding import Sharding
 from layerwise.run.execute.buckets import shard_layout
 from layerwise.run.execute.gathers import Gathers
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.execute.spans import NOTHING
 from layerwise.run.guards.hooks import check_parameters
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.state.state import State
+from layerwise.run.trace import NOTHING
 
 
 class WorkingParameters:
