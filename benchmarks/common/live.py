@@ -22,7 +22,7 @@ from layerwise.measure.bench import optimizer_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
-from layerwise.train.objective import cross_entropy
+from layerwise.train.score import cross_entropy
 
 
 class Live(TorchDispatchMode):

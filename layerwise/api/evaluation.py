@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from layerwise.api.feed import Feed
 from layerwise.errors import LayerwiseError
 from layerwise.run.parallel import ParallelModule
-from layerwise.train.objective import filled_batches
+from layerwise.train.score import filled_batches
 
 IGNORED = -100  # ignore_index of torch's cross_entropy and nll_loss, by default
 

@@ -19,7 +19,7 @@ from layerwise.api.split import SplitDataset
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.schedule.place import samples
+from layerwise.run.schedule.schedule import samples
 from layerwise.train.loop import least
 
 OTHERWISE = "give parallelize what one rank calls the model with, and split the data yourself: see layerwise.split"

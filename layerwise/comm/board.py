@@ -1,4 +1,4 @@
-"""Board: where the ranks say that they live and what went wrong, in the store of the rendezvous.
+"""Board: signs of life of the ranks and what went wrong, in the store of the rendezvous, and in words.
 
 alive/R   the sign of life of rank R
 verdict   what happened and to whom: the first rank that knows writes it, all others repeat it
@@ -14,10 +14,102 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from layerwise.comm.base import Members, ranks, reason
-from layerwise.comm.signs import Sign, unpack
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+STOPPED: Final = "stopped from outside (SIGTERM"  # in the words of `stopped_text` alone
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A rank's sign of life."""
+
+    count: int  # rises with every sign
+    time_s: float  # of its clock
+    step: int | None  # what it computes; None: nothing yet
+    layer: str
+    waits_for: str  # the communication that it is in, or ""
+    since_s: float  # how long it has been in this state
+    ended: bool = False  # its run is over
+    joint: int = 0  # operations of all ranks that it has started
+    stopped: bool = False  # it was sent SIGTERM
+
+    def pack(self) -> str:
+        """Returns a text for the store."""
+        return json.dumps(astuple(self))
+
+    @property
+    def where(self) -> str:
+        """`at step 17 in layer conv3`."""
+        if self.step is None:
+            return "before its first step"
+        return f"at step {self.step}" + (f" in layer {self.layer}" if self.layer else "")
+
+
+def unpack(text: bytes | str) -> Sign:
+    """The sign that `pack` made a text of."""
+    return Sign(*json.loads(text))
+
+
+def gone_text(gone: Collection[int], signs: Mapping[int, Sign], members: Members, now_s: float, me: int) -> str:
+    """Says that ranks are gone, when they were last heard of, and where. Rank `me` says so: it may be at fault."""
+    which = sorted(gone)
+    last = [
+        f"{max(now_s - signs[rank].time_s, 0.0):.1f} s ago, {signs[rank].where}"
+        if rank in signs
+        else "none: it never arrived"
+        for rank in which[:4]
+    ]
+    how = "killed" if any(rank in signs for rank in which) else "not started, or ended early as its own output says"
+    if len(which) == 1:
+        what = f"{ranks(which, members)} is gone (last sign {last[0]}): {how}, or its network is cut"
+    else:
+        what = f"{ranks(which, members)} are gone (last signs {'; '.join(last)}): {how}, or their network is cut"
+    return what + (f", or rank {me} itself is cut off: it hears nobody" if len(which) == len(members) - 1 else "")
+
+
+def stopped_text(signs: Mapping[int, Sign], members: Members) -> str:
+    """Says which ranks were sent SIGTERM; "" for none."""
+    which = [rank for rank, sign in sorted(signs.items()) if sign.stopped]
+    if not which:
+        return ""
+    if len(which) == len(members):
+        return f"the run was {STOPPED} to all {len(members)} ranks) {signs[which[0]].where}"
+    return f"{ranks(which, members)} {'was' if len(which) == 1 else 'were'} {STOPPED}) {signs[which[0]].where}"
+
+
+def stuck_text(signs: Mapping[int, Sign], members: Members, timeout_s: float, reason: str) -> str:
+    """Says what keeps ranks that are all alive: one that does not come, or ranks that wait for different things."""
+    ended = [rank for rank, sign in sorted(signs.items()) if sign.ended]
+    early = [rank for rank in ended if signs[rank].joint < max(sign.joint for sign in signs.values())]
+    if early:
+        return _ended_text(early, signs, members)
+    busy = {rank: sign for rank, sign in signs.items() if not (sign.waits_for or sign.ended)}
+    if busy:
+        rank = max(busy, key=lambda r: busy[r].since_s)
+        if busy[rank].since_s >= timeout_s / 2:
+            sign = busy[rank]
+            return (
+                f"{ranks([rank], members)} is alive but stuck: for {sign.since_s:.0f} s {sign.where}, "
+                "outside of communication"
+            )
+    long = {rank: sign for rank, sign in sorted(signs.items()) if sign.waits_for and sign.since_s >= timeout_s / 2}
+    if len(long) > 1:
+        waits = [f"rank {rank} {sign.where} for {sign.waits_for!r}" for rank, sign in list(long.items())[:4]]
+        return f"all ranks are alive but wait for each other for more than {timeout_s / 2:g} s: {'; '.join(waits)}"
+    if ended:
+        return _ended_text(ended, signs, members)
+    return f"a connection between ranks failed although all of them are alive: {reason}"
+
+
+def _ended_text(which: Sequence[int], signs: Mapping[int, Sign], members: Members) -> str:
+    have = "has" if len(which) == 1 else "have"
+    return f"{ranks(which, members)} {have} ended the run ({signs[which[0]].where}) while others go on"
+
 
 T = TypeVar("T")
 HEAR_S: Final = 3.0  # at most so long does the server of the store wait for the others to hear a verdict

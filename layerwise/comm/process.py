@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, Members, all_reduce_bytes, reason
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, Members, MessageComm, all_reduce_bytes, reason
 from layerwise.comm.connect import bounded
-from layerwise.comm.messages import MessageComm
 from layerwise.comm.under_way import UnderWay, Waitable
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError

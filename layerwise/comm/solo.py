@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Done, Group, Handle, Kind
-from layerwise.comm.messages import MessageComm
+from layerwise.comm.base import Done, Group, Handle, Kind, MessageComm
 
 
 class SoloComm(MessageComm):

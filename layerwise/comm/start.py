@@ -15,12 +15,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from layerwise.comm.base import Comm, CommError, Group, Members, ranks, reason
 from layerwise.comm.board import Board
-from layerwise.comm.connect import bounded, connect
-from layerwise.comm.guard import Guard
+from layerwise.comm.connect import Seat, bounded, connect, read_environment
 from layerwise.comm.process import SLACK_S, ProcessComm
-from layerwise.comm.seat import Seat, read_environment
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.watch import Watch
+from layerwise.comm.watch import Guard, Watch
 from layerwise.errors import LayerwiseError
 
 Backend = Literal["gloo", "nccl"]

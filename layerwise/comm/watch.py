@@ -2,21 +2,29 @@
 
 All ranks repeat the verdict of the first one that knows (board.py), and whoever serves the store ends last. So a
 cascade (rank 1 dies, rank 2 fails of it and ends, rank 0 sees rank 2 go) ends with every rank naming rank 1.
+
+The guard is a second thread, which never touches the network, and ends the process where the main thread is inside
+torch for too long. SIGTERM reaches it through a pipe, as Python's own handlers wait for the main thread.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
+import select
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Final, NoReturn
 
 from layerwise.comm.base import CommError
-from layerwise.comm.board import HEAR_S, Board
-from layerwise.comm.signs import Sign, gone_text, stopped_text, stuck_text
+from layerwise.comm.board import HEAR_S, STOPPED, Board, Sign, gone_text, stopped_text, stuck_text
+from layerwise.errors import shortened
 
 BEAT_S: Final = 1.0  # between two signs of life
 SILENT_S: Final = 3.0  # a rank that gives no sign for so long is gone
@@ -211,3 +219,77 @@ class Watch:
         waits_for = self.waits_for or self.overdue()
         who = self._count, time.time(), self._step, self._layer
         return Sign(*who, waits_for, since, self._ended, self.joint, self.stopped)
+
+
+TICK_S: Final = 1.0
+GRACE_S: Final = 3.0  # for the main thread to end by itself
+
+
+class Guard:
+    """Ends this process when it is told to (SIGTERM), when a communication is overdue, and when another rank has failed
+    and the main thread does not come to hear of it. `start` it in the main thread.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._has_signal = False
+
+    def start(self) -> None:
+        """SIGTERM is taken over where it has no handler yet."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._has_signal = True
+            # The SIGTERM of a process forked from this one, a data loader's worker, does not concern this one.
+            os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
+        threading.Thread(target=self._run, name="layerwise guard", daemon=True).start()
+
+    def _hold(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _let_go(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def _forget(self) -> None:
+        if self._has_signal:
+            self._has_signal = False
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._let_go()
+
+    def _run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._read], [], [], TICK_S)
+            if ready and signal.SIGTERM in os.read(self._read, 64):
+                self._terminated()
+            elif not self._watch.reported:
+                self._look()
+
+    def _terminated(self) -> None:
+        """SIGTERM: most often because another rank has died, and torchrun ends the others."""
+        watch = self._watch
+        if not watch.alive:  # no other rank is to be told
+            os._exit(128 + signal.SIGTERM)
+        watch.stopped = True  # for the next sign of life
+        text = watch.verdict or watch.find("SIGTERM")
+        self._end(text, 128 + signal.SIGTERM if STOPPED in text else 2)
+
+    def _look(self) -> None:
+        watch, now = self._watch, time.monotonic()
+        if watch.verdict is not None and now - watch.heard_s > GRACE_S:
+            self._end(watch.verdict, 2)
+        what = watch.waits_for if watch.waits_for and now > watch.due_s else watch.overdue()
+        if what:
+            self._end(f"{watch.find('overdue')}; this rank was in {what}", 2)
+
+    def _end(self, text: str, code: int) -> NoReturn:
+        if self._watch.reported:  # the main thread is about to say the same
+            time.sleep(GRACE_S)
+        else:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            os.write(2, f"layerwise: error: {shortened(' '.join(text.split()))}\n".encode(errors="backslashreplace"))
+        os._exit(code)

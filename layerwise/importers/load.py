@@ -61,6 +61,10 @@ class Network:
         read = self.stored.get(name)
         return None if read is None else read()
 
+    def constant(self, name: str) -> object:
+        """The value of a constant layer: `name:2` is a further use of `name`. None where it has none."""
+        return self.value(name if name in self.stored else name.partition(":")[0])
+
 
 def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
     """Returns the network that `spec` names, unfused. Weights are not needed and not allocated.

@@ -13,7 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.base import Role
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.sized import Sizes
+from layerwise.run.shapes import Sizes
 from layerwise.tensor import TensorSpec
 from layerwise.volumes.loader import BoxLoader
 from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput

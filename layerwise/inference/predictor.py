@@ -22,7 +22,7 @@ from layerwise.inference.cases import Cases
 from layerwise.inference.windows import LEAST, LEAST_OF_NNUNET, Gaussian, profile, starts
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.sized import Sized, Sizes
+from layerwise.run.shapes import Sized, Sizes
 from layerwise.train.session import ON_CPU
 from layerwise.volumes.sources import SampleRegion, foreign
 

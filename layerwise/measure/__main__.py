@@ -26,7 +26,7 @@ from layerwise.cli import (
     training_arguments,
 )
 from layerwise.comm.base import Comm
-from layerwise.comm.seat import read_environment
+from layerwise.comm.connect import read_environment
 from layerwise.comm.start import leave, start
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError

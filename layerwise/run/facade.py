@@ -15,9 +15,9 @@ from layerwise.importers.load import Network
 from layerwise.run.guards.original import RefusedParameter
 from layerwise.run.guards.refusals import Structure, Unchanged, unsupported
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.skeleton import skeleton
-from layerwise.run.state.broadcast import broadcast_values
+from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.state import State
+from layerwise.run.state.tree import skeleton
 
 
 class ModuleFacade(ParallelModule):

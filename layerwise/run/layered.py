@@ -19,12 +19,10 @@ from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
-from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.reducer import Gradients
-from layerwise.run.execute.spans import Spans
 from layerwise.run.execute.working_parameters import WorkingParameters
 from layerwise.run.facade import SplitFacade
 from layerwise.run.guards.compare_ranks import RankComparison
@@ -37,17 +35,16 @@ from layerwise.run.guards.refusals import (
     check_values,
     versions,
 )
+from layerwise.run.inputs import Batch
 from layerwise.run.local_tensor import Version
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.outputs import MeanLoss, check_classes, global_loss, mean_loss, returned
 from layerwise.run.parallel import LossFunction
-from layerwise.run.schedule.place import parameter_boxes, places, shardings
-from layerwise.run.schedule.schedule import Schedule
-from layerwise.run.shapes import Shaped, Shapes
-from layerwise.run.sized import Returned, Sized, Sizes
-from layerwise.run.skeleton import without_memory
+from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
+from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
-from layerwise.run.trace import Trace
+from layerwise.run.state.tree import without_memory
+from layerwise.run.trace import Spans, Trace
 
 
 class LayeredModule(SplitFacade):

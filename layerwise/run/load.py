@@ -29,8 +29,8 @@ from layerwise.run.guards.hooks import check_modules, check_traced, without_hook
 from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm, whole_of
 from layerwise.run.parallel import LossFunction, ParallelModule
-from layerwise.run.skeleton import collect
-from layerwise.run.state.broadcast import broadcast_values
+from layerwise.run.state.initial import broadcast_values
+from layerwise.run.state.tree import collect
 
 
 def load(

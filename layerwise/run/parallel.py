@@ -24,9 +24,8 @@ from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
-from layerwise.run.schedule.place import samples
-from layerwise.run.schedule.schedule import Schedule
-from layerwise.run.sized import Sized, Sizes
+from layerwise.run.schedule.schedule import Schedule, samples
+from layerwise.run.shapes import Sized, Sizes
 from layerwise.run.state.state import Shard
 from layerwise.run.trace import Trace
 

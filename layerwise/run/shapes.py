@@ -1,8 +1,8 @@
-"""Shapes: the network in either mode, and for inputs of other sizes than the example's, such as larger images."""
+"""Shapes: the network in either mode, and for inputs of other sizes than the example's; Sized: evaluation there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,22 +12,41 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm
 from layerwise.config import Config, is_legal
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.importers.torch.read.structure import OutputStructure
 from layerwise.ops.base import Role
-from layerwise.partition.place import data_parallel
+from layerwise.partition.place import Each, data_parallel
 from layerwise.plan import Plan
 from layerwise.run.guards.hooks import check_traced
 from layerwise.run.inputs import Inputs
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.place import parameter_boxes
-from layerwise.run.schedule.schedule import Schedule
-from layerwise.run.sized import Sizes
-from layerwise.run.skeleton import skeleton
+from layerwise.run.schedule.schedule import Schedule, parameter_boxes
 from layerwise.run.state.initial import stored
+from layerwise.run.state.tree import skeleton
 from layerwise.tensorfile import dtype_name
+
+Sizes = tuple[tuple[int, ...], ...]  # of every input, but for the samples
+Returned = list[tuple[Each, Tensor | None]]  # by output, the box of every rank, and this rank's
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """How samples of some size are computed together.
+
+    Attributes:
+        inputs: The box of each input that this rank is to be given.
+        outputs: The shapes of the outputs in full.
+        run: Makes this rank's boxes of the outputs of these.
+        alone: Whether this rank needs no other for it: the plan splits samples alone.
+    """
+
+    inputs: tuple[Box, ...]
+    outputs: tuple[tuple[int, ...], ...]
+    run: Callable[[Sequence[Tensor]], Returned]
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)

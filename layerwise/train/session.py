@@ -27,10 +27,9 @@ from layerwise.tensorfile import fingerprint, weights_file
 from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
-from layerwise.train.objective import Fed, TaskObjective, cross_entropy
 from layerwise.train.report import KINDS, Result
 from layerwise.train.saving import Every, Saving
-from layerwise.train.score import evaluate, held_out_loss, predicting
+from layerwise.train.score import Fed, TaskObjective, cross_entropy, evaluate, held_out_loss, predicting
 from layerwise.version import __version__
 
 OnNan = Literal["stop", "skip", "ignore"]

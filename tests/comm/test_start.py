@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from layerwise.comm.base import Members
-from layerwise.comm.seat import read_environment
-from layerwise.comm.signs import Sign, gone_text, unpack
+from layerwise.comm.board import Sign, gone_text, unpack
+from layerwise.comm.connect import read_environment
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import start
 from layerwise.errors import LayerwiseError

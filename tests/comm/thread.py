@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, ranks
-from layerwise.comm.messages import MessageComm
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, MessageComm, all_reduce_bytes, ranks
 
 if TYPE_CHECKING:
     from torch import Tensor

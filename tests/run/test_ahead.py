@@ -64,7 +64,6 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def skips() -> tuple[Case, Trained]:
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     given = case(Skips(nn.BatchNorm2d), (2, 8, 8), 4)
     return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
-from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused
+from tests.run.small_modules import SAMPLES, gradients, loss, mlp, on_ranks, plan_of, refused
 
 CUT = {"c": 2}
 Loop = Callable[[nn.Module], object]
@@ -83,21 +83,6 @@ def test_what_is_element_wise_is_one_devices(act: Loop, degrees: dict[str, int])
             assert difference(found[name], value) <= 1e-9, name
     told = NORMS[False]
     assert sorted(NORMS[True]) == pytest.approx(sorted([*told, *told]), rel=1e-9)
-
-
-def test_torchs_clipping_is_right_where_every_rank_holds_all() -> None:
-    module, network = mlp()
-    single = copy.deepcopy(module)
-    loss(single(SAMPLES[0])).backward()
-    nn.utils.clip_grad_norm_(single.parameters(), 0.1)
-
-    def rank(made: ParallelModule) -> dict[str, Tensor | None]:
-        backward(made)
-        nn.utils.clip_grad_norm_(made.parameters(), 0.1)
-        return gradients(made)
-
-    for found in on_ranks(network, rank, 2):
-        equal(found, gradients(single))
 
 
 def test_a_norm_that_is_not_finite_is_told_on_every_rank() -> None:

@@ -109,7 +109,6 @@ def made(given: Network, ranks: int, seed: int, choose: Callable[..., Config] | 
 )
 def test_predicted_are_sent(name: str, planned: torch.dtype, types: str, recompute: bool) -> None:
     given = network(name, planned)
-    torch.set_num_threads(1)
     for seed in range(2):
         plan = made(given, 2 + 2 * seed, seed)
 

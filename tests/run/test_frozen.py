@@ -78,7 +78,6 @@ def plain(given: Case, names: set[str]) -> tuple[list[float], dict[str, Tensor]]
 @pytest.mark.parametrize("which", FROZEN)
 def test_numbers_are_one_devices_and_bytes_as_predicted(which: str) -> None:
     """Under random plans: k split, strided, on fewer ranks. One device's are PyTorch's own."""
-    torch.set_num_threads(1)
     given, names = frozen_case(which)
     before = {name: given.network.value(name) for name in names}
     single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())

@@ -156,21 +156,6 @@ def test_hooks_that_are_a_part_of_the_model_are_not() -> None:
     check_modules(Recorder())
 
 
-def test_hooks_of_the_parallel_module_itself_are_called() -> None:
-    _, network = mlp()
-
-    def rank(made: ParallelModule) -> list[str]:
-        seen = list[str]()
-        made.register_forward_pre_hook(lambda *_: seen.append("before"))
-        made.register_forward_hook(lambda *_: seen.append("after"))
-        step(made)
-        return seen
-
-    assert on_ranks(network, rank, 2) == [["before", "after"]] * 2
-    with pytest.raises(LayerwiseError, match="a call or a hook of one of the model's layers is not supported"):
-        alone().get_submodule("0").register_forward_hook(lambda *_: None)
-
-
 # ------------------------------------------------------------------------------------------- around the module
 
 

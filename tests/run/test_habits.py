@@ -30,12 +30,6 @@ from tests.run.small_modules import (
     traced,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 # ------------------------------------------------------------------------------------------------------ gradients
 
 

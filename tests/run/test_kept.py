@@ -67,10 +67,3 @@ def test_a_gradient_zeroed_between_local_and_summed_passes_is_refused() -> None:
 
     for text in refused(network, act):
         assert "was written to between passes" in text
-
-
-def test_what_a_split_model_would_not_follow_is_refused() -> None:
-    _, network = mlp()
-    plan = plan_of(network, 2, {"c": 2})
-    for text in refused(network, lambda made: setattr(made, "head", nn.Linear(6, 3)), 2, plan):
-        assert "setting 'head' of the parallel module is not supported" in text

@@ -22,11 +22,6 @@ from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, equal, layered, mlp, plan_of, traced
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Everything(nn.Module):
     """Values of all kinds: parameters, buffers, some of them not saved, a tensor that is neither, and made of these."""
 

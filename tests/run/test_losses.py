@@ -85,7 +85,6 @@ def test_any_plan_equals_one_device(name: str, io: str) -> None:
         torch.optim.SGD(module.parameters(), lr=0.1).step()
         return loss.detach(), module.full_state_dict()
 
-    torch.set_num_threads(1)
     ranks = run_threads(plan.gpus, run)
     losses = [loss for loss, _ in ranks]
     summed = name == "summed" and io == "sample"
@@ -137,7 +136,6 @@ def test_losses_that_are_scaled_and_added_by_layers_of_their_own(io: str, fused:
         torch.optim.SGD(module.parameters(), lr=1.0).step()
         return total.detach(), entropy.detach(), module.full_state_dict()["last.weight"]
 
-    torch.set_num_threads(1)
     ranks = run_threads(2, run)
     for slot in range(2):
         of_ranks = torch.stack([made[slot] for made in ranks])

@@ -117,7 +117,6 @@ def test_a_number_of_no_class_that_counts() -> None:
 @pytest.mark.parametrize("io", ["free", "boxes"])
 def test_a_dice_given_to_load_is_refused_on_all_ranks(io: str) -> None:
     """It was the mean of the boxes' Dice, which is another number."""
-    torch.set_num_threads(1)
     given = small("unet3d")
     whole = random_plan(given.graph, 2, 0, io, lambda configs: max(configs, key=lambda c: (c["d"], -c.total)))
 

@@ -111,11 +111,6 @@ def peak(run: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def test_initialising_and_training_make_no_more_than_boxes(tmp_path: Path) -> None:
     def rank(comm: Comm, model: str) -> int:
         with Largest() as largest:

@@ -17,11 +17,6 @@ from tests.comm.thread import run_threads
 from tests.run.plans import LARGER, SMALL, Case, Trained, case, check_equal, difference, random_plan, small, train
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @cache
 def network(name: str) -> tuple[Case, Trained]:
     given = small(name)
@@ -174,33 +169,6 @@ def test_a_pure_data_plan_sends_what_ddp_sends() -> None:
     elements = given.graph.parameter_count()
     assert [rank["transfers"] for rank in sent] == [0] * 4
     assert sum(rank["sync"] for rank in sent) == 2 * 3 * 8 * elements
-
-
-def test_gradients_accumulate_as_with_ddp() -> None:
-    given, _ = network("lenet5")
-    plan = random_plan(given.graph, 2, 3, "sample")
-
-    def run(comm, *, split: bool):
-        module = load(plan, given.network, comm=comm, dtype=torch.float64)
-        share = module.share()
-        for i in range(2):
-            x, y = given.inputs[i][share], given.targets[i][share]
-            if split and i == 0:
-                with module.no_sync():
-                    F.cross_entropy(module(x), y).backward()
-            else:
-                F.cross_entropy(module(x), y).backward()
-        norm = module.clip_grad_norm_(1e9)
-        return {name: p.grad.clone() for name, p in module.named_parameters()}, float(norm)
-
-    for a, b in zip(
-        run_threads(2, lambda comm: run(comm, split=True)),
-        run_threads(2, lambda comm: run(comm, split=False)),
-        strict=True,
-    ):
-        assert abs(a[1] - b[1]) <= 1e-9 * b[1]
-        for name, gradient in a[0].items():
-            assert difference(gradient, b[0][name]) <= 1e-9
 
 
 def test_a_short_last_batch_is_cut_by_the_same_rule() -> None:

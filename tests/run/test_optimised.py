@@ -5,17 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-import torch
 
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, Trained, check_equal, optimised_plan, random_plan, small, train
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @cache

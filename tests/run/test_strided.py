@@ -62,11 +62,6 @@ class Strided(nn.Module):
         return self.last(torch.cat([y.flatten(1), pooled.flatten(1), wide.flatten(1)], 1))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @cache
 def strided() -> tuple[Case, Trained]:
     torch.manual_seed(0)

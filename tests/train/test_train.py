@@ -27,8 +27,7 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.train.compare import Outcome, difference, largest, outcome
 from layerwise.train.data import Data, StepSampler, load_data
 from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, sampler
-from layerwise.train.objective import Fed, TaskObjective, cross_entropy
-from layerwise.train.score import evaluate, held_out_loss
+from layerwise.train.score import Fed, TaskObjective, cross_entropy, evaluate, held_out_loss
 from layerwise.train.sources import CheckedTensors
 from tests.comm.thread import run_threads
 from tests.run.small_plans import graph, network, plan

@@ -28,9 +28,8 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.train import score
 from layerwise.train.data import Data, load_data
 from layerwise.train.loop import Settings, Trainer, sampler
-from layerwise.train.objective import TaskObjective, cross_entropy
 from layerwise.train.report import KINDS, Result
-from layerwise.train.score import Score, evaluate, held_out_loss, predicting
+from layerwise.train.score import Score, TaskObjective, cross_entropy, evaluate, held_out_loss, predicting
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, random_plan
 

@@ -16,8 +16,7 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.facts import Parameter
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.state.broadcast import broadcast_values
-from layerwise.run.state.initial import drawn_as, initial
+from layerwise.run.state.initial import broadcast_values, drawn_as, initial
 from layerwise.run.state.state import Shard
 from layerwise.tensorfile import dtype_name
 

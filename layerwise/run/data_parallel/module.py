@@ -24,22 +24,20 @@ from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
-from layerwise.run.batches import Batch
 from layerwise.run.compiling import compiled, limits
-from layerwise.run.data_parallel.calls import Calls, FedSamples, ModelCall
 from layerwise.run.data_parallel.gradients import AveragedParameters
 from layerwise.run.data_parallel.model_state import Buffers, ModelState, map_kept_losses
-from layerwise.run.data_parallel.module_spans import ModuleSpans
-from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, replaced_modules
+from layerwise.run.data_parallel.replaced_modules import Calls, FedSamples, GlobalBatchNorm, ModelCall, replaced_modules
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.facade import ModuleFacade
 from layerwise.run.guards.hooks import in_backward
+from layerwise.run.inputs import Batch
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.schedule import Schedule
-from layerwise.run.sized import Returned, Sized, Sizes
-from layerwise.run.trace import Trace
+from layerwise.run.shapes import Returned, Sized, Sizes
+from layerwise.run.trace import ModuleSpans, Trace
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace

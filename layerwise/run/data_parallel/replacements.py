@@ -27,7 +27,7 @@ from layerwise.partition.place import Place
 from layerwise.plan import Plan
 from layerwise.run.execute.autograd import factors
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.place import places
+from layerwise.run.schedule.schedule import places
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -122,7 +122,7 @@ def _constants_known(network: Network) -> bool:
     made += [name for layer in network.graph.layers for name, _ in layer.own_parameters() if name not in kept]
     for name in made:
         try:
-            value = network.value(name if name in network.stored else name.partition(":")[0])
+            value = network.constant(name)
         except LayerwiseError:
             return False
         if value is None or (isinstance(value, Tensor) and value.is_meta):
@@ -156,7 +156,7 @@ def _constants_alike(network: Network, graph: LayerGraph) -> bool:
     """Whether constants with a row a sample have the same for all: each rank makes its own."""
     for layer in graph.layers:
         if layer.role is Role.CONSTANT and layer.out.index("n") is not None:
-            value = network.value(layer.name if layer.name in network.stored else layer.name.partition(":")[0])
+            value = network.constant(layer.name)
             rows = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
             if layer.out.index("n") != 0 or not rows.ndim or not bool((rows == rows[:1]).all()):
                 return False

@@ -18,8 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.execute.spans import TimedTransfer
-from layerwise.run.schedule.redistribute import Flight
+from layerwise.run.schedule.redistribute import Flight, TimedTransfer
 
 
 class IssuedTransfer:
@@ -113,6 +112,10 @@ def ends(
     return result
 
 
+def _gradient_of(token: Tensor | None) -> Tensor:
+    return torch.zeros(()) if token is None else token
+
+
 class _Begins(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, at_end: Callable[[], None], token: Tensor, *parameters: Tensor) -> Tensor:
@@ -149,8 +152,7 @@ class _Ordered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = None if ctx.at_backward is None else ctx.at_backward(*ctx.saved_tensors)
-        if token is None:
-            token = torch.zeros(())
+        token = _gradient_of(token)
         if torch.is_grad_enabled():  # to be differentiated once more, in the order of this pass
             return None, None, *_Ordered.apply(None, saved or (), token, *gradients)  # type: ignore[no-untyped-call]
         return None, None, token, *gradients
@@ -167,8 +169,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if token is None:
-            token = torch.zeros(())
+        token = _gradient_of(token)
         if torch.is_grad_enabled():
             token, result = moved(token, gradient, ctx.back, ctx.there)
         else:
@@ -186,8 +187,7 @@ class _Issued(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        if token is None:
-            token = torch.zeros(())
+        token = _gradient_of(token)
         returning, ctx.link.returning = ctx.link.returning, None
         if torch.is_grad_enabled():
             token, result = awaited(token, ticket, returning)
@@ -205,8 +205,7 @@ class _Awaited(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if token is None:
-            token = torch.zeros(())
+        token = _gradient_of(token)
         link = ctx.link
         link.returning = returning = IssuedTransfer(link.back, link.there)
         if torch.is_grad_enabled():
@@ -224,8 +223,7 @@ class _ZerosFor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
-        if token is None:
-            token = torch.zeros(())
+        token = _gradient_of(token)
         zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
         wanted = ctx.needs_input_grad[1:]
         return token, *(zero if needed else None for zero, needed in zip(zeros, wanted, strict=True))

@@ -37,10 +37,10 @@ from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
 from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
-from layerwise.run.execute.spans import Spans
-from layerwise.run.execute.spans import TimedTransfer as Way
 from layerwise.run.schedule.redistribute import Flight, landed
+from layerwise.run.schedule.redistribute import TimedTransfer as Way
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
+from layerwise.run.trace import Spans
 
 Steps = list[tuple[str, list[Instruction]]]  # by layer
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.gathers import LayerGathers
-from layerwise.run.execute.spans import NOTHING, Spans
 from layerwise.run.schedule.schedule import Schedule, ScheduledLayer
+from layerwise.run.trace import NOTHING, Spans
 
 
 @dataclass(slots=True)

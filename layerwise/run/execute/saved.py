@@ -24,7 +24,7 @@ from layerwise.partition.blocks import AGAIN
 from layerwise.program.instructions import Arrive, Compute, Free, Instruction, Move, Release
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass
-from layerwise.run.execute.spans import TimedTransfer as Way
+from layerwise.run.schedule.redistribute import TimedTransfer as Way
 from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
 
 

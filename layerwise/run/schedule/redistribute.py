@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from layerwise.comm.base import Comm, Done, Group, Handle, Kind, Then
 from layerwise.geometry import Box
 from layerwise.partition.moved import Transfer
+from layerwise.run.trace import NOTHING, Spans
 
 Messages = Sequence[tuple[int, Tensor]]  # (peer, what travels)
 
@@ -34,6 +36,36 @@ class Flight:
 def landed(x: Tensor | None) -> Flight:
     """A flight that has ended."""
     return Flight(Done(), lambda: x)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTransfer:
+    """A redistribution one way, with its span. `start`: of this rank's part of a tensor."""
+
+    name: str
+    start: Callable[[Tensor | None], Flight]
+    spans: Spans
+
+    def __call__(self, x: Tensor | None) -> Tensor | None:
+        """Moves a tensor, and waits for it."""
+        with self.spans.span(self.name, "transfers"):
+            return self.start(x).finish()
+
+    def begin(self, x: Tensor | None) -> Flight:
+        """Starts to move a tensor, for `finish`. In a trace the span ends when the network is done."""
+        trace = self.spans.trace
+        if trace is None:
+            with self.spans.span(self.name, "transfers"):
+                return self.start(x)
+        begun = trace.begin(self.name, "transfers")
+        flight = self.start(x)
+        flight.handle.when_done(partial(trace.end, begun))
+        return flight
+
+    def finish(self, flight: Flight) -> Tensor | None:
+        """What has arrived."""
+        with NOTHING if self.spans.trace is not None else self.spans.span(self.name, "transfers"):
+            return flight.finish()
 
 
 @dataclass(frozen=True, slots=True)
