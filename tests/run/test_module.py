@@ -92,7 +92,9 @@ class Small(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.drop(torch.relu(self.norm(self.conv(x))))
-        x = self.first(x.flatten(1)) * torch.empty(len(x), 1, dtype=x.dtype).bernoulli_(0.7).div_(0.7)
+        x = self.first(x.flatten(1))
+        if self.training:
+            x = x * torch.empty(len(x), 1, dtype=x.dtype).bernoulli_(0.7).div_(0.7)
         return self.shared(torch.relu(self.shared(x)))
 
 
