@@ -14,7 +14,7 @@ import torch
 from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_best, timed
 from layerwise.cache import answers
 from layerwise.checkpoint.step_folders import sole_writer
-from layerwise.cli import MODEL_HELP, Parser, check_files, console, count, global_batch, positive, run_main
+from layerwise.cli import check_files, console, global_batch, run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.comm.together import agree
@@ -24,7 +24,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
-from layerwise.machine import DEFAULT, precision
+from layerwise.machine import DEFAULT
 from layerwise.machine import load as load_profile
 from layerwise.plan import Plan, load_plan
 from layerwise.report import as_json, html, text
@@ -37,130 +37,14 @@ from layerwise.search.baselines import grid_strategy, parse_grid
 from layerwise.search.find import candidate
 from layerwise.search.make_plan import make_plan
 from layerwise.search.rebuild import rebuild, replan
-from layerwise.train import compare_times, data
+from layerwise.train import compare_times
 from layerwise.train.compare import ALLOWED, ARITHMETIC
+from layerwise.train.flags import parser
 from layerwise.train.loop import OPTIMIZERS, Settings
 from layerwise.train.report import Result, beginning, check_tensorboard, ending, scalars, steps_shown
 from layerwise.train.session import Session, enough_memory
 
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
-
-EPILOG = """examples:
-  python -m layerwise.search lenet5 --gpus 2 --global-batch 64 --out plan.json
-  torchrun --nproc-per-node 2 -m layerwise.run plan.json --data mnist5k
-      search first, then train with as many processes as the plan has GPUs
-  torchrun --nproc-per-node 2 -m layerwise.run plan.json --dtype float64 \\
-      --steps 10 --compare-single
-      the same ten steps on one device, and how far the numbers are apart
-  torchrun --nproc-per-node 2 -m layerwise.run plan.json \\
-    --checkpoint ck --resume
-      goes on where it was stopped, also with another plan or number of ranks
-  torchrun --nproc-per-node 2 -m layerwise.run plan.json \\
-    --steps 5 --trace t.json
-      what every rank does when: open t.json in ui.perfetto.dev
-  torchrun --nproc-per-node 4 -m layerwise.run mlp:64x256x256x10 --grid 2x2
-      an MLP on a process grid: two batch groups, each layer cut in two parts
-
-NCCL carries the tensors where every rank has a GPU, else gloo. A plan for one
-GPU needs no torchrun. Which samples a step takes, and all random numbers,
-depend on --seed alone, not on the plan."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    p = Parser(
-        prog="layerwise run",
-        description=(
-            "Trains a planned network with the numbers of one device: every rank\ncomputes its part of every layer."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out; with --grid a model")
-    p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument(
-        "--replan", action="store_true", help="on another number of ranks than the plan's, search again for these"
-    )
-    g = p.add_argument_group("process grid, instead of a plan")
-    g.add_argument("--grid", metavar="RxC", help="of an MLP: samples over R groups of ranks, outputs over C parts")
-    g.add_argument("--global-batch", type=count, metavar="B", help="samples a batch (default: 32 a rank)")
-    g.add_argument(
-        "--gpu", "--profile", dest="profile", metavar="NAME", help=f"to predict with (default: {DEFAULT}, or cpu)"
-    )
-    g = p.add_argument_group("training")
-    g.add_argument("--data", default="digits", metavar="NAME", help=f"{data.HELP} (default: digits)")
-    length = g.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=count, metavar="E", help="times through the data (default: 1)")
-    length.add_argument("--steps", type=count, metavar="N", help="steps in all, those before --resume included")
-    g.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: the one that the plan was searched for")
-    usual = ", ".join(f"{name} {lr:g}" for name, lr in OPTIMIZERS.items())
-    g.add_argument("--lr", type=positive, metavar="RATE", help=f"learning rate (default: {usual})")
-    g.add_argument("--momentum", type=_fraction, default=0.9, metavar="M", help="of momentum (default: 0.9)")
-    g.add_argument("--weight-decay", type=_fraction, default=0.0, metavar="W", help="default: 0")
-    g.add_argument("--clip-norm", type=positive, metavar="NORM", help="largest norm of the gradient (default: any)")
-    g.add_argument(
-        "--accumulate", type=count, default=1, metavar="K", help="batches a step; gradients travel once (default: 1)"
-    )
-    g.add_argument(
-        "--race", type=count, default=1, metavar="K", help="try the K best plans of the plan's search, keep the fastest"
-    )
-    g.add_argument("--seed", type=int, default=0, help="of initial values, order of samples, dropout (default: 0)")
-    g.add_argument(
-        "--on-nan",
-        choices=("stop", "skip", "ignore"),
-        default="stop",
-        help="where the loss is no finite number: stop, leave the step out, or go on (default: stop)",
-    )
-    g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
-    _add_how_it_runs(p)
-    return p
-
-
-def _add_how_it_runs(p: Parser) -> None:
-    """The flags of arithmetic, checkpoints and output."""
-    g = p.add_argument_group("arithmetic")
-    g.add_argument(
-        "--dtype",
-        type=precision,
-        choices=list(ALLOWED),
-        default="float32",
-        help="bf16: mixed precision, float32 parameters (default: float32)",
-    )
-    g.add_argument(
-        "--local-batch-norm",
-        action=argparse.BooleanOptionalAction,
-        help="statistics of each rank's own samples, as DDP has them (default: what the plan was searched with)",
-    )
-    g.add_argument("--compile", action="store_true", help="torch.compile of what each rank computes by itself")
-    g.add_argument(
-        "--checkpoint-activations",
-        action="store_true",
-        help="recompute all layers that hold less so, whatever the plan says",
-    )
-    g = p.add_argument_group("checkpoints")
-    g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at the end at least")
-    g.add_argument(
-        "--checkpoint-every",
-        type=_every,
-        metavar="N",
-        help="also every N steps, or auto: as often as failures make it worth it",
-    )
-    g.add_argument(
-        "--mtbf", type=positive, default=24.0, metavar="H", help="hours between failures, for auto (default: 24)"
-    )
-    g.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR, if there is one")
-    g = p.add_argument_group("output")
-    g.add_argument("--compare-single", action="store_true", help="the same steps on one device; exit 1 if they differ")
-    g.add_argument(
-        "--compare", action="store_true", help="predicted beside measured times, by layer, and why they differ"
-    )
-    g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
-    g.add_argument("--tensorboard", metavar="DIR", help="write each step's loss and times as scalars of TensorBoard")
-    g.add_argument("--json", action="store_true", help="the result for programs on stdout, the rest on stderr")
-    g.add_argument("--html", metavar="FILE.html", help="write the result as a page that needs no other file, too")
-    g.add_argument(
-        "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -405,22 +289,6 @@ def _optimizer(args: argparse.Namespace, plan: Plan) -> str:
         return str(args.optimizer)
     planned = searched_with(plan, "optimizer")
     return str(planned) if planned in OPTIMIZERS else "sgd"
-
-
-def _every(text: str) -> int | str:
-    """A number of steps, or auto."""
-    return text if text == "auto" else count(text)
-
-
-def _fraction(text: str) -> float:
-    """A number of at least 0 and below 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
-    return number
 
 
 if __name__ == "__main__":

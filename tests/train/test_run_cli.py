@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from layerwise.__main__ import dispatch
 from layerwise.checkpoint import latest
 from layerwise.cli import run_main
-from layerwise.run.__main__ import parser
+from layerwise.train.flags import parser
 from tests.report.page import Page
 from tests.train.command import MLP, RESULT, environment, strict
 

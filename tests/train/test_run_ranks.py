@@ -14,8 +14,9 @@ from layerwise.cli import run_main
 from layerwise.comm.base import Comm, CommError
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
-from layerwise.run.__main__ import _flags, _hushed, parser
+from layerwise.run.__main__ import _flags, _hushed
 from layerwise.tensorfile import fingerprint
+from layerwise.train.flags import parser
 from tests.comm.launch import ROOT, launch, torchrun
 from tests.comm.thread import run_threads
 from tests.train.command import RESULT, strict
