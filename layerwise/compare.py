@@ -6,9 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from layerwise.cli import Parser, check_files, output_arguments, present, run_main
+from layerwise.errors import LayerwiseError
 from layerwise.files import read_json, write_text
 from layerwise.report.content import Report
 from layerwise.search.report.traces import differences, differences_table, read_trace
@@ -43,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_files({"--html": args.html, "--out": args.out})
     predicted, measured = read_trace(args.predicted), read_trace(args.measured)
+    if (
+        args.out is not None
+        and Path(args.out).exists()
+        and any(Path(args.out).samefile(path) for path in (args.predicted, args.measured))
+    ):
+        raise LayerwiseError(f"--out {args.out} is one of the two traces: name another file")
     if args.out is not None:
         write_text(args.out, json.dumps({"traceEvents": _together(args.predicted, args.measured)}))
     names = ("category", "name", "predicted_s", "measured_s")
@@ -60,7 +68,10 @@ def _together(*paths: str) -> list[dict[str, object]]:
     """The events of all, rank beside rank."""
     files = [cast(dict[str, Any], read_json(path, "trace"))["traceEvents"] for path in paths]
     return [
-        one | {"pid": one["pid"] * len(files) + i} for i, events in enumerate(files) for one in events if "pid" in one
+        one | {"pid": one["pid"] * len(files) + i}
+        for i, events in enumerate(files)
+        for one in events
+        if isinstance(one, dict) and isinstance(one.get("pid"), int)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -80,7 +81,7 @@ def _parsed(text: object, devices_per_node: int, labels: Sequence[str]) -> Const
             raise LayerwiseError(f"constraint {text!r}: {odd[0]!r} is no dimension; there are {', '.join(labels)}")
         return Constraint(text, pattern, dims=dims)
     if kind == "at-most":
-        if not value.isdecimal() or int(value) < 1:
+        if not re.fullmatch("[0-9]{1,9}", value) or int(value) < 1:
             raise LayerwiseError(f"constraint {text!r}: {value!r} is not a number of devices of at least 1")
         return Constraint(text, pattern, most=int(value))
     if kind == "same":

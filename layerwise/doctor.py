@@ -21,7 +21,10 @@ from layerwise.quantities import units
 from layerwise.report.content import Lines, Report, facts
 from layerwise.version import __version__
 
-EXTRAS = ("onnx", "matplotlib", "mlxtend", "scikit-learn", "monai", "nnunetv2", "nibabel", "zarr")
+EXTRAS = (
+    *("onnx", "matplotlib", "plotly", "mlxtend", "scikit-learn", "transformers", "accelerate", "lightning"),
+    *("monai", "nnunetv2", "nibabel", "zarr"),
+)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 SHARED, LITTLE = Path("/dev/shm"), 2**28  # bytes of shared memory below which data loaders and NCCL fail
 RANKS = 2

@@ -31,7 +31,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import HELP, load_model, network_of
 from layerwise.importers.with_loss import LOSSES, model_with
-from layerwise.machine import DEFAULT, load, precision
+from layerwise.machine import DEFAULT, MAX_GPUS, load, precision
 from layerwise.quantities import parse_bytes
 from layerwise.search.fits import FitQuestion, Fits, fits
 
@@ -152,6 +152,10 @@ def memory(
     """
     from layerwise.importers.torch.read.arguments import call_of
 
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or not 1 <= gpus <= MAX_GPUS:
+        raise LayerwiseError(f"gpus={gpus!r} is not a whole number from 1 to {MAX_GPUS:,}")
+    if not isinstance(gpu, str | os.PathLike):
+        raise LayerwiseError(f"gpu={gpu!r} is no name of a machine: `layerwise machines` lists them")
     positional, named = call_of(model, inputs)
     network = network_of(model, positional, None, type(model).__name__, named)
     profile = load(gpu)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
+from layerwise.search.rebuild import memory_limit, offered
 from layerwise.search.result import Candidate, SearchResult, timeline_s
 
 WARM_UP, STEPS = 2, 5
@@ -66,8 +66,8 @@ def contenders(choice: Choice, count: int) -> list[Choice]:
 def next_best(plan: Plan, model: CostModel, space: SearchSpace, count: int) -> list[Plan]:
     """The plans next to one in its search, which is repeated, or cached."""
     p = plan.provenance
-    limit, offer = cast(float, p.get("memory_limit_bytes")), cast(list[str], p.get("offer") or [])
-    result = search(model, space, memory_limit_bytes=limit, offer=offer, answers=answers())
+    limit = memory_limit(plan, model)
+    result = search(model, space, memory_limit_bytes=limit, offer=offered(plan), answers=answers())
     shape, profile = planned_shape(p.get("input_shape")), str(p["profile"])
     plans = [
         make_plan(plan.model, profile, model, space, replace(result, best=c), fused=plan.fused, input_shape=shape)
@@ -123,7 +123,7 @@ def race(
         module = build_module(plan, copied, comm, replace(options, compare_ranks=False))
         return _steps_s(module.train(training), call, training, autocast)
 
-    with _random_state_kept(options.device):
+    with random_state_kept(options.device):
         return timed(plans, comm, steps_s)
 
 
@@ -151,7 +151,7 @@ def _copied(read: Callable[[], object]) -> Callable[[], object]:
 
 
 @contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
+def random_state_kept(device: torch.device) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     used = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(used, device_type=device.type):

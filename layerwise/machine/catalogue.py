@@ -127,7 +127,7 @@ def _between(link: str, node: int, spec: str) -> Document:
 
 
 def _count(text: str, spec: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 2**16:
+    if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= 2**16:
         raise LayerwiseError(f"machine {spec!r}: {text!r} is not a whole number from 1 to {2**16:,}")
     return int(text)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_best, timed
+from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_best, random_state_kept, timed
 from layerwise.cache import answers
 from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import check_files, console, global_batch, run_main
@@ -142,7 +142,8 @@ def _raced(args: argparse.Namespace, plan: Plan, comm: Comm) -> tuple[Plan, str]
         return next_best(plan, model, space, args.race - 1)
 
     plans = agreed_plans(comm, lambda: [plan, *others()])
-    winner, runs = timed(plans, comm, steps_s)
+    with random_state_kept(comm.device):
+        winner, runs = timed(plans, comm, steps_s)
     return kept(plans[winner], runs), line(winner, runs, "whole steps")
 
 

@@ -96,7 +96,10 @@ def _search(
         tuple(offer),
         effort,
         memory_bytes,
-        baselines={name: candidate(model, name, strategy, limit) for name, strategy in named.items()},
+        baselines={
+            name: candidate(model, f"{name}, as allowed" if space.constraints else name, strategy, limit)
+            for name, strategy in named.items()
+        },
         found=[candidate(model, "layerwise", solved.strategy, limit)],
         seconds=dict(solved.seconds) or {"cache": time.perf_counter() - started},
     )
@@ -132,8 +135,12 @@ def _search(
     # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
     everyone = [*pool.found, *reversed(pool.baselines.values())] if not fixed else pool.found
     simulated = tuple({c.key: c for c in everyone}.values())
+    compared = pool.baselines
+    if space.constraints:  # what people would do without them
+        free = named_baselines(model, replace(space, constraints=()))
+        compared = {name: candidate(model, name, strategy, limit) for name, strategy in free.items()}
     return SearchResult(
-        best, additive, pool.baselines, optimum, pool.seconds, counts, simulated, int(limit), pool.offer, unlimited,
+        best, additive, compared, optimum, pool.seconds, counts, simulated, int(limit), pool.offer, unlimited,
         within, least, bound_s,
     )  # fmt: skip
 

@@ -213,7 +213,7 @@ def _samples(q: FitQuestion, gpus: int, plan: Strategy | None) -> Limits | None:
     with suppress(LayerwiseError):  # a graph of one batch alone, or statistics of a single value
         first = int(batch * q.limit_bytes / need(batch))
         about = largest_side(need, q.limit_bytes, first, batch, LARGEST_BATCH, batch).fits
-        start = batch if about is None else about.number
+        start = max(1, min(first, batch)) if about is None else about.number
         step = max(1, start // FINE)
         return largest_side(need, q.limit_bytes, start, step, LARGEST_BATCH // step * step, step)
     return None

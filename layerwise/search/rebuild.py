@@ -19,8 +19,10 @@ from layerwise.machine import DTYPES
 from layerwise.machine.devices import DeviceGraph
 from layerwise.machine.profiles import planned
 from layerwise.plan import Plan
+from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.halos import search_halos
+from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.tensor import LABELS
 
@@ -67,14 +69,14 @@ def replan(
     plan.check(plan.layers(raw))
     if options.io == "sample" and plan.batch < gpus:
         options = replace(options, io="free")
-    offer = tuple(cast(list[str], plan.provenance.get("offer", ())))
-    graph = fuse(raw) if plan.fused else raw
-    find = partial(search, space=space, offer=offer, answers=answers)
-    cost, result = search_halos(CostModel(graph, devices, options), find)
+    cost = CostModel(fuse(raw) if plan.fused else raw, devices, options)
+    limit, offer = memory_limit(plan, cost), offered(plan)
+    find = partial(search, space=space, memory_limit_bytes=limit, offer=offer, answers=answers)
+    cost, result = search_halos(cost, find)
     if not result.best.fits:
         raise LayerwiseError(
-            f"no plan of {plan.model} fits into the memory of {gpus} devices: start more of them, or search with a "
-            "smaller batch"
+            f"no plan of {plan.model} fits into {units(limit, 'B')} on each of {gpus} devices: start more of them, or "
+            "search with a smaller batch"
         )
     shape, name = plan.provenance["input_shape"], cast(str, plan.provenance["profile"])
     return make_plan(plan.model, name, cost, space, result, fused=plan.fused, input_shape=shape)  # type: ignore[arg-type]
@@ -100,6 +102,14 @@ def _searched(
         if (value := getattr(options, option)) not in choices:
             raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(choices)}")
     return load_model(planned_model(plan.model, model), plan.batch, planned_shape(shape)), devices, options, space
+
+
+def offered(plan: Plan) -> tuple[str, ...]:
+    """What the search of a plan could take to save memory, of OFFERS."""
+    offer = plan.provenance.get("offer", [])
+    if not isinstance(offer, list) or any(word not in OFFERS for word in offer):
+        raise LayerwiseError(f"the plan's provenance offers {offer!r}; there are {', '.join(OFFERS)}: search again")
+    return tuple(offer)
 
 
 def memory_limit(plan: Plan, model: CostModel) -> float:

@@ -111,7 +111,7 @@ def _add_how_it_runs(p: Parser) -> None:
         help="also every N steps, or auto: as often as failures make it worth it",
     )
     g.add_argument(
-        "--mtbf", type=positive, default=24.0, metavar="H", help="hours between failures, for auto (default: 24)"
+        "--mtbf", type=_hours, default=24.0, metavar="H", help="hours between failures, for auto (default: 24)"
     )
     g.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR, if there is one")
     g = p.add_argument_group("output")
@@ -131,6 +131,11 @@ def _add_how_it_runs(p: Parser) -> None:
 def _every(text: str) -> int | str:
     """A number of steps, or auto."""
     return text if text == "auto" else count(text)
+
+
+def _hours(text: str) -> float:
+    """A number above 0, of at most a century."""
+    return min(positive(text), 876_000.0)
 
 
 def _fraction(text: str) -> float:

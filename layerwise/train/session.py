@@ -137,7 +137,7 @@ class Session:
         if self.folder is None or done == self.saved:
             return
         if self.on_nan != "ignore":
-            finite = all(bool(shard.tensor.isfinite().all()) for shard in self.module.shards())
+            finite = all(bool(shard.tensor.isfinite().all()) for shard in self.module.shards() if shard.trainable)
             if not all(self.comm.all_gather_object(finite)):
                 self._stop(done, "a parameter is no finite number")
         checkpoint.save(self.folder, self.module, self.trainer.optimizer, {"steps": done, **self._facts()})

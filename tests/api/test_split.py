@@ -5,6 +5,7 @@ from itertools import chain
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import Subset
 
 import layerwise
 from layerwise.errors import LayerwiseError
@@ -12,7 +13,7 @@ from tests.api.script import BATCH, apart, plain
 from tests.comm.pool import run_ranks
 
 
-def shares(count: int, size: int, **how: object) -> list[layerwise.api.split.SplitDataset]:
+def shares(count: int, size: int, **how: object) -> list[Subset[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(size))
         made = []

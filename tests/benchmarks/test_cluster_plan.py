@@ -79,6 +79,7 @@ class FakeLayers:
     """Stands in for `Layers`: knows the truth, and takes an hour for it, whatever is asked."""
 
     def __init__(self, comm: Comm, optimizer: str) -> None:
+        self.comm = comm
         self.measuring = Measuring(LayerTimes(Conditions("cpu", "2", "float32")), MODE, lambda _: None, 0.0)
 
     @property
@@ -102,7 +103,7 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> Comm:
 
 
 def test_the_searched_plan_of_volumes_knows_which_kernels_are_slow(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, layers, measured = measured_model("unet2", comm, 0.0, 1e9)
+    model, measured, layers = measured_model("unet2", comm, 0.0, 1e9)
     made = plans(model, "unet2", ["searched", "fixed d"], measured)
     assert made["searched"].predicted["timeline_s"] <= made["fixed d"].predicted["timeline_s"]
     assert made["searched"].provenance["compute_time"]["measured"] >= ENOUGH
@@ -123,7 +124,7 @@ def test_the_searched_plan_of_volumes_knows_which_kernels_are_slow(comm: Comm, m
 
 
 def test_what_nobody_had_the_time_to_measure_is_not_raced(comm: Comm) -> None:
-    model, _, measured = measured_model("unet2", comm, 0.0, 1.0)  # time for one turn
+    model, measured, _ = measured_model("unet2", comm, 0.0, 1.0)  # time for one turn
     best = search(model, space_of("unet2", 4)).best
     assert measured_share(model, best.strategy) < ENOUGH
     assert best.strategy not in measured

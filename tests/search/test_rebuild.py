@@ -33,6 +33,26 @@ def test_for_other_devices(gpus: int) -> None:
     assert found.predicted == pytest.approx(wanted.predicted)
 
 
+def test_the_limit_of_memory_stays() -> None:
+    model, space = CostModel(fuse(load_model("lenet5", 24)), load("p100").device_graph(2, 4), OPTIONS), SearchSpace(2)
+    free = search(model, space).best.price.memory_bytes
+    result = search(model, space, memory_limit_bytes=0.9 * free, offer=("recompute", "shard"))
+    plan = make_plan("lenet5", "p100", model, space, result, fused=True)
+    again = replan(plan, 2, 4)
+    assert again.predicted["memory_bytes"] <= 0.9 * free
+    assert again.strategy == plan.strategy
+    assert again.provenance["memory_limit_bytes"] == plan.provenance["memory_limit_bytes"]
+    with pytest.raises(LayerwiseError, match=r"no plan of lenet5 fits into 1\.00 kB on each of 2 devices"):
+        replan(replace(plan, provenance={**plan.provenance, "memory_limit_bytes": 1000}), 2, 4)
+
+
+@pytest.mark.parametrize(("key", "value"), [("offer", 5), ("offer", ["x"]), ("memory_limit_bytes", "abc")])
+def test_a_provenance_of_something_else_is_refused(key: str, value: object) -> None:
+    plan = planned(2)
+    with pytest.raises(LayerwiseError, match="search again"):
+        replan(replace(plan, provenance={**plan.provenance, key: value}), 4, 4)
+
+
 def test_more_devices_than_samples() -> None:
     assert replan(planned(2), 32, 4).io == "free"
 

@@ -118,6 +118,14 @@ def test_a_run_stops_after_its_last_finite_checkpoint(run: Run, capsys: pytest.C
     assert run_main(dispatch, [*flags[:-1], "other", "--on-nan", "skip"]) == 0
 
 
+def test_a_buffer_may_be_infinite(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "tests.train.masked:network"
+    flags = ["--gpus", "1", "--profile", "cpu", "--global-batch", "8", "--input-shape", "64", "--out", "masked.json"]
+    assert run_main(dispatch, ["search", name, *flags]) == 0
+    run("masked.json", "--model", name, "--steps", "2", "--checkpoint", "ck")
+    assert latest("ck") is not None
+
+
 def test_a_plan_of_two_ranks_is_searched_again_for_one(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,8 @@ def write(checkpoint: dict[str, Any], folder: Path, rank: int) -> None:
         for j, entry in optimizer["state"].items():
             shaped = [key for key, value in entry.items() if isinstance(value, Tensor) and value.dim()]
             tensors |= {f"{OPTIMIZER}{i}.{j}.{key}": entry.pop(key) for key in shaped}
+    if rank == 0:  # written last: without it a folder that is written anew is not read as it was before
+        (folder / META).unlink(missing_ok=True)
     save(tensors, checkpoint_id=folder)
     if rank == 0:
         torch.save(checkpoint, folder / META)

@@ -8,6 +8,7 @@ from layerwise.cost.memory.course import Course
 from layerwise.cost.memory.sizes import TensorSizes
 from layerwise.cost.model import CostModel
 from layerwise.cost.timeline.shares import HIDDEN
+from layerwise.errors import LayerwiseError
 from layerwise.partition.place import Boxes, input_maps
 from layerwise.quantities import units
 from layerwise.report import charts
@@ -32,7 +33,11 @@ def step(best: Candidate, ranks: Sequence[int], measured: TraceFile | None) -> I
             rows.append((several if len(devices) > 1 else f"device {devices[0]}", bars))
     else:
         for rank in measured.ranks:
-            device = ranks.index(rank) if rank in ranks else 0
+            if rank not in ranks:
+                raise LayerwiseError(
+                    f"the measured trace has rank {rank}, and the plan {len(ranks)} ranks: give its own"
+                )
+            device = ranks.index(rank)
             rows += [(f"rank {rank}, predicted", _bars(best, device)), (f"rank {rank}, measured", measured.step(rank))]
     shown = rows[:ROWS]
     yield charts.timeline(shown, max(bar.end_s for _, bars in shown for bar in bars))
