@@ -15,6 +15,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network, network_of
+from layerwise.importers.torch.proof import left_unproven
 from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.importers.torch.read.structure import OutputStructure
 from layerwise.ops.base import Role
@@ -161,9 +162,12 @@ class Shapes:
         examples, named = self.arguments.call(tensors, samples)
         try:
             self._skeleton.train(training)
-            network = network_of(
-                self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode, whole=self._whole
-            )
+            boxes = "no rank holds a whole sample" if self.plan.io == "boxes" else None
+            with left_unproven(boxes):
+                network = network_of(
+                    self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode,
+                    whole=self._whole,
+                )  # fmt: skip
             why = network.inputs_without_gradient or self._inputs_without_gradient
             network = replace(network, inputs_without_gradient=why)
             check_traced(network.graph)

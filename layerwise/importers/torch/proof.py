@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -40,6 +41,17 @@ FLOPS_A_LAYER = 5e7  # forward, on a CPU: with the rest some milliseconds, which
 ACCELERATED = 100  # times that, elsewhere
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of the largest
 NARROW = 2e-2  # where parts of a network in float64 compute in float32
+_reason: ContextVar[str | None] = ContextVar("reason", default=None)
+
+
+@contextmanager
+def left_unproven(why: str | None) -> Iterator[None]:
+    """Within it nothing is run to prove it, where there is a reason: UnprovenError has it."""
+    token = _reason.set(why)
+    try:
+        yield
+    finally:
+        _reason.reset(token)
 
 
 def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW) -> Imported:
@@ -51,8 +63,8 @@ def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW)
     tensors = [x for x in tensors if isinstance(x, Tensor)]
     if any(x.is_meta for x in tensors):
         raise UnprovenError("it is on the meta device")
-    if imported.graph.unseen:
-        raise UnprovenError(f"it {imported.graph.unseen[0]}")
+    if imported.graph.unseen or _reason.get():
+        raise UnprovenError(_reason.get() or f"it {imported.graph.unseen[0]}")
     small = replace(imported, graph=imported.graph.rebatch(samples))
     most = MOST_DRAWN if any(map(is_hollow, model.parameters())) else MOST_BYTES
     _check_size(small.graph, next(x.device.type for x in tensors[::-1]), most)
