@@ -52,6 +52,20 @@ def _traced_once() -> Iterator[None]:
     load._built_in = built_in
 
 
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """What Lightning or Accelerate leave of a script in this process, a group and variables, ends with the test."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+    if (dist := sys.modules.get("torch.distributed")) is not None and dist.is_initialized():
+        dist.destroy_process_group()
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture
 def models_traced_once() -> Iterator[None]:
     """See tests.traces."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from layerwise.comm.solo import SoloComm
@@ -29,14 +27,6 @@ def alone(case: str, strategy: Any = "auto", folder: str = "") -> Any:
 def apart(one: Any, other: Any) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
-
-
-@pytest.fixture(autouse=True)
-def ended() -> Iterator[None]:
-    """What Lightning leaves of a trainer that failed, a process group of one rank, ends with the test."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("strategy", [cases.SPLIT, cases.QUIET | {"strategy": "data"}], ids=["split", "data"])
