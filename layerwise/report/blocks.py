@@ -15,7 +15,7 @@ EQUAL = 0.05  # by which the times of equal blocks may differ
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LayerBlock:
     """Neighbouring layers; of equal blocks, the layers that correspond to each other stand together."""
 
     title: str
@@ -32,7 +32,7 @@ class Block:
         return sum(of.get(name, 0.0) for name in self.names)
 
 
-def blocks(strategy: Mapping[str, Config], seconds: Mapping[str, float]) -> list[Block]:
+def blocks(strategy: Mapping[str, Config], seconds: Mapping[str, float]) -> list[LayerBlock]:
     """The blocks of a network, in order. seconds: of each layer, by which the longest block is known."""
     layers, large = [(name,) for name in strategy], LARGE * sum(seconds.values())
     found = _grouped(layers, 0, strategy, seconds)
@@ -51,7 +51,7 @@ def blocks(strategy: Mapping[str, Config], seconds: Mapping[str, float]) -> list
 
 def _grouped(
     layers: Sequence[tuple[str, ...]], depth: int, strategy: Mapping[str, Config], seconds: Mapping[str, float]
-) -> list[Block]:
+) -> list[LayerBlock]:
     """Runs of layers with `depth + 1` components in common; equal ones that follow each other are one block."""
     runs = [tuple(run) for _, run in groupby(layers, key=lambda names: _components(names[0])[: depth + 1])]
     folded: list[tuple[object, float, list[tuple[str, ...]]]] = []
@@ -62,7 +62,7 @@ def _grouped(
             folded[-1] = shape, run_s, [one + more for one, more in zip(folded[-1][2], run, strict=True)]
         else:
             folded.append((shape, run_s, list(run)))
-    return [Block(_title(run, depth + 1), tuple(run), depth + 1) for *_, run in folded]
+    return [LayerBlock(_title(run, depth + 1), tuple(run), depth + 1) for *_, run in folded]
 
 
 def _title(run: Sequence[tuple[str, ...]], depth: int) -> str:

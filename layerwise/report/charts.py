@@ -33,7 +33,7 @@ class Bar(NamedTuple):
     end_s: float
 
 
-class Space(NamedTuple):
+class SplitVolume(NamedTuple):
     """What each device has of a tensor, and what it needs, from above; the extents and labels of the two dimensions."""
 
     owned: Sequence[Box]
@@ -135,7 +135,7 @@ def time_and_memory(points: Points, curve: Points, limit_bytes: float) -> Chart:
     return Chart("the time of a step by the memory that it needs", data, layout)
 
 
-def boxes(space: Space) -> Chart:
+def boxes(space: SplitVolume) -> Chart:
     """A coloured box for what each device has, and a dashed one for what it needs."""
     colours = {box: PALETTE[number % 7] for number, box in enumerate(dict.fromkeys(space.owned))}
     light = {"opacity": 0.45, "line": {"width": 0}}

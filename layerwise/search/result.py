@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from layerwise.config import Config
 from layerwise.cost.price import Price
-from layerwise.cost.timeline.shares import Shares, shares
+from layerwise.cost.timeline.shares import StepShares, shares
 from layerwise.cost.timeline.simulate import SimulatedSpan, Timeline
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.report.content import Report, described
@@ -66,7 +66,7 @@ class Candidate:
         return self._spans()
 
     @cached_property
-    def shares(self) -> Shares:
+    def shares(self) -> StepShares:
         """The step of the slowest device, divided among the layers."""
         return shares(self.spans)
 

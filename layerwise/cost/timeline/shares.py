@@ -15,7 +15,7 @@ IDLE = ""  # the layer of instants at which the device does nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class StepShares:
     """Seconds of a step by layer and category; without `hidden` their sum is the step of the slowest device."""
 
     devices: int
@@ -26,10 +26,10 @@ class Shares:
         return sum(seconds.get(part, 0.0) for seconds in self.layers.values())
 
 
-def shares(spans: Sequence[SimulatedSpan]) -> Shares:
+def shares(spans: Sequence[SimulatedSpan]) -> StepShares:
     """Divides a simulated step. Of what goes on together computation counts first, then what ends first."""
     if not spans:
-        return Shares(1, {})
+        return StepShares(1, {})
     last = max(spans, key=lambda span: (span.end_s * span.devices).max())
     device = int((last.end_s * last.devices).argmax())
     begun = sorted(  # category, end and layer, by start
@@ -49,4 +49,4 @@ def shares(spans: Sequence[SimulatedSpan]) -> Shares:
         beside = [span for span in going if CATEGORIES[span[0]] in ("transfers", "sync")]
         if CATEGORIES[category] == "compute" and beside:
             result[min(beside, key=lambda span: span[1])[2]][HIDDEN] += end - start
-    return Shares(len(last.devices), result)
+    return StepShares(len(last.devices), result)

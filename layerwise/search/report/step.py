@@ -80,7 +80,7 @@ def memory(best: Candidate, baselines: Mapping[str, Candidate], held: Course, cu
 def halos(model: CostModel, best: Candidate) -> list[Part]:
     """The boxes in space of the layer with the largest halo: what devices have of its input, and what they need."""
     places = TensorSizes(model, best.strategy).places
-    found = list[tuple[float, charts.Space, str]]()
+    found = list[tuple[float, charts.SplitVolume, str]]()
     for layer in model.graph.inner:
         dims = layer.specs[0].dims if layer.inputs else ()
         maps, epilogue = input_maps(layer, 0) if layer.inputs else ((), False)
@@ -94,7 +94,7 @@ def halos(model: CostModel, best: Candidate) -> list[Part]:
             words = f"Of {layer.inputs[0]} each device has a box (coloured); {layer.name} needs its halo, too (dashed):"
             shape, labels = layer.specs[0].shape, [str(dims[i]) for i in axes]
             owners, needs = (_from_above(boxes, axes) for boxes in (owned, needed))
-            space = charts.Space(owners, needs, [shape[i] for i in axes], labels)
+            space = charts.SplitVolume(owners, needs, [shape[i] for i in axes], labels)
             found.append((float(halo.max()), space, words))
     if not found:
         return []
