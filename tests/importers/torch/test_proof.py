@@ -131,8 +131,9 @@ def test_a_row_that_multiplies_instead_of_adding_is_refused_by_name() -> None:
     net = nn.Sequential(nn.Linear(4, 4), Shift(), nn.Linear(4, 4))
     register_op("aten::add.Tensor", lambda call: Built(Binary("mul"), tuple(call.tensors)))
     try:
-        with pytest.raises(UnlikeError, match="layer '1"):
-            network_of(net, (torch.randn(4, 4),), None, "test")
+        for example in (torch.randn(4, 4), torch.full((4, 4), float("nan"))):
+            with pytest.raises(UnlikeError, match="layer '1"):
+                network_of(net, (example,), None, "test")
     finally:
         del _builds["aten::add.Tensor"]
     assert network_of(net, (torch.randn(4, 4),), None, "test").unproven is None
@@ -293,3 +294,22 @@ def test_other_threads_are_not_watched() -> None:
     made[0].sum().backward()
     assert other.norm.num_batches_tracked == 2  # it was checkpointed
     assert getattr_static(torch.autograd.Function, "apply") is before
+
+
+def test_a_model_that_pytorch_does_not_differentiate_in_evaluation() -> None:
+    """As MONAI's VarAutoEncoder, which writes into what its backward pass would need."""
+
+    def written(net: nn.Module, x: Tensor) -> Tensor:
+        std = x.exp()
+        return torch.randn_like(std) * std + x if net.training else std.add_(x)
+
+    net = Net(written)
+    for mode in (net.train(), net.eval()):
+        assert network_of(mode, (torch.randn(4, 4),), None, "test").unproven is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_an_example_may_have_any_numbers(value: float) -> None:
+    """As torch.empty makes them: statistics that are NaN are not moved twice."""
+    made = network_of(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (torch.full((4, 4), value),), None, "test")
+    assert (made.unproven, made.graph.unseen) == (None, ())
