@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 # The most valuable first.
-STAGES = {name: f"benchmarks.gpu.{name}:rows" for name in ("streams", "runs", "memory")}
+STAGES = {name: f"benchmarks.gpu.{name}:rows" for name in ("streams", "reach", "runs", "memory")}
 STAGES |= {name: f"benchmarks.gpu.roofline:{name}" for name in ("layers", "boxes", "figure")}
 NEEDED = ("numpy", "networkx", "onnx", "rich", "safetensors", "torch")
 

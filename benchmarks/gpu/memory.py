@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,7 @@ from layerwise.plan import Plan
 # And their samples.
 NETWORKS = {"lenet5": 256, "alexnet": 128, "vgg16": 32, "resnet18": 64, "resnet50": 32, "resnet152": 16}
 NETWORKS |= {"densenet121": 32, "mobilenet_v2": 64, "inception_v3": 32, "unet2d": 8, "unet3d:64": 4, "cosmoflow": 4}
+RESERVES = (1.0e9, 1.25e9, 1.5e9, 2e9, 3e9)
 KINDS = ("training", "recompute", "bf16", "inference")
 
 
@@ -45,7 +48,7 @@ def compared(setting: Setting, name: str, batch: int) -> Found:
         except torch.OutOfMemoryError:
             told.append(f"{kind} does not fit")
             continue
-        beyond = f" (+{one['beyond'] / 1e9:.2f} GB)" if "beyond" in one else ""
+        beyond = f" (+{(one['enough'] or math.inf) / 1e9:g} GB do)" if "enough" in one else ""
         told.append(f"{kind} {one['predicted'] / one['measured']:.3f}{beyond}")
     return found | {"told": "predicted / measured: " + ", ".join(told)}
 
@@ -74,20 +77,44 @@ def taken(setting: Setting, network: Network, batch: int, kind: str) -> Found:
     context = total - free - torch.cuda.memory_reserved()
     with Workspaces() as workspaces:
         measure()
+    enough = least_reserve(predicted, context, measure)
     found = {"predicted": predicted, "measured": measured, "before": before, "reserved": reserved, "context": context}
-    return found | {"workspace": workspaces.most, "beyond": reserved + context - predicted}
+    return found | {"workspace": workspaces.most, "beyond": reserved + context - predicted, "enough": enough}
+
+
+def least_reserve(predicted: float, context: float, measure: Callable[[], float]) -> float | None:
+    """The least of RESERVES that a step runs in beside what is predicted of it; None: none.
+
+    It includes the context. cuDNN takes other algorithms where a workspace does not fit, and the allocator gives back
+    what it keeps, so that this is less than what a step takes where it may.
+    """
+    total = torch.cuda.mem_get_info()[1]
+    for reserve in RESERVES:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction((predicted + reserve - context) / total)
+        try:
+            measure()
+            return reserve
+        except RuntimeError:  # out of memory, or cuDNN has no algorithm that does with what is left
+            continue
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    return None
 
 
 def reserve(setting: Setting) -> Found:
-    """Whether what plans leave of a GPU's memory is enough for what the runs lost beyond the predictions."""
+    """Whether what plans leave of a GPU's memory is enough beside what they predict."""
     rows = [row for (stage, _), row in Results(setting).rows.items() if stage == "memory"]
-    beyond = {f"{row['row']}, {k}": row[k]["beyond"] for row in rows for k in KINDS if "beyond" in row.get(k, {})}
-    if not beyond:
+    enough = {
+        f"{row['row']}, {k}": row[k]["enough"] or math.inf for row in rows for k in KINDS if "enough" in row.get(k, {})
+    }
+    if not enough:
         return absent("what GPUs lose")
-    worst, reserved = max(beyond, key=beyond.__getitem__), reserved_bytes(torch.cuda.mem_get_info()[1], "cuda")
-    verdict = "enough" if beyond[worst] <= reserved else "TOO LITTLE"
-    told = f"{reserved / 1e9:.2f} GB are {verdict}: {beyond[worst] / 1e9:.2f} GB at most were lost ({worst})"
-    return {"beyond": beyond, "reserved": reserved, "told": told}
+    reserved = reserved_bytes(torch.cuda.mem_get_info()[1], "cuda")
+    short = [name for name, most in enough.items() if most > reserved]
+    told = f"{reserved / 1e9:.2f} GB are enough for {len(enough) - len(short)} of {len(enough)}"
+    return {"reserved": reserved, "told": told + (f", not for {'; '.join(short)}" if short else "")}
 
 
 class Workspaces(TorchDispatchMode):

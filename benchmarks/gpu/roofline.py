@@ -113,7 +113,7 @@ def profile(setting: Setting) -> Found:
 
 def seconds(device: torch.device, call: Callable[[], object], budget_s: float, calls: int = 20) -> float:
     """Of a call amid others: of kernels as short as their launch, too."""
-    return Stopwatch(device, budget_s)([lambda: [call() for _ in range(calls)]]).seconds[0] / calls
+    return Stopwatch(device, budget_s, ahead=True)([lambda: [call() for _ in range(calls)]]).seconds[0] / calls
 
 
 def constants(device: torch.device, budget_s: float) -> dict[str, float]:
@@ -167,7 +167,7 @@ def measured(setting: Setting, name: str, batch: int, mode: str) -> Found:
     """Measures into the profile; how far the roofline is off, by kind of layer, and whether its order is right."""
     gpus = 2 if setting.tiny else 16
     flags = ["--gpus", str(gpus), "--global-batch", str(batch), "--device", setting.device, "--out", setting.profile]
-    flags += [*MODES[mode], "--profile", setting.base(), "--budget", "2s" if setting.tiny else "15s", "--json"]
+    flags += [*MODES[mode], "--profile", setting.base(), "--budget", "2s" if setting.tiny else "10s", "--json"]
     reported = printed(measure, ["layers", name, *flags])
     cells = load(setting.profile).layers[-1].cells  # the latest is the last
     model = roofline(setting, name, batch, gpus, MODES[mode][1])
@@ -218,7 +218,10 @@ def layer(setting: Setting, name: str) -> Found:
     model = roofline(setting, network, batch, gpus)
     weighted = [one for one in model.graph.inner if one.space.parameters]
     which = weighted[NUMBERS[name] % len(weighted)]
-    watch, mode = Stopwatch(setting.where, 0.01 if setting.tiny else 0.2), Mode(setting.where, torch.float32)
+    watch, mode = (
+        Stopwatch(setting.where, 0.01 if setting.tiny else 0.2, ahead=True),
+        Mode(setting.where, torch.float32),
+    )
     cells = {
         str(config): next(one for one in layer_cells(model, which, [config]) if one.name.startswith("{"))
         for config in SearchSpace(gpus).configurations(which.space.dims)
@@ -282,7 +285,7 @@ def steps(setting: Setting, name: str, batch: int) -> Found:
     network, mode, found = load_network(name, batch, None), Mode(setting.where, torch.float32), list[Found]()
     with modes("float32", "off", False):
         known = LayerTimes(conditions(mode, "float32", "off", False))
-        measuring = Measuring(known, mode, lambda _: None, 1.0 if setting.tiny else 90.0)
+        measuring = Measuring(known, mode, lambda _: None, 1.0 if setting.tiny else 15.0)
         for size in (2,) if setting.tiny else SIZES:
             model = roofline(setting, name, batch, size)
             graph, io = model.graph, model.options.io
@@ -315,12 +318,12 @@ def step_s(plan: Plan, network: Network, setting: Setting) -> float:
     x = torch.randn(share.stop - share.start, *entry.shape[1:], device=setting.where)
     target = torch.randint(out.shape[1], (len(x), *out.shape[2:]), device=setting.where)
     step = step_of(module, x, target, inside=loss is not None)
-    return Stopwatch(setting.where, 0.02 if setting.tiny else 2.0)([step]).seconds[0]
+    return Stopwatch(setting.where, 0.02 if setting.tiny else 0.3)([step]).seconds[0]
 
 
 def halos(setting: Setting) -> Found:
     """What the copies of a halo add to a convolution, and what three convolutions in its place do."""
-    watch, found = Stopwatch(setting.where, 0.01 if setting.tiny else 0.5), []
+    watch, found = Stopwatch(setting.where, 0.01 if setting.tiny else 0.2, ahead=True), []
     for shape in [(1, 4, 4, 4, 8, 8)] if setting.tiny else (*borders.BATCH_1, *borders.BATCH_2, *borders.DEEP):
         times = [watch([way]).seconds[0] for way in borders.ways(*shape, device=setting.where)]
         found.append({"shape": shape} | dict(zip(("whole_s", "alone_s", "in_parts_s"), times, strict=True)))

@@ -5,6 +5,7 @@ NCCL refuses ranks that share a GPU, so what only NCCL does between ranks is not
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import socket
@@ -31,7 +32,8 @@ from tests.run.plans import SMALL, Trained, check_equal, optimised_plan, priced,
 
 PLANS = 6  # random ones a row, every second with recomputed layers; and the best
 TYPES = {"float64": (torch.float64, None, 1e-9), "float32": (torch.float32, None, 1e-2)}
-TYPES |= {"bf16": (torch.float32, torch.bfloat16, 0.3)}  # of parameters, autocast's, and the tolerance
+TYPES |= {"bf16": (torch.float32, torch.bfloat16, math.inf)}  # of parameters, autocast's, and the tolerance
+ROUNDING = 1.5  # times what 16 bits change on one device: ranks, which sum in another order, may be so far from it
 RUN = "import benchmarks.gpu, runpy; runpy.run_module('layerwise.run', run_name='__main__')"
 SANITIZERS = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
 case = cache(small)
@@ -53,7 +55,10 @@ def rows(setting: Setting) -> list[Row]:
 
 
 def on_rank(comm: Comm, name: str, number: int, dtype: str, options: object) -> tuple[Trained, Trained | None, Plan]:
-    """What this rank has trained, and on rank 0 what one device has. number: of the plan; the first is the best."""
+    """What this rank has trained, and on rank 0 what one device has. number: of the plan; the first is the best.
+
+    In 16 bits rank 0 also finds by how much they change one device's gradients, and its own are no further from them.
+    """
     die_with_parent()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     (kind, autocast, _), full = TYPES[dtype], case(name)
@@ -71,10 +76,20 @@ def on_rank(comm: Comm, name: str, number: int, dtype: str, options: object) -> 
 
     alone = trained(SoloComm(comm.device)) if comm.rank == 0 else None
     mine = trained(comm, compile=options)
+    if alone and autocast:
+        exact = train(replace(full, inputs=inputs, targets=targets), plan, SoloComm(comm.device), dtype=kind)
+        off, most = apart(mine, alone), ROUNDING * apart(alone, exact)
+        assert off <= most, f"gradients are {off:.2e} from one device's; {most:.2e} is what rounding explains"
     if dtype != "float64":  # of which the plan's bytes are
         everyone = comm.all_gather_object(mine.sent)
         plan = replace(plan, predicted={PREDICTED[k]: sum(one[k] for one in everyone) for k in PREDICTED})
     return mine, alone, plan
+
+
+def apart(one: Trained, other: Trained) -> float:
+    """The norm of what the gradients of its boxes differ by."""
+    each = [(g.cpu() - other.gradients[name][1][box.slices()].cpu()).norm() for name, (box, g) in one.gradients.items()]
+    return float(torch.stack(each).norm())
 
 
 def plans(setting: Setting, name: str, ranks: int, dtype: str, *, compiled: bool = False) -> Found:
@@ -89,7 +104,8 @@ def plans(setting: Setting, name: str, ranks: int, dtype: str, *, compiled: bool
             check_equal([mine for mine, *_ in made], *made[0][1:], tolerance=TYPES[dtype][2])
         except AssertionError as error:
             raise AssertionError(f"plan {number}: {error}") from None
-    return {"told": f"{len(numbers)} plans have one device's numbers, to {TYPES[dtype][2]:g}"}
+    to = f"to {TYPES[dtype][2]:g}" if TYPES[dtype][1] is None else "but for rounding"
+    return {"told": f"{len(numbers)} plans have one device's numbers, {to}"}
 
 
 @contextmanager

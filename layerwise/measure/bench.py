@@ -285,8 +285,8 @@ def leave_only(recent: Sequence[Tensor] | None, device: torch.device) -> None:
 
     A layer that is timed again and again finds all of its tensors in the cache, and looks faster than it is in a step,
     where everything else has passed through it since. So a buffer is read before each sample, larger than what a core
-    has to itself, and then the tensors that the step would just have written. On a GPU nothing is done: kernels that
-    flush its cache would hide how long others take to launch.
+    has to itself, and then the tensors that the step would just have written. On a GPU nothing is done: most
+    tensors are larger than its cache.
     """
     if recent is None or device.type != "cpu":
         return

@@ -59,7 +59,7 @@ class Measuring:
         """Measures in order what fits into the rest of the budget; `after` each, measured or not."""
         try:
             for cell in cells:
-                stopwatch = Stopwatch(self.mode.device, CELL_S)
+                stopwatch = Stopwatch(self.mode.device, CELL_S, ahead=True)
                 least_s = cell.predicted_s * (stopwatch.least + stopwatch.warm)
                 if not self.has(cell.key) and self.spent_s + least_s <= self.budget_s:
                     self._take(cell, stopwatch)

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,7 @@ ROUND_S = 0.03  # short operations are repeated until a round takes about that
 MOST = 50  # repetitions a round
 STOLEN = 0.02  # of all cores' time: a round with more is repeated
 TRIES = 3  # times as many rounds at most
+CYCLES_PER_S = 3e9  # of a GPU, and half as many again
 Do = Callable[[], object]
 Parts = Sequence[Do]
 
@@ -48,7 +50,7 @@ class Stopwatch:
     """Times parts that run one after the other.
 
     On a GPU by events between the parts, in a stream that is never waited for amid the samples: a part takes what the
-    GPU takes, or what its launches take where these are slower. On a CPU by a clock.
+    GPU takes, or, unless the host is `ahead`, what its launches take where these are slower. On a CPU by a clock.
     """
 
     device: torch.device
@@ -57,12 +59,15 @@ class Stopwatch:
     most: int = 200  # samples, at most
     warm: int = 2  # samples before, which do not count
     clock: Callable[[], float] | None = None  # in seconds; default: the wall clock
+    ahead: bool = False  # a GPU waits before each part until the host has launched it
 
     def __call__(self, parts: Parts, before: Parts | None = None) -> Reading:
         """before: what runs before each part, and is not timed."""
         pairs = list(zip(repeat(nothing, len(parts)) if before is None else before, parts, strict=True))
         sample = self._events if self.device.type == "cuda" else self._clocked
         sample(pairs, self.warm - 1)
+        if self.ahead and self.device.type == "cuda":
+            sample = partial(self._events, waits=self._launching_cycles(pairs))
         start = time.perf_counter()
         sample(pairs, 1)
         estimate = time.perf_counter() - start
@@ -86,13 +91,28 @@ class Stopwatch:
             samples.append(tuple(row))
         return samples
 
-    def _events(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
+    def _launching_cycles(self, pairs: Sequence[tuple[Do, Do]]) -> list[int]:
+        """How many of its cycles a GPU has to wait before each part, until the host has launched it."""
+        torch.cuda.synchronize(self.device)
+        cycles = []
+        for prepare, part in pairs:
+            prepare()
+            start = time.perf_counter()
+            part()
+            cycles.append(int(CYCLES_PER_S * (time.perf_counter() - start)))
+        return cycles
+
+    def _events(
+        self, pairs: Sequence[tuple[Do, Do]], count: int, waits: Sequence[int] | None = None
+    ) -> list[tuple[float, ...]]:
         torch.cuda.synchronize(self.device)
         samples: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         for _ in range(count):
             row = []
-            for prepare, part in pairs:
+            for (prepare, part), cycles in zip(pairs, waits or repeat(0), strict=False):
                 prepare()
+                if cycles:
+                    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 start.record()
                 part()

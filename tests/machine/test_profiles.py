@@ -54,6 +54,7 @@ def test_the_machines_are_those_that_were_asked_for() -> None:
     stated = {name: [(level.devices, level.bandwidth_bytes_per_s) for level in load(name).levels] for name in names()}
     assert stated == {
         "h100": [(8, 450 * gb), (None, 400 * gbit)],
+        "h200-measured": [(8, 450 * gb), (None, 400 * gbit)],
         "p100": [(4, 20 * gb), (None, 100 * gbit)],
         "v100": [(4, 50 * gb), (136, 100 * gbit), (None, 283.3 * gb)],
         "pcie": [(4, 31.5 * gb), (None, 25 * gbit)],
@@ -122,7 +123,7 @@ def test_a_file_that_is_no_profile(content: bytes, said: str, tmp_path: Path) ->
     [
         ("h10", "did you mean h100"),
         ("P100", "did you mean p100"),
-        ("", "Built in are cpu, h100, p100, pcie, v100"),
+        ("", "Built in are cpu, h100, h200-measured, p100, pcie, v100"),
         ("none/such.json", "profile none/such.json: cannot be read: No such file"),
         ("such.json", "profile such.json: cannot be read: No such file"),
         (".", "cannot be read: Is a directory"),

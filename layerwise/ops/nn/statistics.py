@@ -156,9 +156,11 @@ def _function() -> Any:
                 y = differentiable(x, given[0], given[1], mean, ctx)
                 made = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
                 return *(next(made) if needed else None for needed in ctx.needs_input_grad[:3]), *(None,) * 5
-            # Native reductions: they do not depend on `weight`, and leave out the gradient for fixed statistics.
+            # Native reductions: they do not depend on `weight`, and leave out the gradient for fixed statistics. CUDA's
+            # want a weight, and tensors in the place of statistics that a forward pass in training would have saved.
+            scale, unsaved = torch.ones_like(mean) if weight is None else weight, mean.new_empty(0)
             _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-                dy, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
+                dy, x, scale, mean, variance, unsaved, unsaved, False, ctx.eps, [False, True, True]
             )
             grads = (None, None) if weight is None else (dweight, dbias)
             if not ctx.needs_input_grad[0]:  # on all devices alike: the plan counts on it
