@@ -23,7 +23,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore
 
 COMM_TIMEOUT_S = 60.0
@@ -35,10 +34,8 @@ class RankError(AssertionError):
 
 @cache
 def context(device: str = "cpu") -> BaseContext:
-    """Processes forked from a server that has imported what all of them need, where PyTorch knows no GPU: these do not
-    work in forked ones, nor do the threads that autograd has for them.
-    """
-    if device == "cuda" or torch.backends.cuda.is_built():
+    """Processes forked from a server that has imported what all of them need. A GPU does not work in forked ones."""
+    if device == "cuda":
         return multiprocessing.get_context("spawn")
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(["tests.comm.preload"])
