@@ -98,7 +98,10 @@ def timed(step: Callable[[], object], seconds: float) -> list[float]:
 
 
 def planned(network: nn.Module, x: Tensor, comm: Comm, seconds: float) -> tuple[ParallelModule, Plan]:
-    """The plan that is found by links and layers which these ranks measure, and this rank's part of it."""
+    """The plan that is found by links and layers which these ranks measure, and this rank's part of it.
+
+    Nothing is proven by running, which every rank would do in the same memory: `measure` compares the answer.
+    """
     example = (torch.empty_like(x, device="meta"),)
     imported = network_of(copy.deepcopy(network).to("meta").eval(), example, 1, "network")
     devices = profile_of(comm, LINKS * seconds).device_graph(comm.size)
@@ -106,7 +109,7 @@ def planned(network: nn.Module, x: Tensor, comm: Comm, seconds: float) -> tuple[
     space = SearchSpace(comm.size, spread=True)
     model, _ = measured_layers(model, space, Layers(comm, OPTIMIZER), (1 - LINKS) * seconds)
     plan = make_plan("network", "emulated", model, space, search(model, space), fused=True)
-    return load(plan, network, comm=comm, dtype=x.dtype, example_inputs=(x,)), plan
+    return load(plan, network, comm=comm, dtype=x.dtype, example_inputs=example), plan
 
 
 def in_boxes(model: ParallelModule, x: Tensor) -> Callable[[], Any]:
