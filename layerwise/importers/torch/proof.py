@@ -8,6 +8,7 @@ both sides. A module that is traced once more in its other mode, without its val
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,8 +67,9 @@ def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW)
     if imported.graph.unseen or _reason.get():
         raise UnprovenError(_reason.get() or f"it {imported.graph.unseen[0]}")
     small = replace(imported, graph=imported.graph.rebatch(samples))
+    device = next(x.device.type for x in tensors[::-1])
     most = MOST_DRAWN if any(map(is_hollow, model.parameters())) else MOST_BYTES
-    _check_size(small.graph, next(x.device.type for x in tensors[::-1]), most)
+    _check_size(small.graph, device, min(most, _host_bytes()) if device == "cpu" else most)
     with TRACING, warnings.catch_warnings(), torch.inference_mode(False), filled(model):
         warnings.simplefilter("ignore")  # what the model says, it says again where it is run
         some, why = few(call, imported.graph.batch, samples), None
@@ -131,6 +133,16 @@ def _differentiated(call: Call) -> Call:
     return made
 
 
+def _host_bytes() -> int:
+    """A rank's part of a quarter of this host's memory: all of its ranks prove at the same time.
+
+    Of what is there, not of what is free, so that ranks on equal hosts come to the same.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    return quarter // max(1, int(ranks) if ranks.isdecimal() else 1)
+
+
 def _check_size(graph: LayerGraph, device: str, most_bytes: int) -> None:
     """UnprovenError where the layers take more time or memory than importing may."""
     made = sum(prod(layer.out.shape) * layer.out.item_bytes for layer in graph.layers)
@@ -138,7 +150,7 @@ def _check_size(graph: LayerGraph, device: str, most_bytes: int) -> None:
         name: count for layer in graph.layers for name, p, size in layer.held() if (count := prod(p.shape) * size)
     }
     if 3 * made + 2 * sum(stored.values()) > most_bytes:
-        raise UnprovenError(f"it would take more than {most_bytes >> 30} GiB")
+        raise UnprovenError(f"it would take more than {most_bytes / 2**30:.1f} GiB")
     flops = 0.0
     for layer in graph.inner:
         if not isinstance(layer.op, TorchOp):

@@ -216,6 +216,13 @@ def test_what_cannot_be_run_is_traced_twice() -> None:
     assert "changes its attribute 'steps'" in network.graph.unseen[0]
 
 
+def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 40))
+    network = network_of(nn.Linear(4, 4), (torch.randn(4, 4),), None, "test")
+    assert network.unproven is not None
+    assert "it would take more than 0.0 GiB" in network.unproven
+
+
 def test_exported() -> None:
     net = Net(lambda net, x: counted(net, Doubled.apply(x)))
     unseen = network_of(net, (X,), None, "test").graph.unseen
