@@ -64,8 +64,14 @@ def attributes(setting: Setting) -> Numbers:
 def module_attribute(setting: Setting) -> Numbers:
     """`model.module`, as DistributedDataParallel has it"""
     model = setting.net()
-    inner = model if setting.comm is None else model.module
-    return {"classes": inner.classes()}
+    inner: Any = model
+    while hasattr(inner, "module"):  # as timm and others look for it
+        inner = inner.module
+    train(setting, model)
+    again = copy.deepcopy(inner)
+    again.load_state_dict(inner.state_dict())
+    (x, _), *_ = setting.batches()
+    return {"classes": inner.classes(), "rows.out": inner.eval()(x), "rows.again": again.eval()(x)}
 
 
 @row
