@@ -74,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
         "--on-nan",
         choices=("stop", "skip", "ignore"),
         default="stop",
-        help="where the loss is no finite number: stop, leave the step out, or go on (default: stop)",
+        help="where the loss is no finite number: stop, leave the step out (a gradient counts, too), or go on; "
+        "default: stop",
     )
     g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
     _add_how_it_runs(p)

@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from layerwise.comm.base import Kind
 from layerwise.plan import Plan
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import now_s
 from layerwise.train.data import StepSampler
@@ -115,7 +118,8 @@ class Trainer(Generic[LocalBatch]):
     clip: float | None = None  # the largest norm that the gradient may have
     sent: Counter[Kind] = field(default_factory=Counter)  # bytes that this rank sent in the full steps
     full: int = 0  # steps whose batches were all of the plan's size
-    skip: bool = False  # no step is taken with a loss that is no finite number
+    skip: bool = False  # no step is taken with a loss or a gradient that is no finite number
+    skipped: list[int] = field(default_factory=list)  # the numbers of such steps, from 1
     done: int = 0  # steps that have been taken, those before a resumption included
 
     def run(self, steps: int, first: int = 0, after: Callable[[int], None] | None = None) -> Iterator[Step]:
@@ -164,9 +168,11 @@ class Trainer(Generic[LocalBatch]):
             part = module.share(size)
             local_samples = size if module.io != "sample" else part.stop - part.start
             losses.append((loss.detach(), self._weight(local_samples, samples)))
-        if self.clip is not None:
-            module.clip_grad_norm_(self.clip)
-        if not self.skip or self._finite([loss for loss, _ in losses]):
+        if self.skip and not self._finite([loss for loss, _ in losses]):
+            self.skipped.append(number + 1)
+        else:
+            if self.clip is not None:
+                module.clip_grad_norm_(self.clip)
             self.optimizer.step()
         seconds = now_s(module.device) - start
         if samples == self.sampler.batch * self.sampler.accumulate:
@@ -175,8 +181,12 @@ class Trainer(Generic[LocalBatch]):
         return _Local(number, samples, losses, seconds)
 
     def _finite(self, losses: Sequence[Tensor]) -> bool:
-        """Whether these are finite numbers on all ranks."""
-        return all(self.module.comm.all_gather_object(all(bool(loss.isfinite()) for loss in losses)))
+        """Whether these and all gradients are finite numbers on all ranks."""
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        largest = get_total_norm([v for v in values if v.numel()], inf)  # the sum of squares could overflow
+        return all(self.module.comm.all_gather_object(all(bool(value.isfinite()) for value in (*losses, largest))))
 
     def _weight(self, part: int, total: int) -> float:
         """The weight of some samples' loss in that of all; a loss that is a sum needs none."""
