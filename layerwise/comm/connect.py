@@ -31,7 +31,6 @@ class Seat:
     host: str  # of the store
     port: int
     agent: bool  # torchrun serves the store, else rank 0 does
-    attempt: int  # torchrun's restarts
 
     @property
     def address(self) -> str:
@@ -65,7 +64,6 @@ def read_environment(environment: Mapping[str, str]) -> Seat | None:
         environment["MASTER_ADDR"],
         number("MASTER_PORT", 1, 65535),
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        number("TORCHELASTIC_RESTART_COUNT", 0, 2**20, 0),
     )
 
 

@@ -6,7 +6,10 @@ import json
 import os
 import sys
 import time
+import uuid
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Final, Literal, NoReturn
 
 import torch
@@ -49,11 +52,14 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
         )
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    store, own = (PrefixStore(f"layerwise/{seat.attempt}", one) for one in connect(seat, timeout_s))
+    stores = connect(seat, timeout_s)
+    name = _name(seat, stores[0], timeout_s) if seat.agent else ""
+    store, own = (PrefixStore(f"layerwise/{name}", one) for one in stores)
     watch = _watch(seat, own, timeout_s)
     Guard(watch).start()
     watch.enter("the arrival of all ranks", timeout_s + SLACK_S)
-    _arrive(seat, store, watch, backend, timeout_s)
+    answer = partial(_answer, stores[0], name) if seat.agent and seat.rank == 0 else None
+    _arrive(seat, store, watch, backend, timeout_s, answer)
     watch.enter("the first connection to all ranks", timeout_s + SLACK_S)
     try:
         dist.init_process_group(
@@ -80,7 +86,7 @@ def join_default_group(device: torch.device, timeout_s: float = 30.0, members: G
     nccl = device.type == "cuda" and "nccl" in backends
     host, port = os.environ.get("MASTER_ADDR", "unknown"), os.environ.get("MASTER_PORT", "0")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    seat = Seat(dist.get_rank(), dist.get_world_size(), 0, 1, host, int(port), agent, 0)
+    seat = Seat(dist.get_rank(), dist.get_world_size(), 0, 1, host, int(port), agent)
     try:
         own = bounded(_get_default_store().clone, timeout_s)  # type: ignore[attr-defined]
     except (TimeoutError, RuntimeError) as error:
@@ -130,8 +136,48 @@ def _watch(seat: Seat, own: Store, timeout_s: float, members: Group | None = Non
     return Watch(Board(own, seat.rank, who, address=seat.address, serves=serves, agent=seat.agent), timeout_s)
 
 
-def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s: float) -> None:
-    """Waits until all ranks are here and agree on what they must agree on to understand each other."""
+def _name(seat: Seat, store: Store, timeout_s: float) -> str:
+    """The name of this start of all ranks: rank 0 makes it, and tells it to every rank that asks.
+
+    torchrun's store has the keys of earlier starts, too, and its agents count restarts each by itself.
+    """
+    name = uuid.uuid4().hex
+    if seat.rank == 0:
+        return name
+
+    def ask() -> str:
+        store.set(f"layerwise/asks/{seat.rank}", name)
+        store.wait([f"layerwise/told/{name}"], timedelta(seconds=timeout_s))
+        return store.get(f"layerwise/told/{name}").decode()
+
+    try:
+        return bounded(ask, timeout_s + SLACK_S)
+    except (TimeoutError, RuntimeError) as error:
+        raise CommError(
+            f"rank 0 of {seat.size} has not arrived within {timeout_s:g} s, says rank {seat.rank}: not started, ended "
+            f"early, or without a way to {seat.address} ({reason(error)})"
+        ) from error
+
+
+def _answer(store: Store, name: str, missing: Sequence[int]) -> None:
+    """Tells the name to those who ask. Of a question that an earlier start has left nobody reads the answer."""
+    for rank in missing:
+        if store.check([f"layerwise/asks/{rank}"]):
+            store.set(f"layerwise/told/{store.get(f'layerwise/asks/{rank}').decode()}", name)
+
+
+def _arrive(
+    seat: Seat,
+    store: Store,
+    watch: Watch,
+    backend: Backend,
+    timeout_s: float,
+    answer: Callable[[Sequence[int]], None] | None,
+) -> None:
+    """Waits until all ranks are here and agree on what they must agree on to understand each other.
+
+    answer: called with the ranks that are still missing.
+    """
     mine = {"WORLD_SIZE": str(seat.size), "torch version": torch.__version__, "backend": backend}
     until = time.monotonic() + timeout_s
     try:
@@ -141,6 +187,8 @@ def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s:
         missing = [rank for rank in range(seat.size) if rank != seat.rank]
         while missing:
             overdue = time.monotonic() > until
+            if answer is not None:
+                answer(missing)
             for rank in missing[:]:
                 if store.check([f"arrived/{rank}"]):
                     missing.remove(rank)

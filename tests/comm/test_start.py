@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from layerwise.comm.connect import read_environment
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import start
 from layerwise.errors import LayerwiseError
+from tests.comm.launch import launch
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
@@ -30,7 +33,7 @@ def test_without_torchrun_a_process_is_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_defaults() -> None:
     seat = read_environment(GOOD)
     assert seat is not None
-    assert (seat.local_rank, seat.local_size, seat.address, seat.agent, seat.attempt) == (1, 4, "node0:29500", False, 0)
+    assert (seat.local_rank, seat.local_size, seat.address, seat.agent) == (1, 4, "node0:29500", False)
     assert read_environment({"PATH": "x"}) is None
 
 
@@ -52,6 +55,26 @@ def test_defaults() -> None:
 def test_a_bad_environment(change: dict[str, str], text: str) -> None:
     with pytest.raises(LayerwiseError, match=text.replace("(", r"\(")):
         read_environment(GOOD | change)
+
+
+AGAIN = """
+import os
+import torch.distributed as dist
+from layerwise.comm.start import leave, start
+os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]  # agents count by themselves
+for number in range(2):
+    with start(20) as comm:
+        print(comm.all_gather_text(str(number)))
+    dist.destroy_process_group()
+leave(0)
+"""
+
+
+def test_ranks_meet_in_a_store_that_has_seen_an_earlier_start(tmp_path: Path) -> None:
+    (tmp_path / "again.py").write_text(AGAIN)
+    done = launch([str(tmp_path / "again.py")], 3)
+    assert done.codes == [0, 0, 0], done.stderr
+    assert set(done.stdout) == {"['0', '0', '0']\n['1', '1', '1']\n"}
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
