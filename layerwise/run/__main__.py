@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import check_files, console, global_batch, run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
-from layerwise.comm.together import agree
+from layerwise.comm.together import agree, alone
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
@@ -26,12 +27,12 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import DEFAULT
 from layerwise.machine import load as load_profile
-from layerwise.plan import Plan, load_plan
+from layerwise.plan import Plan, load_plan, parse_plan
 from layerwise.report import as_json, html, text
 from layerwise.report.content import Lines, Picture, Report, Table
 from layerwise.report.figures import svg
 from layerwise.run.compiling import settings_of
-from layerwise.run.options import RuntimeOptions, searched_with, uses_local_batch_norm
+from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
 from layerwise.run.trace import Trace
 from layerwise.search.baselines import grid_strategy, parse_grid
 from layerwise.search.find import candidate
@@ -51,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, train, print. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
     try:
         args = parser().parse_args(argv)
-        plan = _grid(args) if args.grid is not None else _planned(args)
+        plan = _grid(args) if args.grid is not None else load_plan(args.plan)
         _check(args, plan)
     except LayerwiseError as error:
         if not _first():
             time.sleep(PATIENCE_S)  # rank 0 says the same, and its end is then ours
             _tell(error)  # it is well, and would wait for this rank
         raise
-    if plan.gpus == 1:
+    if _world() == 1:
         return _run(args, plan)
     leave(run_main(lambda _: _hushed(lambda: _run(args, plan)), argv))
 
@@ -85,9 +86,12 @@ def _hushed(run: Callable[[], int]) -> int:
 
 
 def _run(args: argparse.Namespace, plan: Plan) -> int:
-    with start(args.timeout) as comm, enough_memory(plan, comm.rank), contextlib.ExitStack() as places:
+    with start(args.timeout) as comm, contextlib.ExitStack() as places:
         comm.handshake(_flags(args))
         agree(comm, lambda: (_take_places(args, comm.rank, places), None))
+        if args.replan and comm.size != plan.gpus:
+            plan = _replanned(args, plan, comm)
+        places.enter_context(enough_memory(plan, comm.rank))
         raced = ""
         if args.race > 1 and comm.size > 1:
             plan, raced = _raced(args, plan, comm)
@@ -194,13 +198,18 @@ def _print(
         print(as_json.text(result.as_dict() | ({"times": times.as_dict()} if times else {})))
 
 
-def _planned(args: argparse.Namespace) -> Plan:
-    """The plan; with --replan, on another number of ranks, what every rank finds for these."""
-    plan, world = load_plan(args.plan), int(os.environ.get("WORLD_SIZE", "1"))
-    if not args.replan or world == plan.gpus:
-        return plan
-    each = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    return replan(plan, world, each, model=args.model, profile=args.profile, answers=answers())
+def _world() -> int:
+    """The number of ranks, as torchrun says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _replanned(args: argparse.Namespace, plan: Plan, comm: Comm) -> Plan:
+    """--replan: the plan that rank 0 finds for the ranks there are, while the others wait, however long that takes."""
+    comm.handshake({"plan": plan_digest(plan)})
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", str(comm.size)))
+    again = partial(replan, plan, comm.size, each, model=args.model, profile=args.profile, answers=answers())
+    found = alone(comm, again)
+    return parse_plan(comm.broadcast_text("" if found is None else found.dumps()), "the plan of rank 0")
 
 
 def _grid(args: argparse.Namespace) -> Plan:
@@ -208,7 +217,7 @@ def _grid(args: argparse.Namespace) -> Plan:
     grid = parse_grid(args.grid)
     if args.plan.endswith(".json"):
         raise LayerwiseError(f"--grid is for a model, such as mlp:64x256x10, and {args.plan!r} is a plan: leave it out")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _world()
     if world != grid.processes:
         raise LayerwiseError(
             f"--grid {grid} has {grid.processes} processes, there {'is' if world == 1 else 'are'} {world}: start them "
@@ -225,8 +234,8 @@ def _grid(args: argparse.Namespace) -> Plan:
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:
     """What can be said before other ranks are waited for."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != plan.gpus:
+    world = _world()
+    if world != plan.gpus and not args.replan:
         raise LayerwiseError(
             f"the plan is for {plan.gpus} ranks, there {'is' if world == 1 else 'are'} {world}: start them with "
             f"torchrun --nproc-per-node {plan.gpus} -m layerwise.run {args.plan}, search again, or give --replan"

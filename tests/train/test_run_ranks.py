@@ -19,7 +19,7 @@ from layerwise.tensorfile import fingerprint
 from layerwise.train.flags import parser
 from tests.comm.launch import ROOT, launch, torchrun
 from tests.comm.thread import run_threads
-from tests.train.command import RESULT, strict
+from tests.train.command import MLP, RESULT, strict
 
 RUN = ("-m", "layerwise.run")
 
@@ -116,6 +116,29 @@ def test_weights_are_told_apart_by_what_is_in_them(here: Path) -> None:
     save_file({"0.weight": values}, "same.safetensors")
     save_file({"0.weight": values + 1}, "other.safetensors")
     assert fingerprint("a.safetensors") == fingerprint("same.safetensors") != fingerprint("other.safetensors")
+
+
+def test_rank_0_alone_plans_for_the_ranks_there_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However long it takes: here for three time-outs."""
+    flags = ["--gpus", "1", "--profile", "cpu", "--gpus-per-node", "2", "--global-batch", "8"]
+    assert run_main(dispatch, ["search", MLP, *flags, "--out", "searched.json"]) == 0
+    capsys.readouterr()
+    (here / "slowly.py").write_text(
+        "import os, sys, time\n"
+        "from layerwise.cli import run_main\n"
+        "from layerwise.run import __main__ as room\n"
+        "quick = room.replan\n"
+        "def replan(*args, **options):\n"
+        "    assert os.environ['RANK'] == '0'\n"
+        "    time.sleep(9)\n"
+        "    return quick(*args, **options)\n"
+        "room.replan = replan\n"
+        "sys.exit(run_main(room.main))\n"
+    )
+    run = ("--dtype", "float64", "--steps", "3", "--json", "--compare-single", "--timeout", "3")
+    done = launch(["slowly.py", "searched.json", "--replan", *run])
+    assert done.codes == [0, 0], done.stderr
+    assert strict(done.stdout[0])["world_size"] == 2
 
 
 def test_ranks_of_which_one_saves(here: Path) -> None:
