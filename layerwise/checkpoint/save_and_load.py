@@ -13,11 +13,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -25,7 +30,7 @@ from layerwise.checkpoint.contribution import MODEL, Entry, finish, of_model, wr
 from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, of_groups, prepare
 from layerwise.checkpoint.reader import SEAL, Reader
 from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
-from layerwise.comm.together import agree
+from layerwise.comm.together import agree, settle
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import JSON
 from layerwise.geometry import Box
@@ -51,8 +56,40 @@ def save(
     all ranks share, and no other run may be saving there. LayerwiseError on every rank where one of them fails;
     earlier checkpoints are then as they were.
     """
-    comm, folder = module.comm, Path(directory)
+    return begin_saving(directory, module, optimizer, progress, keep, beside=False).finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A checkpoint that this rank's thread writes; it is there when all ranks have called `finish`.
+
+    Attributes:
+        written: Whether the thread is done, so that `finish` does not wait for it.
+        finish: Returns what `save` returns, or raises what it raises.
+    """
+
+    written: Callable[[], bool]
+    finish: Callable[[], Path]
+
+
+def begin_saving(
+    directory: str | os.PathLike[str],
+    module: ParallelModule,
+    optimizer: Optimizer | None,
+    progress: Mapping[str, JSON],
+    keep: int = 2,
+    *,
+    beside: bool = True,
+) -> Writing:
+    """Begins what `save` does. beside: a thread writes a copy of the state, and training may go on meanwhile."""
+    comm, folder, steps = module.comm, Path(directory), module.steps
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
+    about: dict[str, JSON] = {
+        "model": model_digest(module.graph),
+        "steps": steps,
+        "progress": dict(progress),
+        "optimizer": None if optimizer is None else type(optimizer).__qualname__,
+    }
 
     def start() -> tuple[list[Entry], JSON]:
         if keep < 1:
@@ -63,42 +100,56 @@ def save(
             raise LayerwiseError(f"'progress' must be what JSON can hold: {error}") from None
         facts, states = describe(optimizer, owned(module)) if optimizer is not None else (None, [])
         if comm.rank == 0:
-            alone.enter_context(sole_writer(folder))
-        name = begin(folder, module.steps).name if comm.rank == 0 else None
-        answer: dict[str, Any] = {"steps": module.steps, "folder": name, "optimizer": facts}
+            stack.enter_context(sole_writer(folder))
+        name = begin(folder, steps).name if comm.rank == 0 else None
+        answer: dict[str, Any] = {"steps": steps, "folder": name, "optimizer": facts}
         return [*of_model(module.shards()), *states], answer
 
-    def write_local() -> tuple[None, JSON]:
-        if any(answer["steps"] != module.steps for answer in answers):
+    def collect() -> tuple[list[Entry], JSON]:
+        if any(answer["steps"] != steps for answer in answers):
             raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
         ranks = [answer["optimizer"] for answer in answers]
-        names = comm.members.ranks
-        groups = of_groups(optimizer, ranks, names) if optimizer is not None and any(ranks) else []
-        return None, write(temporary, comm.rank, [*entries, *groups] if comm.rank == 0 else entries)
+        groups = of_groups(optimizer, ranks, comm.members.ranks) if optimizer is not None and any(ranks) else []
+        entries = [*local, *groups] if comm.rank == 0 else local
+        return [replace(entry, value=_copy(entry.value)) for entry in entries] if beside else entries, None
 
-    def complete() -> tuple[None, JSON]:
+    def complete(written: list[Any]) -> tuple[None, JSON]:
         if comm.rank:
             return None, None
-        about: dict[str, JSON] = {
-            "model": model_digest(module.graph),
-            "steps": module.steps,
-            "progress": progress,
-            "optimizer": None if optimizer is None else type(optimizer).__qualname__,
-        }
         finish(temporary, about, written)
-        return None, commit(temporary, module.steps, keep).name
+        return None, commit(temporary, steps, keep).name
 
-    with ExitStack() as alone:
-        entries, answers = agree(comm, start, failed)
-        temporary = folder / answers[0]["folder"]
+    def all_together() -> Path:
+        with lock, removed_on_failure():
+            _, written = agree(comm, lambda: (None, future.result() if beside else write_local()), failed)
+            _, names = agree(comm, lambda: complete(written), failed)
+        return folder / str(names[0])
+
+    @contextmanager
+    def removed_on_failure() -> Iterator[None]:
         try:
-            _, written = agree(comm, write_local, failed)
-            _, names = agree(comm, complete, failed)
+            yield
         except BaseException:
             if comm.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-    return folder / str(names[0])
+
+    with ExitStack() as stack:
+        local, answers = agree(comm, start, failed)
+        temporary = folder / answers[0]["folder"]
+        with removed_on_failure():
+            entries, _ = agree(comm, collect, failed)
+        lock = stack.pop_all()
+    write_local = partial(write, temporary, comm.rank, entries)
+    future: Future[JSON] = Future()
+    if beside:
+        Thread(target=settle, args=(future, write_local), name="layerwise checkpoint").start()
+    return Writing(future.done, all_together)
+
+
+def _copy(value: object) -> object:
+    """A tensor's copy on the CPU; any other value is itself."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def load(

@@ -62,7 +62,7 @@ def _reason(error: Exception) -> str:
 def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]]) -> tuple[T, list[Any]]:
     """`agree`, however long a rank takes: it acts in a thread, while all meet every second, as in `alone`."""
     future: Future[tuple[T, JSON]] = Future()
-    threading.Thread(target=_settle, args=(future, act), daemon=True).start()
+    threading.Thread(target=settle, args=(future, act), daemon=True).start()
     while True:
         wait([future], timeout=BEAT_S)
         if "busy" not in comm.all_gather_text("done" if future.done() else "busy"):
@@ -76,7 +76,7 @@ def alone(comm: Comm, work: Callable[[], T]) -> T | None:
     """
     future: Future[T] = Future()
     if comm.rank == 0:  # a daemon: Ctrl-C must not wait for it
-        threading.Thread(target=_settle, args=(future, work), daemon=True).start()
+        threading.Thread(target=settle, args=(future, work), daemon=True).start()
     while True:
         text = ""
         if comm.rank == 0:
@@ -93,7 +93,8 @@ def alone(comm: Comm, work: Callable[[], T]) -> T | None:
         return None
 
 
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
+def settle(future: Future[T], work: Callable[[], T]) -> None:
+    """Gives the future what the work returns or raises."""
     try:
         future.set_result(work())
     except BaseException as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
 
+from layerwise.checkpoint import Writing
 from layerwise.comm.base import Comm
 
 Every = int | Literal["auto"] | None
@@ -40,7 +41,7 @@ class Saving:
 
     Attributes:
         comm: The ranks.
-        save: Saves, after so many steps.
+        begin: Begins to save, after so many steps; None: there is nothing to save.
         every: Steps from one checkpoint to the next; "auto": `interval_s` of what saving takes; None: none.
         mtbf_s: Mean seconds between failures of the job, for "auto".
         step_s: Seconds of a step, the same on all ranks; None: not known yet.
@@ -48,15 +49,22 @@ class Saving:
     """
 
     comm: Comm
-    save: Callable[[int], None]
+    begin: Callable[[int], Writing | None]
     every: Every
     mtbf_s: float
     step_s: float | None = None
     asked: bool = False
     _next: int = 0
+    _writing: Writing | None = None
+    _begun: int = 0  # after how many steps
+    _look: int = 0  # after so many steps the ranks ask each other whether it is written
 
     def after(self, done: int) -> None:
-        """Saves after this step, where it is time."""
+        """Saves after this step, where it is time; completes what has been written meanwhile."""
+        if self._writing is not None and done >= self._look:
+            if all(self.comm.all_gather_object(self._writing.written())):
+                self.finish()
+            self._look = 2 * done - self._begun
         if self.every == "auto":
             if self.step_s is None or done < self._next:
                 return
@@ -66,6 +74,17 @@ class Saving:
             self._next = done + max(1, round(interval_s(cost_s, self.mtbf_s) / self.step_s))
         elif self.every and done % self.every == 0:
             self.save(done)
+
+    def save(self, done: int) -> None:
+        """Begins to save, once what is being written is complete."""
+        self.finish()
+        self._writing, self._begun, self._look = self.begin(done), done, done + 1
+
+    def finish(self) -> None:
+        """Completes what is being written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
 
     @contextlib.contextmanager
     def on_signal(self) -> Iterator[None]:

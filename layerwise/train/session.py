@@ -58,7 +58,7 @@ class Session:
     ) -> None:
         self.plan, self.comm, self.options, self.settings = plan, comm, options, settings
         self.folder, self.first, self.steps = folder, 0, list[Step]()
-        self.saving, self.saved, self.on_nan = Saving(comm, self._save, every, mtbf_s), -1, on_nan
+        self.saving, self.saved, self.on_nan = Saving(comm, self._begin_saving, every, mtbf_s), -1, on_nan
         self._trace_to, self._weights, self._compare = trace, weights, compare
         values = "" if weights is None else fingerprint(weights)
         facts = {"plan": plan_digest(plan), "layerwise": __version__, "torch": torch.__version__}
@@ -129,22 +129,24 @@ class Session:
                 yield step
                 if step.number == self.trainer.done and any(self.comm.all_gather_object(self.saving.asked)):
                     self.saving.asked = False
-                    self._save(step.number)
+                    self.saving.save(step.number)
         if self.steps:
-            self._save(steps)
+            self.saving.save(steps)
+            self.saving.finish()
 
-    def _save(self, done: int) -> None:
+    def _begin_saving(self, done: int) -> checkpoint.Writing | None:
         if self.folder is None or done == self.saved:
-            return
+            return None
         if self.on_nan != "ignore":
             finite = all(bool(shard.tensor.isfinite().all()) for shard in self.module.shards() if shard.trainable)
             if not all(self.comm.all_gather_object(finite)):
                 self._stop(done, "a parameter is no finite number")
-        checkpoint.save(self.folder, self.module, self.trainer.optimizer, {"steps": done, **self._facts()})
-        self.saved = done
+        self.saved, progress = done, {"steps": done, **self._facts()}
+        return checkpoint.begin_saving(self.folder, self.module, self.trainer.optimizer, progress)
 
     def _stop(self, done: int, why: str) -> NoReturn:
         """LayerwiseError, the same on all ranks."""
+        self.saving.finish()
         path = None if self.folder is None else checkpoint.latest(self.folder)
         last = f"the last checkpoint is {path}" if path is not None else "there is no checkpoint"
         raise LayerwiseError(f"after step {done} {why}: stopped; {last}; try a smaller --lr, or --on-nan ignore")
@@ -208,6 +210,9 @@ class Session:
             notes.append(f"nothing to do: the checkpoint has {self.first} steps already")
         if any(not abs(step.loss) < float("inf") for step in self.steps):
             notes.append("the loss is no finite number any more: try a smaller --lr")
+        if skipped := self.trainer.skipped:
+            more = f" and {len(skipped) - 8} more" if len(skipped) > 8 else ""
+            notes.append(f"left out (--on-nan skip): step {', '.join(map(str, skipped[:8]))}{more}")
         return notes
 
 

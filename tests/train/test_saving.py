@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.checkpoint import Writing
 from layerwise.comm.solo import SoloComm
 from layerwise.train.saving import Saving, interval_s
 
@@ -49,6 +51,27 @@ def test_a_reliable_machine_saves_seldom() -> None:
     for done in range(1, 100_000):
         saving.after(done)
     assert all(after - before > 1000 for before, after in pairwise(steps))
+
+
+def test_what_is_written_is_completed_as_soon_as_all_ranks_have_written() -> None:
+    """They ask each other after 1, 2, 4, ... steps; a new checkpoint waits for the one before."""
+    done: list[str] = []
+    ready = {10: 5, 20: 99}  # after so many further steps
+    now = 0
+
+    def begin(step: int) -> Writing:
+        done.append(f"begin {step}")
+
+        def finish() -> Path:
+            done.append(f"{now}: {step}")
+            return Path()
+
+        return Writing(lambda: now >= step + ready.get(step, 0), finish)
+
+    saving = Saving(SoloComm(torch.device("cpu")), begin, 10, 1.0)
+    for now in range(1, 32):
+        saving.after(now)
+    assert done == ["begin 10", "18: 10", "begin 20", "30: 20", "begin 30", "31: 30"]
 
 
 def test_a_signal_asks() -> None:
