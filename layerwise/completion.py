@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(module).parser()
         for action in command._actions:
             if action.nargs != 0 and not action.choices:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+                action.complete = shtab.FILE
         command.description = summary
         commands.add_parser(name, help=summary)
         commands.choices[name] = command
