@@ -23,6 +23,7 @@ COMMANDS = {
     "machines": ("layerwise.machines", "the devices and networks that --gpu and --link name"),
     "doctor": ("layerwise.doctor", "what is installed here, and whether two ranks compute as one"),
     "export-plan": ("layerwise.export_plan", "a plan of linear layers for Transformers, PyTorch or DeepSpeed"),
+    "completion": ("layerwise.completion", "a script by which bash or zsh completes these commands"),
     "export": ("layerwise.export", "make one safetensors file of a checkpoint, for the original model"),
 }
 
