@@ -23,7 +23,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.inference.predict import Predicted
 from layerwise.inference.windows import profile
 from layerwise.integrations.nnunet import predict
-from layerwise.integrations.nnunet_folder import TrainedFolder
+from layerwise.integrations.nnunet.folder import TrainedFolder
 from tests.comm.thread import run_threads
 
 Volume = NDArray[Any]

@@ -72,7 +72,7 @@ class TrainedFolder:
         """LayerwiseError where it is none, or asks for what layerwise does not do. built: the user has its network."""
         path = Path(folder)
         plans, dataset = (_json(path / name) for name in ("plans.json", "dataset.json"))
-        saved = _checkpoint(path / f"fold_{fold}" / checkpoint)
+        saved = read_checkpoint(path / f"fold_{fold}" / checkpoint)
         with foreign(f"nnU-Net's folder {os.fspath(path)!r} cannot be read"):
             configuration = _inherited(plans, saved["init_args"]["configuration"])
             labels = {name: value for name, value in dataset["labels"].items() if name != "ignore"}
@@ -162,7 +162,7 @@ def _json(path: Path) -> dict[str, Any]:
         return read
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> dict[str, Any]:
     """What torch.save wrote: tensors, numbers and text; anything else is refused, and nothing in it is run."""
     if not path.is_file():
         raise LayerwiseError(f"nnU-Net's folder has no {path.parent.name}/{path.name}: give fold= or checkpoint=")

@@ -29,8 +29,8 @@ from layerwise.inference.predict import Predicted, predicted
 from layerwise.inference.resample import resampled
 from layerwise.inference.results import NiftiFolder
 from layerwise.inference.rounds import compute_round, evaluating, predictor_of, rounds_of, written_before
-from layerwise.integrations.nnunet_cases import PreparedCase, Volume, prepare
-from layerwise.integrations.nnunet_folder import TrainedFolder
+from layerwise.integrations.nnunet.cases import PreparedCase, Volume, prepare
+from layerwise.integrations.nnunet.folder import TrainedFolder
 from layerwise.partition.place import Each
 from layerwise.volumes.sources import foreign
 

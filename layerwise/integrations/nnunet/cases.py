@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.integrations.nnunet_folder import TrainedFolder
+from layerwise.integrations.nnunet.folder import TrainedFolder
 from layerwise.volumes.sources import foreign
 
 Volume = NDArray[Any]
