@@ -87,7 +87,7 @@ class BatchesByTurns:
             received = packed[sender]
             sends, receives = [(rank, message) for rank, message in enumerate(packed) if rank != sender], []
         comm.exchange(sends, receives, "io", "boxes of a batch").wait()
-        parts = zip(received.split(sizes), self._types, boxes, strict=True)
+        parts = zip(torch.split(received, sizes), self._types, boxes, strict=True)
         return [part.view(dtype).view(box.shape) for part, dtype, box in parts]
 
 
@@ -108,6 +108,10 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
     """
 
     keywords: ClassVar[Keywords] = {}
+    network: Any
+    optimizer: Any
+    dataloader_train: Any
+    dataloader_val: Any
 
     def __init__(
         self,
@@ -133,14 +137,14 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         super().initialize()
         self._plain, names = self.network, {p: name for name, p in self.network.named_parameters()}
         self._groups = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
-        self.network = parallelize(
-            NetworkWithLoss(self._plain, self.loss, regions=self.label_manager.has_regions),
-            self._example(),
-            io="boxes",
-            optimizer="momentum",
-            autocast=torch.float16 if self.device.type == "cuda" else None,
+        keywords: Keywords = {
             **self.keywords,
-        )
+            "io": "boxes",
+            "optimizer": "momentum",
+            "autocast": torch.float16 if self.device.type == "cuda" else None,
+        }
+        with_loss = NetworkWithLoss(self._plain, self.loss, regions=self.label_manager.has_regions)
+        self.network = parallelize(with_loss, self._example(), **keywords)
         self.optimizer, self.lr_scheduler = self.configure_optimizers()
 
     def _example(self) -> tuple[Tensor, ...]:
@@ -182,7 +186,7 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
     def train_step(self, batch: list[Tensor]) -> dict[str, Any]:
         self.optimizer.zero_grad(set_to_none=True)
         loss, *_ = self._call(batch)
-        self.grad_scaler.scale(loss).backward()
+        self.grad_scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.grad_scaler.unscale_(self.optimizer)
         self.network.clip_grad_norm_(12)
         self.grad_scaler.step(self.optimizer)
