@@ -134,7 +134,7 @@ def test_installed_elsewhere(wheel: Path, tmp_path: Path) -> None:
     )
     files, known = python("-c", script, cwd=tmp_path, path=str(target)).splitlines()
     assert all(Path(file).is_relative_to(target / "layerwise") for file in json.loads(files))
-    assert known == '["cpu", "h100", "p100", "pcie", "v100"] lenet5'
+    assert known == '["cpu", "h100", "h200-measured", "p100", "pcie", "v100"] lenet5'
     module = ("-m", "layerwise.search", "mlp:8x4", "--gpus", "2", "--json")
     assert json.loads(python(*module, cwd=tmp_path, path=str(target)))["optimal"]
 
