@@ -12,7 +12,7 @@ from layerwise.cli import Parser, run_main
 from layerwise.errors import LayerwiseError
 
 EPILOG = """examples:
-  source <(layerwise completion bash)            # in ~/.bashrc
+  layerwise completion bash > ~/.local/share/bash-completion/completions/layerwise
   layerwise completion zsh > ~/.zfunc/_layerwise  # a folder of zsh's fpath"""
 
 

@@ -10,6 +10,7 @@ need torch.distributed and pickle. Of a pickle nothing is made but numbers, text
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from layerwise.checkpoint.contribution import MODEL, Entry, finish, of_model, wr
 from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, of_groups, prepare
 from layerwise.checkpoint.reader import SEAL, Reader
 from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
-from layerwise.comm.together import agree, settle
+from layerwise.comm.together import agree, patiently, settle
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import JSON
 from layerwise.geometry import Box
@@ -87,7 +88,7 @@ def begin_saving(
     about: dict[str, JSON] = {
         "model": model_digest(module.graph),
         "steps": steps,
-        "progress": dict(progress),
+        "progress": copy.deepcopy(dict(progress)),
         "optimizer": None if optimizer is None else type(optimizer).__qualname__,
     }
 
@@ -121,7 +122,10 @@ def begin_saving(
 
     def all_together() -> Path:
         with lock, removed_on_failure():
-            _, written = agree(comm, lambda: (None, future.result() if beside else write_local()), failed)
+            if beside:
+                _, written = patiently(comm, lambda: (None, future.result()), failed)
+            else:
+                _, written = agree(comm, lambda: (None, write_local()), failed)
             _, names = agree(comm, lambda: complete(written), failed)
         return folder / str(names[0])
 
@@ -143,7 +147,7 @@ def begin_saving(
     write_local = partial(write, temporary, comm.rank, entries)
     future: Future[JSON] = Future()
     if beside:
-        Thread(target=settle, args=(future, write_local), name="layerwise checkpoint").start()
+        Thread(target=settle, args=(future, write_local), name="layerwise checkpoint", daemon=True).start()
     return Writing(future.done, all_together)
 
 

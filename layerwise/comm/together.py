@@ -59,14 +59,14 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {error}"
 
 
-def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]]) -> tuple[T, list[Any]]:
+def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tuple[T, list[Any]]:
     """`agree`, however long a rank takes: it acts in a thread, while all meet every second, as in `alone`."""
     future: Future[tuple[T, JSON]] = Future()
     threading.Thread(target=settle, args=(future, act), daemon=True).start()
     while True:
         wait([future], timeout=BEAT_S)
         if "busy" not in comm.all_gather_text("done" if future.done() else "busy"):
-            return agree(comm, future.result)
+            return agree(comm, future.result, what)
 
 
 def alone(comm: Comm, work: Callable[[], T]) -> T | None:

@@ -156,14 +156,7 @@ class SplitFacade(ModuleFacade):
         for module in self._model.modules():
             module.__dict__["apply"] = partial(SplitFacade._apply_to, me, weakref.ref(module))
         self._model.__dict__["forward"] = me  # its methods may call it
-        for name in ("state_dict", "load_state_dict", "__deepcopy__"):  # of `module`, as of this one
-            self._model.__dict__[name] = partial(getattr(type(self), name), me)
         self._unchanged = Unchanged(self._model)
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's, as DistributedDataParallel has it: it is called, saved and loaded as this one."""
-        return self._model
 
     def apply(self, fn: Function) -> Self:
         """Calls `fn` on the model's modules, in PyTorch's order, with full parameters in them; every rank calls it.

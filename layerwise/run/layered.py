@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -300,6 +301,11 @@ class LayeredModule(SplitFacade):
         self._may_change()
         return super().shards()
 
+    @property
+    def module(self) -> UnwrappedModule:
+        """This one, where DistributedDataParallel's users look for theirs."""
+        return UnwrappedModule.of(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
         """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
@@ -329,3 +335,25 @@ class LayeredModule(SplitFacade):
         self._may_change()
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)
+
+
+class UnwrappedModule(LayeredModule):
+    """The same module once more, without a `module`: code that unwraps models until there is none comes to an end."""
+
+    __slots__ = ("_wrapped",)
+    _wrapped: LayeredModule
+
+    @classmethod
+    def of(cls, wrapped: LayeredModule) -> UnwrappedModule:
+        """Returns one that shares all attributes with `wrapped`."""
+        made = cls.__new__(cls)
+        object.__setattr__(made, "__dict__", wrapped.__dict__)
+        object.__setattr__(made, "_wrapped", wrapped)  # whose modules know it by a weak reference
+        return made
+
+    @property
+    def module(self) -> Never:
+        raise AttributeError("module")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
+        return copy.deepcopy(self._wrapped, memo).module

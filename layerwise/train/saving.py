@@ -14,6 +14,7 @@ from typing import Literal
 from layerwise.checkpoint import Writing
 from layerwise.comm.base import Comm
 
+LOOK_S = 1.0  # ranks ask each other at least so often whether a checkpoint is written
 Every = int | Literal["auto"] | None
 
 
@@ -64,7 +65,7 @@ class Saving:
         if self._writing is not None and done >= self._look:
             if all(self.comm.all_gather_object(self._writing.written())):
                 self.finish()
-            self._look = 2 * done - self._begun
+            self._look = done + min(done - self._begun, max(1, int(LOOK_S / (self.step_s or LOOK_S))))
         if self.every == "auto":
             if self.step_s is None or done < self._next:
                 return

@@ -130,6 +130,7 @@ class Session:
                 if step.number == self.trainer.done and any(self.comm.all_gather_object(self.saving.asked)):
                     self.saving.asked = False
                     self.saving.save(step.number)
+                    self.saving.finish()  # who asks may end the job next
         if self.steps:
             self.saving.save(steps)
             self.saving.finish()

@@ -68,7 +68,7 @@ def module_attribute(setting: Setting) -> Numbers:
     while hasattr(inner, "module"):  # as timm and others look for it
         inner = inner.module
     train(setting, model)
-    again = copy.deepcopy(inner)
+    again = copy.deepcopy([model, inner])[1]
     again.load_state_dict(inner.state_dict())
     (x, _), *_ = setting.batches()
     return {"classes": inner.classes(), "rows.out": inner.eval()(x), "rows.again": again.eval()(x)}

@@ -138,7 +138,7 @@ def _host_bytes() -> int:
 
     Of what is there, not of what is free, so that ranks on equal hosts come to the same.
     """
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "")
     quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     return quarter // max(1, int(ranks) if ranks.isdecimal() else 1)
 

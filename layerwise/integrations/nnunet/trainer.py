@@ -104,7 +104,7 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         keywords: Of `layerwise.parallelize`, for a subclass to set.
 
     Raises:
-        LayerwiseError: The data set has an ignore label; or as `layerwise.parallelize`.
+        LayerwiseError: The data set has an ignore label, or its loss is of the k largest; as `layerwise.parallelize`.
     """
 
     keywords: ClassVar[Keywords] = {}
@@ -129,6 +129,10 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         self.grad_scaler = GradScaler(self.device.type, enabled=self.device.type == "cuda")
 
     def initialize(self) -> None:
+        if fixed := sorted({"io", "autocast"} & self.keywords.keys()):
+            raise LayerwiseError(
+                f"nnUNetTrainerLayerwise sets {' and '.join(fixed)} itself: leave it out of `keywords`"
+            )
         if self.label_manager.has_ignore_label:
             raise LayerwiseError(
                 "the data set has an ignore label, of which nnU-Net's loss asks in every batch whether all voxels have "
@@ -138,9 +142,9 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         self._plain, names = self.network, {p: name for name, p in self.network.named_parameters()}
         self._groups = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
         keywords: Keywords = {
+            "optimizer": "momentum",
             **self.keywords,
             "io": "boxes",
-            "optimizer": "momentum",
             "autocast": torch.float16 if self.device.type == "cuda" else None,
         }
         with_loss = NetworkWithLoss(self._plain, self.loss, regions=self.label_manager.has_regions)
@@ -202,6 +206,7 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
             super().save_checkpoint(filename)  # which says so
             return
         weights, optimizer_state = self._weights(), self._optimizer_state()
+        theirs = type(self).build_network_architecture is nnUNetTrainer.build_network_architecture
         if self.local_rank == 0:
             checkpoint = {
                 "network_weights": weights,
@@ -211,7 +216,7 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
                 "_best_ema": self._best_ema,
                 "current_epoch": self.current_epoch + 1,
                 "init_args": self.my_init_kwargs,
-                "trainer_name": "nnUNetTrainer" if type(self) is nnUNetTrainerLayerwise else type(self).__name__,
+                "trainer_name": "nnUNetTrainer" if theirs else type(self).__name__,
                 "inference_allowed_mirroring_axes": self.inference_allowed_mirroring_axes,
             }
             torch.save(checkpoint, filename)
@@ -222,9 +227,11 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         checkpoint = read_checkpoint(Path(filename_or_checkpoint))
         self.my_init_kwargs, self._best_ema = checkpoint["init_args"], checkpoint["_best_ema"]
         self.current_epoch = checkpoint["current_epoch"]
-        self.inference_allowed_mirroring_axes = checkpoint["inference_allowed_mirroring_axes"]
+        if (axes := "inference_allowed_mirroring_axes") in checkpoint:
+            setattr(self, axes, checkpoint[axes])
         self.logger.load_checkpoint(checkpoint["logging"])
-        self.network.load_state_dict({NETWORK + name: x for name, x in checkpoint["network_weights"].items()})
+        weights = checkpoint["network_weights"].items()
+        self.network.load_state_dict({NETWORK + name.removeprefix("module."): x for name, x in weights})
         self.network.steps = self.current_epoch * self.num_iterations_per_epoch
         self._load_optimizer_state(checkpoint["optimizer_state"])
         if checkpoint["grad_scaler_state"]:
