@@ -65,7 +65,8 @@ class Saving:
         if self._writing is not None and done >= self._look:
             if all(self.comm.all_gather_object(self._writing.written())):
                 self.finish()
-            self._look = done + min(done - self._begun, max(1, int(LOOK_S / (self.step_s or LOOK_S))))
+            soon = done if self.step_s is None else max(1, int(LOOK_S / self.step_s))
+            self._look = done + min(done - self._begun, soon)
         if self.every == "auto":
             if self.step_s is None or done < self._next:
                 return
