@@ -12,7 +12,8 @@ from layerwise.cli import Parser, run_main
 from layerwise.errors import LayerwiseError
 
 EPILOG = """examples:
-  layerwise completion bash > ~/.local/share/bash-completion/completions/layerwise
+  layerwise completion bash > \\
+    ~/.local/share/bash-completion/completions/layerwise
   layerwise completion zsh > ~/.zfunc/_layerwise  # a folder of zsh's fpath"""
 
 
