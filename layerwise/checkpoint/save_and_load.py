@@ -31,6 +31,7 @@ from layerwise.checkpoint.contribution import MODEL, Entry, finish, of_model, wr
 from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, of_groups, prepare
 from layerwise.checkpoint.reader import SEAL, Reader
 from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
+from layerwise.comm.base import Comm
 from layerwise.comm.together import agree, patiently, settle
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import JSON
@@ -62,15 +63,48 @@ def save(
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """A checkpoint that this rank's thread writes; it is there when all ranks have called `finish`.
+    """A checkpoint that is being written; it is there when all ranks have called `finish`.
 
     Attributes:
-        written: Whether the thread is done, so that `finish` does not wait for it.
-        finish: Returns what `save` returns, or raises what it raises.
+        comm: The ranks.
+        temporary: Where they write.
+        steps: After how many it is.
+        about: What the checkpoint says of itself.
+        keep: How many checkpoints are kept.
+        failed: What errors begin with.
+        lock: Lets no other run save in this folder; released by `finish`.
+        write: Writes this rank's part; returns what rank 0 is to be told of it.
+        future: What `write` returns, where a thread calls it; None: `finish` does.
     """
 
-    written: Callable[[], bool]
-    finish: Callable[[], Path]
+    comm: Comm
+    temporary: Path
+    steps: int
+    about: dict[str, JSON]
+    keep: int
+    failed: str
+    lock: ExitStack
+    write: Callable[[], JSON]
+    future: Future[JSON] | None
+
+    def written(self) -> bool:
+        """Whether this rank's part is, so that it need not be waited for."""
+        return self.future is not None and self.future.done()
+
+    def finish(self) -> Path:
+        """Returns what `save` returns, or raises what it raises; waits however long a thread takes."""
+        meet, part = (agree, self.write) if self.future is None else (patiently, self.future.result)
+        with self.lock, removed_on_failure(self.comm, self.temporary):
+            _, written = meet(self.comm, lambda: (None, part()), self.failed)
+            _, names = agree(self.comm, lambda: (None, self._complete(written)), self.failed)
+        return self.temporary.parent / str(names[0])
+
+    def _complete(self, written: list[Any]) -> JSON:
+        """Rank 0 gives the checkpoint its name."""
+        if self.comm.rank:
+            return None
+        finish(self.temporary, self.about, written)
+        return commit(self.temporary, self.steps, self.keep).name
 
 
 def begin_saving(
@@ -85,12 +119,6 @@ def begin_saving(
     """Begins what `save` does. beside: a thread writes a copy of the state, and training may go on meanwhile."""
     comm, folder, steps = module.comm, Path(directory), module.steps
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
-    about: dict[str, JSON] = {
-        "model": model_digest(module.graph),
-        "steps": steps,
-        "progress": copy.deepcopy(dict(progress)),
-        "optimizer": None if optimizer is None else type(optimizer).__qualname__,
-    }
 
     def start() -> tuple[list[Entry], JSON]:
         if keep < 1:
@@ -101,7 +129,7 @@ def begin_saving(
             raise LayerwiseError(f"'progress' must be what JSON can hold: {error}") from None
         facts, states = describe(optimizer, owned(module)) if optimizer is not None else (None, [])
         if comm.rank == 0:
-            stack.enter_context(sole_writer(folder))
+            lock.enter_context(sole_writer(folder))
         name = begin(folder, steps).name if comm.rank == 0 else None
         answer: dict[str, Any] = {"steps": steps, "folder": name, "optimizer": facts}
         return [*of_model(module.shards()), *states], answer
@@ -114,41 +142,33 @@ def begin_saving(
         entries = [*local, *groups] if comm.rank == 0 else local
         return [replace(entry, value=_copy(entry.value)) for entry in entries] if beside else entries, None
 
-    def complete(written: list[Any]) -> tuple[None, JSON]:
-        if comm.rank:
-            return None, None
-        finish(temporary, about, written)
-        return None, commit(temporary, steps, keep).name
-
-    def all_together() -> Path:
-        with lock, removed_on_failure():
-            if beside:
-                _, written = patiently(comm, lambda: (None, future.result()), failed)
-            else:
-                _, written = agree(comm, lambda: (None, write_local()), failed)
-            _, names = agree(comm, lambda: complete(written), failed)
-        return folder / str(names[0])
-
-    @contextmanager
-    def removed_on_failure() -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if comm.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-
-    with ExitStack() as stack:
+    with ExitStack() as lock:
         local, answers = agree(comm, start, failed)
         temporary = folder / answers[0]["folder"]
-        with removed_on_failure():
+        with removed_on_failure(comm, temporary):
             entries, _ = agree(comm, collect, failed)
-        lock = stack.pop_all()
-    write_local = partial(write, temporary, comm.rank, entries)
-    future: Future[JSON] = Future()
-    if beside:
+        lock = lock.pop_all()
+    about: dict[str, JSON] = {
+        "model": model_digest(module.graph),
+        "steps": steps,
+        "progress": copy.deepcopy(dict(progress)),
+        "optimizer": None if optimizer is None else type(optimizer).__qualname__,
+    }
+    write_local, future = partial(write, temporary, comm.rank, entries), Future[JSON]() if beside else None
+    if future is not None:  # a daemon: Ctrl-C must not wait for it
         Thread(target=settle, args=(future, write_local), name="layerwise checkpoint", daemon=True).start()
-    return Writing(future.done, all_together)
+    return Writing(comm, temporary, steps, about, keep, failed, lock, write_local, future)
+
+
+@contextmanager
+def removed_on_failure(comm: Comm, temporary: Path) -> Iterator[None]:
+    """Within it an error removes the folder that ranks write."""
+    try:
+        yield
+    except BaseException:
+        if comm.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _copy(value: object) -> object:

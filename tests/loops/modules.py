@@ -65,8 +65,9 @@ def module_attribute(setting: Setting) -> Numbers:
     """`model.module`, as DistributedDataParallel has it"""
     model = setting.net()
     inner: Any = model
-    while hasattr(inner, "module"):  # as timm and others look for it
-        inner = inner.module
+    for _ in range(2):  # timm and others look until there is none
+        inner = getattr(inner, "module", inner)
+    assert not hasattr(inner, "module")
     train(setting, model)
     again = copy.deepcopy([model, inner])[1]
     again.load_state_dict(inner.state_dict())

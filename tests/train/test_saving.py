@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from itertools import pairwise
-from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,9 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.checkpoint import Writing
 from layerwise.comm.solo import SoloComm
-from layerwise.train.saving import Saving, interval_s
+from layerwise.train.saving import LOOK_S, Saving, interval_s
 
 
 def lost(interval: float, cost: float, mtbf: float) -> float:
@@ -59,19 +58,26 @@ def test_what_is_written_is_completed_as_soon_as_all_ranks_have_written() -> Non
     ready = {10: 5, 20: 99}  # after so many further steps
     now = 0
 
-    def begin(step: int) -> Writing:
-        done.append(f"begin {step}")
+    class Fake:
+        def __init__(self, step: int) -> None:
+            done.append(f"begin {step}")
+            self.step = step
 
-        def finish() -> Path:
-            done.append(f"{now}: {step}")
-            return Path()
+        def written(self) -> bool:
+            return now >= self.step + ready.get(self.step, 0)
 
-        return Writing(lambda: now >= step + ready.get(step, 0), finish)
+        def finish(self) -> None:
+            done.append(f"{now}: {self.step}")
 
-    saving = Saving(SoloComm(torch.device("cpu")), begin, 10, 1.0)
+    saving = Saving(SoloComm(torch.device("cpu")), cast(Any, Fake), 10, 1.0)
     for now in range(1, 32):
         saving.after(now)
     assert done == ["begin 10", "18: 10", "begin 20", "30: 20", "begin 30", "31: 30"]
+    done.clear()
+    saving = Saving(SoloComm(torch.device("cpu")), cast(Any, Fake), 10, 1.0, step_s=LOOK_S / 2)
+    for now in range(1, 20):
+        saving.after(now)
+    assert done == ["begin 10", "16: 10"]  # they ask after 11, 12, 14, 16
 
 
 def test_a_signal_asks() -> None:

@@ -8,23 +8,21 @@ both sides. A module that is traced once more in its other mode, without its val
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.torch.affordable import check_affordable
 from layerwise.importers.torch.drawn import UnprovenError, filled, is_hollow, undrawing, values_like
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
@@ -36,10 +34,6 @@ from layerwise.ops.tensor.pointwise import Cast
 
 FEW = 2  # samples are run
 LARGEST = 1e4  # number of an example that is run
-MOST_BYTES = 1 << 32  # of what the layers make, and of gradients
-MOST_DRAWN = 1 << 30  # where the module has no values of its own: other ranks of the host do the same
-FLOPS_A_LAYER = 5e7  # forward, on a CPU: with the rest some milliseconds, which a layer takes to be traced, too
-ACCELERATED = 100  # times that, elsewhere
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of the largest
 NARROW = 2e-2  # where parts of a network in float64 compute in float32
 _reason: ContextVar[str | None] = ContextVar("reason", default=None)
@@ -67,9 +61,7 @@ def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW)
     if imported.graph.unseen or _reason.get():
         raise UnprovenError(_reason.get() or f"it {imported.graph.unseen[0]}")
     small = replace(imported, graph=imported.graph.rebatch(samples))
-    device = next(x.device.type for x in tensors[::-1])
-    most = MOST_DRAWN if any(map(is_hollow, model.parameters())) else MOST_BYTES
-    _check_size(small.graph, device, min(most, _host_bytes()) if device == "cpu" else most)
+    check_affordable(small.graph, tensors[-1].device.type, drawn=any(map(is_hollow, model.parameters())))
     with TRACING, warnings.catch_warnings(), torch.inference_mode(False), filled(model):
         warnings.simplefilter("ignore")  # what the model says, it says again where it is run
         some, why = few(call, imported.graph.batch, samples), None
@@ -131,35 +123,6 @@ def _differentiated(call: Call) -> Call:
     able = set(map(id, _floating(call)))
     made: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(id(x) in able), call)
     return made
-
-
-def _host_bytes() -> int:
-    """A rank's part of a quarter of this host's memory: all of its ranks prove at the same time.
-
-    Of what is there, not of what is free, so that ranks on equal hosts come to the same.
-    """
-    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "")
-    quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    return quarter // max(1, int(ranks) if ranks.isdecimal() else 1)
-
-
-def _check_size(graph: LayerGraph, device: str, most_bytes: int) -> None:
-    """UnprovenError where the layers take more time or memory than importing may."""
-    made = sum(prod(layer.out.shape) * layer.out.item_bytes for layer in graph.layers)
-    stored = {
-        name: count for layer in graph.layers for name, p, size in layer.held() if (count := prod(p.shape) * size)
-    }
-    if 3 * made + 2 * sum(stored.values()) > most_bytes:
-        raise UnprovenError(f"it would take more than {most_bytes / 2**30:.1f} GiB")
-    flops = 0.0
-    for layer in graph.inner:
-        if not isinstance(layer.op, TorchOp):
-            extents = np.array([dim.extent for dim in layer.space.dims], np.int64)
-            flops += float(layer.op.flops(layer.specs, extents))
-    if flops > FLOPS_A_LAYER * len(graph.layers) * (1 if device == "cpu" else ACCELERATED):
-        raise UnprovenError(
-            f"{graph.batch} samples of it are {flops:.1e} operations, which take longer than to trace it"
-        )
 
 
 def _compared(imported: Imported, model: nn.Module, call: Call) -> tuple[float, tuple[str, str], tuple[str, ...]]:

@@ -1,3 +1,3 @@
-"""Where nnU-Net looks for the trainer: it imports every module of this folder by its bare name."""
+"""This module shows nnU-Net the trainer: it imports every module of a folder by its bare name."""
 
 from layerwise.integrations.nnunet.trainer import nnUNetTrainerLayerwise as nnUNetTrainerLayerwise
