@@ -100,9 +100,9 @@ def plans(setting: Setting, name: str, ranks: int, dtype: str, *, compiled: bool
         try:
             call = "benchmarks.gpu.streams:on_rank", name, number, dtype, options
             made: Any = run_ranks(ranks, *call, device=setting.device)
-            ranks, (_, single, plan, most) = [mine for mine, *_ in made], made[0]
-            check_equal(ranks, single, plan, tolerance=TYPES[dtype][2])
-            off = max(apart(mine, single) for mine in ranks)
+            every, (_, single, plan, most) = [mine for mine, *_ in made], made[0]
+            check_equal(every, single, plan, tolerance=TYPES[dtype][2])
+            off = max(apart(mine, single) for mine in every)
             assert off <= most, f"gradients are {off:.2e} from one device's; {most:.2e} is what rounding explains"
         except AssertionError as error:
             raise AssertionError(f"plan {number}: {error}") from None
