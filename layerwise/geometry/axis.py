@@ -19,7 +19,8 @@ from layerwise.geometry.arrays import Ints
 class IntervalMap:
     """Output x needs inputs scale*((x*stride + first)//over) .. scale*((x*stride + last)//over + 1) - 1.
 
-    Clipped to [0, extent): positions outside are padding, which nobody has to send.
+    Clipped to [0, extent): positions outside are padding, which nobody has to send. nearest: what is all outside needs
+    the border, which it repeats.
     """
 
     extent: int
@@ -28,11 +29,14 @@ class IntervalMap:
     last: int = 0
     over: int = 1
     scale: int = 1
+    nearest: bool = False
 
     def __call__(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
         start = (lo * self.stride + self.first) // self.over * self.scale
         stop = (((hi - 1) * self.stride + self.last) // self.over + 1) * self.scale
-        start, stop = (np.minimum(np.maximum(end, 0), self.extent) for end in (start, stop))
+        border = int(self.nearest)
+        start = np.minimum(np.maximum(start, 0), self.extent - border)
+        stop = np.minimum(np.maximum(stop, border), self.extent)
         stop = np.where(hi > lo, np.maximum(start, stop), start)  # nothing needs nothing
         return start, stop
 
@@ -96,10 +100,19 @@ def identity(extent: int, source: int) -> AxisMap:
 
 
 def window(
-    out_extent: int, extent: int, source: int, *, stride: int = 1, first: int = 0, last: int = 0, over: int = 1
+    out_extent: int,
+    extent: int,
+    source: int,
+    *,
+    stride: int = 1,
+    first: int = 0,
+    last: int = 0,
+    over: int = 1,
+    nearest: bool = False,
 ) -> AxisMap:
     """Position x needs (x*stride + first)//over .. (x*stride + last)//over: convolution, pooling, interpolation."""
-    return AxisMap(out_extent, source, (IntervalMap(extent, stride, first, last, over),))
+    part = IntervalMap(extent, stride, first, last, over, nearest=nearest)
+    return AxisMap(out_extent, source, (part,))
 
 
 def scaled(out_extent: int, extent: int, source: int, *, over: int = 1, scale: int = 1) -> AxisMap:

@@ -59,34 +59,44 @@ class Pad(Op):
 
         (x,) = inputs
         dims = [i for i, pair in enumerate(self.pads) if any(pair)]
+        lacking = {i: margins(interval(local, i), given(local, i), 1, -self.pads[i][0], -self.pads[i][0]) for i in dims}
         if self.mode == "constant":
-            pads = {
-                i: margins(interval(local, i), given(local, i), 1, -self.pads[i][0], -self.pads[i][0]) for i in dims
-            }
-            return padded(x, pads, self.value)
-        count = x.dim() - min(dims, default=x.dim())  # the last dimensions, as torch pads them
-        grows = min((p for pair in self.pads for p in pair), default=0) >= 0
-        if local.spans(*dims) and grows and 1 <= count <= 3 and x.dim() - count in (1, 2):
-            return functional.pad(x, [p for pair in reversed(self.pads[-count:]) for p in pair], self.mode)
+            return padded(x, lacking, self.value)
+        extents = local.specs[0].shape
+        if self._torch_can(x, extents, lacking):
+            return padded(x, lacking, mode=self.mode)
         for i in dims:
-            low, extent = self.pads[i][0], local.specs[0].shape[i]
+            low, extent = self.pads[i][0], extents[i]
             where = interval(local, i), given(local, i), low, extent
             x = weighted(x, i, local.once(f"border {i}", partial(_border, self.mode, *where)))
         return x
 
+    def _torch_can(self, x: Tensor, extents: Sequence[int], lacking: Mapping[int, tuple[int, int]]) -> bool:
+        """True if torch.nn.functional.pad makes what is lacking of what is there, in one call."""
+        leading = min((i for i, ends in lacking.items() if max(ends) > 0), default=x.dim())
+        if not leading or x.dim() - min(leading, 2) > 3 or min(p for pair in self.pads for p in pair) < 0:
+            return False
+        for i, (low, high) in lacking.items():
+            there = x.shape[i] + min(low, 0) + min(high, 0)
+            enough = {"replicate": 1, "reflect": max(low, high) + 1, "circular": extents[i]}[self.mode]
+            if there < enough:
+                return False
+        return True
+
     def _map(self, dim: int, extent: int, padded: int) -> AxisMap:
         """Output x is input x - low, where there is such a one.
 
-        Else it is its mirror image, at most twice the padding away, or the border, at most the padding away: a window
-        that has them all is more than is read, but far less than the whole dimension.
+        Else it is the border, or its mirror image, at most twice the padding away: a window that has all of these is
+        more than is read, but far less than the whole dimension.
         """
         low, high = self.pads[dim]
         if not low and not high:
             return identity(extent, dim)
         if self.mode == "circular":
             return whole(extent)
-        reach = {"constant": 0, "replicate": 1, "reflect": 2}[self.mode]
-        return window(padded, extent, dim, first=-low - reach * max(high, 0), last=-low + reach * max(low, 0))
+        reach = 2 if self.mode == "reflect" else 0
+        first, last = -low - reach * max(high, 0), -low + reach * max(low, 0)
+        return window(padded, extent, dim, first=first, last=last, nearest=self.mode == "replicate")
 
     def _check(self, extent: int, low: int, high: int) -> None:
         if extent + low + high < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -80,7 +80,9 @@ def margins(cell: Interval, need: Interval, stride: int, first: int, last: int) 
     return before, length - before - extent
 
 
-def padded(x: Tensor, pads: dict[int, tuple[int, int]], value: float = 0.0) -> Tensor:
+def padded(
+    x: Tensor, pads: Mapping[int, tuple[int, int]], value: float | None = None, mode: str = "constant"
+) -> Tensor:
     """`x` with (low, high) more positions in these dimensions, a view with fewer where negative."""
     from torch.nn import functional
 
@@ -90,9 +92,8 @@ def padded(x: Tensor, pads: dict[int, tuple[int, int]], value: float = 0.0) -> T
     more = {dim: (max(low, 0), max(high, 0)) for dim, (low, high) in pads.items() if low > 0 or high > 0}
     if not more:
         return x
-    return functional.pad(
-        x, [p for dim in reversed(range(min(more), x.dim())) for p in more.get(dim, (0, 0))], value=value
-    )
+    first = min(more) if mode == "constant" else min(*more, 2)  # torch wants all spatial dimensions then
+    return functional.pad(x, [p for dim in reversed(range(first, x.dim())) for p in more.get(dim, (0, 0))], mode, value)
 
 
 def along(t: Tensor, dim: int, rank: int) -> Tensor:

@@ -26,10 +26,16 @@ from tests.ops.kernels import check_kernel, check_split, degrees
 
 def test_pads_of_borders_need_a_halo_not_everything() -> None:
     x = TensorSpec((1, 1, 100), ("n", "c", "l"))
-    for mode, need in (("constant", (47, 49)), ("replicate", (44, 52)), ("reflect", (41, 55)), ("circular", (0, 100))):
+    for mode, need in (("constant", (47, 49)), ("replicate", (47, 49)), ("reflect", (41, 55)), ("circular", (0, 100))):
         op = Pad(((0, 0), (0, 0), (3, 3)), mode)
         lo, hi = space(op, (x,)).needs[0][2](np.array([50]), np.array([52]))
         assert (int(lo[0]), int(hi[0])) == need, mode
+
+
+def test_pads_that_repeat_the_border_need_what_is_inside_and_else_the_border() -> None:
+    maps = space(Pad(((0, 0), (0, 0), (3, 2)), "replicate"), (TensorSpec((1, 1, 10), ("n", "c", "l")),)).needs[0][2]
+    lo, hi = maps(np.array([0, 0, 4, 13, 0]), np.array([2, 5, 15, 15, 15]))
+    assert list(zip(lo.tolist(), hi.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 10), (9, 10), (0, 10)]
 
 
 def test_pad_labels() -> None:
