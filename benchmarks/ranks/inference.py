@@ -31,14 +31,18 @@ from layerwise.comm.base import Comm
 from layerwise.comm.start import join_default_group
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.setting import Strategy
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.importers.torch.proof import left_unproven
+from layerwise.machine import load as load_profile
+from layerwise.machine.devices import DeviceGraph
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
-from layerwise.search.find import search
+from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
+from layerwise.search.result import Candidate, SearchResult
 
 PATIENCE_S = 300
 LINKS = 0.1  # of the time for measuring is for links
@@ -60,13 +64,12 @@ def unet() -> tuple[nn.Module, Tensor]:
 
 
 def decoder() -> tuple[nn.Module, Tensor]:
-    """HunyuanVideo's decoder, narrow, and a latent of 2 frames; in float64, as its differences are to be rounding."""
+    """HunyuanVideo's decoder of a quarter of the channels, and the latent of 5 frames of 192 x 192."""
     torchvision_operators()
     import diffusers
 
-    options = {"latent_channels": 4, "block_out_channels": (16, 16, 32, 32), "layers_per_block": 1}
-    model = diffusers.AutoencoderKLHunyuanVideo(norm_num_groups=4, **options).decoder
-    return model.double(), torch.randn(1, 4, 2, 16, 16, dtype=torch.float64)
+    options = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8, "layers_per_block": 1}
+    return diffusers.AutoencoderKLHunyuanVideo(**options).decoder, torch.randn(1, 16, 2, 24, 24)
 
 
 NETWORKS = {"unet": unet, "decoder": decoder}
@@ -103,15 +106,43 @@ def planned(network: nn.Module, x: Tensor, comm: Comm, seconds: float) -> tuple[
 
     Nothing is proven by running, which every rank would do in the same memory: `measure` compares the answer.
     """
+    devices = profile_of(comm, LINKS * seconds).device_graph(comm.size)
+    model, space = priced(network, x, devices), SearchSpace(comm.size, spread=True)
+    model, _ = measured_layers(model, space, Layers(comm, OPTIMIZER), (1 - LINKS) * seconds)
+    return loaded(model, space, search(model, space), network, x, comm)
+
+
+def priced(network: nn.Module, x: Tensor, devices: DeviceGraph) -> CostModel:
+    """What an answer costs on these devices."""
     example = (torch.empty_like(x, device="meta"),)
     imported = network_of(copy.deepcopy(network).to("meta").eval(), example, 1, "network")
-    devices = profile_of(comm, LINKS * seconds).device_graph(comm.size)
-    model = CostModel(fuse(imported.graph), devices, CostOptions(io="boxes", kind="inference"))
-    space = SearchSpace(comm.size, spread=True)
-    model, _ = measured_layers(model, space, Layers(comm, OPTIMIZER), (1 - LINKS) * seconds)
-    plan = make_plan("network", "emulated", model, space, search(model, space), fused=True)
+    return CostModel(fuse(imported.graph), devices, CostOptions(io="boxes", kind="inference"))
+
+
+def loaded(
+    model: CostModel, space: SearchSpace, found: SearchResult | Candidate, network: nn.Module, x: Tensor, comm: Comm
+) -> tuple[ParallelModule, Plan]:
+    """This rank's part of what has been found, and its plan."""
+    plan = make_plan("network", "emulated", model, space, found, fused=True)
     with left_unproven("its answer is compared"):
         return load(plan, network, comm=comm, dtype=x.dtype, example_inputs=(x,)), plan
+
+
+def error_of(strategy: Strategy, network: nn.Module, x: Tensor, comm: Comm) -> float:
+    """How far the answer is from one rank's, over its largest value, in float64; by rank 0."""
+    network, x = copy.deepcopy(network).double(), x.double()
+    model = priced(network, x, load_profile("cpu").device_graph(comm.size))
+    found = candidate(model, "double", {layer.name: strategy[layer.name] for layer in model.graph.inner})
+    double, _ = loaded(model, SearchSpace(comm.size, spread=True), found, network, x, comm)
+    with torch.inference_mode():
+        boxes, part = in_boxes(double, x)()
+        alone = network(x) if comm.rank == 0 else None
+    parts: list[Any] = [None] * comm.size
+    dist.all_gather_object(parts, (boxes[comm.rank], part))
+    if alone is None:
+        return 0.0
+    held = [(alone[box.slices()], values) for box, values in parts if box is not None and box.volume]
+    return max(float((there - values).abs().max() / alone.abs().max()) for there, values in held)
 
 
 def in_boxes(model: ParallelModule, x: Tensor) -> Callable[[], Any]:
@@ -128,22 +159,12 @@ def measure(job: Job) -> dict[str, object]:
     network, x = NETWORKS[job.network]()
     network = network.eval()
     comm = join_default_group(torch.device("cpu"), PATIENCE_S)
-    with torch.inference_mode():
-        alone = network(x) if rank == 0 else None
     began = time.perf_counter()
     model, plan = planned(network, x, comm, job.measure_s)
     planned_s = time.perf_counter() - began
     times: dict[str, list[float]] = {}
     with torch.inference_mode():
         run = in_boxes(model, x)
-        boxes, part = run()
-        parts: list[Any] = [None] * world
-        dist.all_gather_object(parts, (boxes[rank], part))
-        error = 0.0
-        if alone is not None:
-            for box, values in parts:
-                if box is not None and box.volume:
-                    error = max(error, float((alone[box.slices()] - values).abs().max() / alone.abs().max()))
         times["plan"] = timed(run, job.seconds)
         times["one rank"] = timed(lambda: network(x) if rank == 0 else None, job.seconds)
         if job.network == "unet":
@@ -153,6 +174,7 @@ def measure(job: Job) -> dict[str, object]:
         with live:
             run()
         shares = comm.all_gather_object(live.peak)
+    error = error_of(plan.strategy, network, x, comm)
     return {
         "times": {name: statistics.median(seconds) for name, seconds in times.items()},
         "predicted_s": plan.predicted["timeline_s"],
