@@ -19,6 +19,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.ops.facts import Dim
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.sharding import check_held
+from layerwise.quantities import samples
 from layerwise.report.content import Column, Lines, Picture, Table, filled
 from layerwise.report.figures import svg
 from layerwise.report.html import fragment
@@ -99,7 +100,7 @@ class Plan:
     def _repr_html_(self) -> str:
         rows = [(title, str(config) if config.total > 1 else "one device") for title, config, _ in runs(self.strategy)]
         table = Table(filled([Column("layers"), Column("configuration")], rows))
-        about = Lines([f"{self.model} on {self.gpus} devices, {self.batch:,} samples a step"])
+        about = Lines([f"{self.model} on {self.gpus} devices, {samples(self.batch)} a step"])
         picture = Picture(lambda: svg(self.plot()), "layers from left to right, devices from top to bottom")
         return fragment([about, picture, table])
 

@@ -107,3 +107,8 @@ def duration(seconds: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"
     return units(seconds, "s")
+
+
+def samples(count: int) -> str:
+    """Returns "1 sample", "1,024 samples"."""
+    return "1 sample" if count == 1 else f"{count:,} samples"

@@ -27,6 +27,7 @@ from layerwise.importers.as_written import LAYER
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.plan import Plan, parse_plan
+from layerwise.quantities import samples
 from layerwise.report.text import text
 from layerwise.run.guards.hooks import NotByLayersError, without_hooks
 from layerwise.run.load import build_module
@@ -180,7 +181,7 @@ def _data_plan(graph: LayerGraph, world: World, request: Request) -> Plan:
 
 def _as_written_lines(plan: Plan, world: World, why: LayerwiseError) -> Iterator[str]:
     """What is run, why, and whose samples its code sees."""
-    yield f"layerwise: {plan.model} on {world}, {plan.batch:,} samples a step: data parallelism"
+    yield f"layerwise: {plan.model} on {world}, {samples(plan.batch)} a step: data parallelism"
     yield f"the model is run as it is written, and samples alone are split, because {why}"
     if world.size > 1:
         local = plan.provenance["cost_options"] == {"local_batch_norm": True}

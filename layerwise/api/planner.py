@@ -21,7 +21,7 @@ from layerwise.machine import DeviceGraph, precision
 from layerwise.machine.profile import Profile
 from layerwise.partition.sharding import check_held
 from layerwise.plan import Plan
-from layerwise.quantities import units
+from layerwise.quantities import samples, units
 from layerwise.report.content import Lines, Part, Report
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
@@ -120,7 +120,7 @@ class Planner:
             notes.append(f"profile {self.profile.name} has no rate for {dtype}: planned with float32's")
         if options.io == "free":
             notes.append(
-                f"{self.graph.batch} samples for {self.world.size} ranks: every rank is to be given the whole batch"
+                f"{samples(self.graph.batch)} for {self.world.size} ranks: every rank is to be given the whole batch"
             )
         if strategy is None and self.graph.unseen:
             strategy = "data"
@@ -225,7 +225,7 @@ def _unproven(result: SearchResult) -> list[str]:
 def report(choice: Choice, world: World, machine: str) -> Report:
     """One table, and the lines below it."""
     nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
-    about = f" on {world}{nodes}, {choice.plan.batch:,} samples a step"
+    about = f" on {world}{nodes}, {samples(choice.plan.batch)} a step"
     parts: list[Part] = [strategy_table(choice.model, choice.best), Lines(list(lines(choice, world, machine)))]
     return Report(f"layerwise: {choice.plan.model}", about, parts)
 

@@ -18,7 +18,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, Profile
 from layerwise.partition.sharding import held_configurations, why_not_held
-from layerwise.quantities import units
+from layerwise.quantities import samples, units
 from layerwise.report.content import Column, Lines, Part, Report, Table, Value, described, filled
 from layerwise.report.html import fragment
 from layerwise.report.text import text
@@ -160,8 +160,7 @@ class Fits:
         parts: list[Part] = [
             Lines([f"One device is fullest at {self.at}:"]), kinds, Table(filled(columns, rows)), Lines(lines)
         ]  # fmt: skip
-        samples = "1 sample" if self.batch == 1 else f"{self.batch:,} samples"
-        about = f" on {self.device}, of which {have} are for a plan; {samples} a step"
+        about = f" on {self.device}, of which {have} are for a plan; {samples(self.batch)} a step"
         return Report(self.model, about, parts, self.values)
 
     def values(self) -> dict[str, object]:
@@ -207,8 +206,8 @@ def fits(question: FitQuestion) -> Fits:
 def _samples(q: FitQuestion, gpus: int, plan: Strategy | None) -> Limits | None:
     batch = q.graph.batch
 
-    def need(samples: int) -> float:
-        return q.need(q.graph.rebatch(samples), gpus, plan)
+    def need(number: int) -> float:
+        return q.need(q.graph.rebatch(number), gpus, plan)
 
     with suppress(LayerwiseError):  # a graph of one batch alone, or statistics of a single value
         first = int(batch * q.limit_bytes / need(batch))
@@ -251,8 +250,8 @@ def _devices(fits: Fits) -> str:
 
 def _largest(fits: Fits) -> list[str]:
     lines, on = list[str](), _gpus(fits.most)
-    if (samples := fits.samples) is not None:
-        lines.append(_bounded(samples, f"On {on} at least", lambda n: f"{n:,} samples a step"))
+    if (largest := fits.samples) is not None:
+        lines.append(_bounded(largest, f"On {on} at least", lambda n: f"{samples(n)} a step"))
     if (side := fits.side) is not None:
         lines.append(_bounded(side, f"On {on} at least", lambda n: f"cubes of {n:,}³ = {n**3:,} voxels"))
     return lines

@@ -55,7 +55,6 @@ class Pad(Op):
         return (tuple(self._map(i, extent, out.shape[i]) for i, extent in enumerate(inputs[0].shape)),)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        from torch.nn import functional
 
         (x,) = inputs
         dims = [i for i, pair in enumerate(self.pads) if any(pair)]

@@ -9,7 +9,7 @@ from layerwise.cost.memory.allocations import Kind
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice, basis, warnings
 from layerwise.plan import as_json
-from layerwise.quantities import units
+from layerwise.quantities import samples, units
 from layerwise.report.content import Lines, Part, Report, described
 from layerwise.search.remedies import Remedy
 from layerwise.search.report.sentences import conclusion, nothing_fits, verdict, whole_shares
@@ -29,7 +29,7 @@ def about(model: CostModel) -> str:
     """The phrase of where, and with how large a batch."""
     devices = model.devices
     kind = ", inference" if model.options.kind == "inference" else ""
-    return f" on {devices.count} × {devices.processor.name}, {model.graph.batch:,} samples a step{kind}"
+    return f" on {devices.count} × {devices.processor.name}, {samples(model.graph.batch)} a step{kind}"
 
 
 def found(
