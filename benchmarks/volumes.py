@@ -33,7 +33,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
-from layerwise.importers.torch.read.structure import tensors
+from layerwise.importers.torch.read.arguments import tensors
 from layerwise.machine import load as load_profile
 from layerwise.plan import Plan
 from layerwise.run.load import load

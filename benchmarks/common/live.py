@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from layerwise.comm.base import Comm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
-from layerwise.importers.torch.read.structure import tensors
+from layerwise.importers.torch.read.arguments import tensors
 from layerwise.measure.bench import optimizer_of
 from layerwise.plan import Plan
 from layerwise.run.load import load

@@ -22,7 +22,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
-from layerwise.importers.torch.read.structure import tensors
+from layerwise.importers.torch.read.arguments import tensors
 from layerwise.plan import Plan
 from layerwise.run import shapes
 from layerwise.run.load import load

@@ -1,9 +1,23 @@
-"""Element-wise functions in a row of either table."""
+"""Functions in a row of either table: element by element, reductions, products.
+
+Large reductions are two layers, so that devices reduce what they have of a volume.
+"""
 
 from __future__ import annotations
 
-from layerwise.importers.registry import Build, Built, Call, Result, Tensor
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import TypeGuard
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.registry import Build, Built, Call, Operand, Result, Tensor
+from layerwise.importers.tensors import permuted, reshaped, turned
+from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.nn.loss import Loss, LossSum
 from layerwise.ops.tensor.pointwise import Unary
+from layerwise.ops.tensor.reduce import Mode, PartialReduce, Reduce
+from layerwise.tensor import TensorSpec
 
 
 def unary(fn: str, *numbers: str) -> Build:
@@ -18,3 +32,135 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 def gelu(call: Call) -> Result:
     return Built(Unary("gelu_tanh" if call.get("approximate") == "tanh" else "gelu"), (call.tensors[0],))
+
+
+LARGE = 1 << 14  # positions of a sample that become one number: with fewer, what devices have is sent instead
+MOST_PARTS = {0: 1, 1: 1024, 2: 32, 3: 16}  # of a dimension, where one, two, three are divided
+MOST_CHANNELS = 8  # parts, beside those
+
+
+def reduction(mode: Mode, x: Tensor, spec: TensorSpec, dims: Sequence[int], keepdim: bool = False) -> Built:
+    """`x`, which is as `spec` says, with one number for all positions of `dims`.
+
+    The sum of a volume's voxels, or of a batch's, is the sum of sums over parts of it, of which each device makes those
+    that it has: losses written by hand, such as a soft Dice, are split as the network in front of them is.
+    """
+    dims = tuple(d % len(spec.shape) for d in dims)
+    rest = tuple(d for d in dims if spec.dims[d] != "n" or spec.units[d] > 1)
+    parts = _parts(spec, rest)
+    if parts and mode != "max" and mode != "min" and (len(rest) < len(dims) or max(parts) > 1):
+        x = Built(PartialReduce(mode, rest, parts), (x,))
+    return Built(Reduce(mode, dims, keepdim), (x,))
+
+
+def loss(op: Loss, *inputs: Operand) -> Built:
+    """A loss of a prediction, a target, and what `op.weighted` names."""
+    each = op.each(inputs[0].spec, inputs[1].spec)
+    parts = _parts(each, range(1, len(each.shape)))
+    if op.loss is None or not parts or max(parts) == 1:
+        return Built(op, inputs)
+    return Built(LossSum(op.loss), (Built(replace(op, parts=parts), inputs),))
+
+
+def _parts(spec: TensorSpec, dims: Sequence[int]) -> tuple[int, ...]:
+    """Into how many parts each of `dims` is divided; none where all of them together are few positions."""
+    if prod(spec.shape[d] for d in dims) < LARGE:
+        return ()
+    cut = [d for d in dims if spec.dims[d] and spec.units[d] == 1 and spec.shape[d] > 1]
+    channels = [d for d in cut if spec.dims[d] == "c" and len(cut) > 1]
+    most = MOST_PARTS.get(len(cut) - len(channels), MOST_CHANNELS)
+    return tuple(_divisor(spec.shape[d], MOST_CHANNELS if d in channels else most) if d in cut else 1 for d in dims)
+
+
+def _divisor(extent: int, most: int) -> int:
+    """The largest divisor of `extent` that is at most `most`."""
+    return next(d for d in range(min(extent, most), 0, -1) if extent % d == 0)
+
+
+def linear_layer(x: Tensor, weight: Operand, *bias: Operand) -> Built:
+    """x @ weight + bias. The matrix stays as it is stored: (in, out), or (out, in) where `weight` is its transpose."""
+    op = Linear(weight.shape[1], bool(bias), transposed=not weight.transposed)
+    return Built(op, (x,), (turned(weight) if weight.transposed else weight, *bias))
+
+
+def product(x: Tensor, y: Tensor) -> Built:
+    """x @ y: a linear layer where y is a matrix of parameters."""
+    return linear_layer(x, y) if is_matrix(y) else Built(MatMul(), (x, y))
+
+
+def is_matrix(x: Tensor) -> TypeGuard[Operand]:
+    """Whether x is a matrix of parameters."""
+    return isinstance(x, Operand) and x.role == "parameter" and len(x.shape) == 2
+
+
+def einsum(call: Call) -> Result:
+    equation = call["equation"]
+    assert isinstance(equation, str)
+    terms, result = letters(equation, call.tensors)
+    if any(len(set(term)) < len(term) for term in (*terms, result)):
+        raise LayerwiseError(f"einsum {equation!r}: diagonals are not supported")
+    if len(terms) == 1:
+        x, left = _summed(call.tensors[0], terms[0], set(result))
+        return permuted(x, [left.index(c) for c in result])
+    if len(terms) > 2:
+        raise LayerwiseError(f"einsum {equation!r}: more than two operands are not supported; multiply them in turn")
+    return _product(call.tensors[0], terms[0], call.tensors[1], terms[1], result)
+
+
+def letters(equation: str, tensors: tuple[Operand, ...]) -> tuple[list[str], str]:
+    """The letters of each operand and of the result; an ellipsis becomes upper-case letters that are free."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    free = [c for c in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation]
+    most = max((len(t.shape) - len(s) + 3 for s, t in zip(terms, tensors, strict=True) if "..." in s), default=0)
+    dots = "".join(reversed(free[:most]))
+    terms = [
+        s.replace("...", dots[most - (len(t.shape) - len(s) + 3) :] if "..." in s else "")
+        for s, t in zip(terms, tensors, strict=True)
+    ]
+    once = sorted(c for c in set("".join(terms)) if "".join(terms).count(c) == 1 and c not in dots)
+    right = right.replace("...", dots) if arrow else dots + "".join(once)
+    return terms, right
+
+
+def _summed(x: Tensor, letters: str, keep: set[str]) -> tuple[Tensor, str]:
+    """x without the dimensions that nobody else has."""
+    gone = tuple(i for i, c in enumerate(letters) if c not in keep)
+    return (Built(Reduce("sum", gone), (x,)) if gone else x), "".join(c for c in letters if c in keep)
+
+
+def _product(first: Operand, a: str, second: Operand, b: str, result: str) -> Result:
+    """Two operands: a matrix product, stacked over the letters that all three have."""
+    sizes = dict(zip(b, second.shape, strict=True)) | dict(zip(a, first.shape, strict=True))
+    if any(s != sizes[c] for c, s in zip(b, second.shape, strict=True)):
+        raise LayerwiseError("einsum: extents of 1 that are broadcast are not supported")
+    x, a = _summed(first, a, set(b) | set(result))
+    y, b = _summed(second, b, set(a) | set(result))
+    stack = [c for c in a if c in b and c in result]
+    depth = [c for c in a if c in b and c not in result]
+    rows, columns = [c for c in a if c not in b], [c for c in b if c not in a]
+    if is_matrix(y) and len(depth) == len(columns) == 1:
+        x = permuted(x, [a.index(c) for c in rows + depth])
+        y = permuted(y, [b.index(c) for c in depth + columns])
+        made: Tensor = product(x, y)
+        order = rows + columns
+    else:
+        apart, order = bool(rows) and not stack, stack + rows + columns  # rows stay apart, so that their labels do
+        x = permuted(x, [a.index(c) for c in stack + rows + depth])
+        if apart:
+            x = reshaped(x, [*(sizes[c] for c in rows), prod(sizes[c] for c in depth)])
+        else:
+            x = _matrix(x, sizes, stack, rows, depth)
+        y = _matrix(permuted(y, [b.index(c) for c in stack + depth + columns]), sizes, stack, depth, columns)
+        made = Built(MatMul(), (x, y))
+        if len(columns) != 1 or (len(rows) != 1 and not apart):
+            made = reshaped(made, [sizes[c] for c in order])
+    return permuted(made, [order.index(c) for c in result])
+
+
+def _matrix(x: Tensor, sizes: dict[str, int], stack: list[str], rows: list[str], columns: list[str]) -> Tensor:
+    """The dimensions of rows, and of columns, merged."""
+    if len(rows) == len(columns) == 1:
+        return x
+    merged = [prod(sizes[c] for c in rows), prod(sizes[c] for c in columns)]
+    return reshaped(x, [sizes[c] for c in stack] + merged)

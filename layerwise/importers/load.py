@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from layerwise.importers.torch.parts import WholeModule
-    from layerwise.importers.torch.read.arguments import Arguments, Call
-    from layerwise.importers.torch.read.structure import OutputStructure
+    from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
     from layerwise.importers.torch.trace import Imported
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
     "+dice or +dice+ce for a loss behind it; a .onnx or .pt2 file; "
-    "or package.module:callable that returns a module, or a module and its example inputs"
+    "or package.module:callable that returns a module, or a module and its example inputs, with +PATH for each module "
+    "inside that is not to be taken apart into layers"
 )
 SUFFIXES = (".onnx", ".pt2", ".pt", ".pth")
 
@@ -94,8 +94,9 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     suffix = Path(spec).suffix.lower()
     if names_code(spec):
-        module, _, name = spec.partition(":")
-        return _from_callable(spec, module, name, batch, input_shape)
+        module, _, called = spec.partition(":")
+        name, *whole = called.split("+")
+        return _from_callable(spec, module, name, batch, input_shape, whole)
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
     if suffix == ".onnx":
@@ -306,7 +307,9 @@ def _names(graph: LayerGraph) -> list[str]:
     return [name for layer in graph.layers for name, _ in layer.own_parameters()]
 
 
-def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: tuple[int, ...] | None) -> Network:
+def _from_callable(
+    spec: str, module: str, name: str, batch: int, input_shape: tuple[int, ...] | None, whole: Sequence[str]
+) -> Network:
     """Runs the user's own function, which is code that the user names on purpose."""
     import torch
     from torch import nn
@@ -330,7 +333,7 @@ def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: t
         first = next(network.parameters(), torch.empty(0))
         inputs = torch.randn(2, *(input_shape or ()), device=first.device, dtype=first.dtype)
     examples = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    return network_of(network, examples, batch, name)
+    return network_of(network, examples, batch, name, whole=whole)
 
 
 def _imported(spec: str, module: str) -> ModuleType:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.importers.torch.read.structure import OutputStructure
+from layerwise.importers.torch.read.arguments import OutputStructure
 from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.schedule.schedule import Schedule
 

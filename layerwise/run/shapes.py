@@ -16,8 +16,7 @@ from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.importers.torch.proof import left_unproven
-from layerwise.importers.torch.read.arguments import Arguments
-from layerwise.importers.torch.read.structure import OutputStructure
+from layerwise.importers.torch.read.arguments import Arguments, OutputStructure
 from layerwise.ops.base import Role
 from layerwise.partition.place import Each, data_parallel
 from layerwise.plan import Plan

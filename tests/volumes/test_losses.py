@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.graph.fuse import fuse
-from layerwise.importers import reductions
+from layerwise.importers import functions
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
@@ -156,7 +156,7 @@ def samples() -> tuple[Tensor, Tensor]:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is reduced in parts of 16,384 voxels and more is so of these few, too."""
-    monkeypatch.setattr(reductions, "LARGE", 64)
+    monkeypatch.setattr(functions, "LARGE", 64)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -18,8 +18,7 @@ from layerwise.importers.onnx.by_row import merged_rows, split_again, takes_rows
 from layerwise.importers.onnx.call import bind, element_type, schema_of
 from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold, learned, thin
 from layerwise.importers.onnx.control import DECIDED, OF_SEQUENCES, Control, needed_by
-from layerwise.importers.onnx.file import array_of, dtype_of, opset_of, standard, stored_bytes
-from layerwise.importers.onnx.infer import extents, inferred
+from layerwise.importers.onnx.file import array_of, dtype_of, extents, inferred, opset_of, standard, stored_bytes
 from layerwise.importers.onnx.inputs import OnnxInputs
 from layerwise.importers.onnx.ops.table import row
 from layerwise.importers.onnx.sharing import OnnxPlacer, PlacedValue, Sharing, sharing_of

@@ -20,8 +20,7 @@ from onnx import ModelProto, NodeProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.file import first_line
-from layerwise.importers.onnx.infer import SMALL, extents
+from layerwise.importers.onnx.file import SMALL, extents, first_line
 
 Array = NDArray[np.generic]
 

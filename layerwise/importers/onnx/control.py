@@ -5,15 +5,15 @@ An If becomes the branch that it takes, a Loop its body as often as it runs, a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx.compose
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.constants import FoldedConstant, constant
+from layerwise.importers.onnx.constants import Array, FoldedConstant, constant
 
 if TYPE_CHECKING:
     from layerwise.importers.onnx.build import OnnxImporter
@@ -45,35 +45,51 @@ class Control:
 
     def take(self, node: NodeProto, name: str) -> None:
         """A node of a kind that is DECIDED, or OF_SEQUENCES. LayerwiseError where it depends on data."""
-        if node.op_type == "If":
-            self._branch(node, name)
-        elif node.op_type == "Loop":
-            self._loop(node, name)
-        elif node.op_type in DECIDED:
+        kind, output = node.op_type, node.output[0]
+        given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        if kind == "If":
+            self._branch(given["then_branch" if self._known(node, name, 0).all() else "else_branch"], node)
+        elif kind == "Loop":
+            self._loop(given["body"], node, name)
+        elif kind == "SplitToSequence":
+            self._split(node, name, given.get("axis", 0), squeezed=not given.get("keepdims", 1))
+        elif kind in ("SequenceConstruct", "SequenceEmpty"):
+            self.sequences[output] = tuple(node.input)
+        elif kind in DECIDED or node.input[0] not in self.sequences:
             raise _depends(node, name)
-        elif node.op_type in ("SequenceLength", "SequenceAt", "ConcatFromSequence"):
-            self._read(node, name)
-        elif node.op_type == "SplitToSequence":
-            self._split(node, name)
         else:
-            self.sequences[node.output[0]] = self._changed(node, name)
+            self._of_sequence(list(self.sequences[node.input[0]]), node, name, given)
 
-    def _branch(self, node: NodeProto, name: str) -> None:
-        taken = "then_branch" if self._truth(node.input[0], node, name) else "else_branch"
-        graph = next(a.g for a in node.attribute if a.name == taken)
+    def _of_sequence(self, parts: list[str], node: NodeProto, name: str, given: Mapping[str, Any]) -> None:
+        """What a node makes of a sequence: another one, its length, a tensor."""
+        kind, output = node.op_type, node.output[0]
+        if kind == "SequenceLength":
+            self.walk.values[output] = constant(output, np.array(len(parts), np.int64))
+        elif kind == "SequenceAt":
+            self._rename(parts[self._place(node, name, 1, len(parts))], output)
+        elif kind == "ConcatFromSequence":
+            self._joined(parts, output, name, given["axis"], new=bool(given.get("new_axis", 0)))
+        elif kind == "SequenceInsert":
+            parts.insert(self._place(node, name, 2, len(parts) + 1), node.input[1])
+            self.sequences[output] = tuple(parts)
+        else:
+            del parts[self._place(node, name, 1, len(parts))]
+            self.sequences[output] = tuple(parts)
+
+    def _branch(self, graph: GraphProto, node: NodeProto) -> None:
         self.walk.store(graph.initializer)
         self.walk.visit(graph.node)
         for output, inner in zip(node.output, graph.output, strict=True):
             self._rename(inner.name, output)
 
-    def _loop(self, node: NodeProto, name: str) -> None:
+    def _loop(self, graph: GraphProto, node: NodeProto, name: str) -> None:
         """Its body with names of their own in every iteration; what is stored in it is one tensor in all."""
         body = GraphProto()
-        body.CopyFrom(next(a.g for a in node.attribute if a.name == "body"))
+        body.CopyFrom(graph)
         self.walk.store(_lifted(body))
-        trips, condition, *carried = node.input
-        count = self._integer(trips, node, name) if trips else None
-        going = self._truth(condition, node, name) if condition else True
+        carried = list(node.input[2:])
+        count = int(self._known(node, name, 0).flat[0]) if node.input[0] else None
+        going = not node.input[1] or bool(self._known(node, name, 1).all())
         gathered: list[list[str]] = [[] for _ in body.output[1 + len(carried) :]]
         iteration = 0
         while going and (count is None or iteration < count):
@@ -89,97 +105,61 @@ class Control:
             self.walk.needed |= needed_by(once)
             self.walk.visit(once.node)
             again, *made = (info.name for info in once.output)
-            going = self._truth(again, node, name)
+            going = bool(self._value(again, node, name).all())
             carried, scanned = made[: len(carried)], made[len(carried) :]
             for row, one in zip(gathered, scanned, strict=True):
                 row.append(one)
             iteration += 1
-        outputs = list(node.output)
-        for source, target in zip(carried, outputs, strict=False):
+        for source, target in zip(carried, node.output, strict=False):
             self._rename(source, target)
-        for row, target in zip(gathered, outputs[len(carried) :], strict=False):
+        for row, target in zip(gathered, node.output[len(carried) :], strict=False):
             if target in self.walk.needed:
                 self._joined(row, target, name, 0, new=True)
 
-    def _read(self, node: NodeProto, name: str) -> None:
-        """The tensor that a sequence becomes."""
-        parts, output = self._sequence(node, name), node.output[0]
-        if node.op_type == "SequenceLength":
-            self.walk.values[output] = constant(output, np.array(len(parts), np.int64))
-        elif node.op_type == "SequenceAt":
-            self._rename(parts[self._place(node.input[1], len(parts), node, name)], output)
-        else:
-            given = {a.name: a.i for a in node.attribute}
-            self._joined(parts, output, name, given["axis"], new=bool(given.get("new_axis", 0)))
-
-    def _changed(self, node: NodeProto, name: str) -> tuple[str, ...]:
-        """The sequence that a node makes of others."""
-        if node.op_type == "SequenceConstruct":
-            return tuple(node.input)
-        if node.op_type == "SequenceEmpty":
-            return ()
-        parts = list(self._sequence(node, name))
-        if node.op_type == "SequenceInsert":
-            at = node.input[2] if len(node.input) > 2 else ""
-            parts.insert(self._place(at, len(parts) + 1, node, name) if at else len(parts), node.input[1])
-        else:
-            at = node.input[1] if len(node.input) > 1 else ""
-            del parts[self._place(at, len(parts), node, name) if at else -1]
-        return tuple(parts)
-
-    def _split(self, node: NodeProto, name: str) -> None:
+    def _split(self, node: NodeProto, name: str, axis: int, *, squeezed: bool) -> None:
         """Parts of a tensor, of extent 1 where nothing is said."""
-        attributes = {a.name: a.i for a in node.attribute}
-        shape, axis = self.walk.values[node.input[0]].shape, attributes.get("axis", 0)
-        extent, output = shape[axis], node.output[0]
-        asked = node.input[1] if len(node.input) > 1 else ""
-        sizes = [1] * extent
-        if asked:
-            value = self._known(asked, node, name)
-            each = int(value.flat[0])
-            if value.ndim == 0 and each < 1:
+        extent, output = self.walk.values[node.input[0]].shape[axis], node.output[0]
+        value = self._known(node, name, 1) if len(node.input) > 1 and node.input[1] else None
+        squeezed = squeezed and value is None
+        if value is not None and value.ndim:
+            sizes = value.tolist()
+        else:
+            each = 1 if value is None else int(value)
+            if each < 1:
                 raise LayerwiseError(f"layer {name!r}: parts of {each} do not make up a dimension of {extent}")
-            sizes = [min(each, extent - i) for i in range(0, extent, each)] if value.ndim == 0 else value.tolist()
-        squeezed = not asked and not attributes.get("keepdims", 1)
-        names = tuple(f"{output}.{i}" for i in range(len(sizes)))
-        parts = [f"{one}.kept" for one in names] if squeezed else list(names)
+            sizes = [min(each, extent - i) for i in range(0, extent, each)]
+        names = [f"{output}.{i}" for i in range(len(sizes))]
+        parts = [f"{one}.kept" for one in names] if squeezed else names
         self._add("Split", [node.input[0]], parts, name, ("split", sizes), axis=axis)
-        for part, one in zip(parts, names, strict=True):
-            if squeezed:
-                self._add("Squeeze", [part], [one], name, ("axes", [axis]))
-        self.sequences[output] = names
+        if squeezed:
+            self._each("Squeeze", parts, names, name, axis)
+        self.sequences[output] = tuple(names)
 
     def _joined(self, parts: Sequence[str], output: str, name: str, axis: int, *, new: bool) -> None:
         """One tensor of several, along a dimension that they have or along a new one."""
         if not parts:
             raise LayerwiseError(f"layer {name!r}: a sequence of no tensors is joined, which is not supported")
+        apart = [f"{output}.{i}" for i in range(len(parts))] if new else list(parts)
         if new:
-            apart = [f"{output}.{i}" for i in range(len(parts))]
-            for part, one in zip(parts, apart, strict=True):
-                self._add("Unsqueeze", [part], [one], name, ("axes", [axis]))
-            parts = apart
-        self._add("Concat", list(parts), [output], name, axis=axis)
+            self._each("Unsqueeze", parts, apart, name, axis)
+        self._add("Concat", apart, [output], name, axis=axis)
+
+    def _each(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], name: str, axis: int) -> None:
+        for given, made in zip(inputs, outputs, strict=True):
+            self._add(kind, [given], [made], name, ("axes", [axis]))
 
     def _add(
-        self,
-        kind: str,
-        inputs: list[str],
-        outputs: list[str],
-        name: str,
-        listed: tuple[str, list[int]] | None = None,
-        **attributes: int,
-    ) -> None:
+        self, kind: str, inputs: list[str], outputs: list[str], name: str,
+        listed: tuple[str, list[int]] | None = None, **attributes: Any,
+    ) -> None:  # fmt: skip
         """Visits a node that stands for what another one does. listed: an input since opset 13, an attribute before."""
         self.walk.needed.update(outputs)
-        lists: dict[str, list[int]] = {}
         if listed and self.walk.opset < 13:
-            lists = {listed[0]: listed[1]}
+            attributes[listed[0]] = listed[1]
         elif listed:
-            inputs.append(f"{outputs[0]}.{listed[0]}")
+            inputs = [*inputs, f"{outputs[0]}.{listed[0]}"]
             self.walk.values[inputs[-1]] = constant(inputs[-1], np.array(listed[1], np.int64))
-        node = helper.make_node(kind, inputs, outputs, name)
-        node.attribute.extend(helper.make_attribute(key, value) for key, value in {**attributes, **lists}.items())
-        self.walk.visit([node])
+        self.walk.visit([helper.make_node(kind, inputs, outputs, name, **attributes)])
 
     def _rename(self, source: str, target: str) -> None:
         """`target` is what `source` is."""
@@ -188,25 +168,20 @@ class Control:
         elif source in self.walk.values:
             self.walk.values[target] = self.walk.values[source]
 
-    def _sequence(self, node: NodeProto, name: str) -> tuple[str, ...]:
-        if node.input[0] not in self.sequences:
-            raise _depends(node, name)
-        return self.sequences[node.input[0]]
-
-    def _place(self, position: str, count: int, node: NodeProto, name: str) -> int:
-        """A position in a sequence, counted from the front."""
-        place = self._integer(position, node, name)
+    def _place(self, node: NodeProto, name: str, number: int, count: int) -> int:
+        """The position in a sequence that input `number` is, counted from the front; the last where there is none."""
+        if len(node.input) <= number or not node.input[number]:
+            return count - 1
+        place = int(self._known(node, name, number).flat[0])
         if not -count <= place < count:
             raise LayerwiseError(f"layer {name!r} ({node.op_type}): there is no position {place} in {count} tensors")
         return place % count
 
-    def _truth(self, condition: str, node: NodeProto, name: str) -> bool:
-        return bool(self._known(condition, node, name).all())
+    def _known(self, node: NodeProto, name: str, number: int) -> Array:
+        """The values of input `number`, a constant."""
+        return self._value(node.input[number], node, name)
 
-    def _integer(self, number: str, node: NodeProto, name: str) -> int:
-        return int(self._known(number, node, name).flat[0])
-
-    def _known(self, tensor: str, node: NodeProto, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    def _value(self, tensor: str, node: NodeProto, name: str) -> Array:
         """The values of a constant, which has some."""
         value = self.walk.values.get(tensor)
         if not isinstance(value, FoldedConstant) or 0 in value.shape:

@@ -6,15 +6,19 @@ import os
 from math import prod
 
 import numpy as np
+import torch
 
-from layerwise.graph.layer import LayerGraph
-from layerwise.importers.torch.drawn import UnprovenError
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.importers.torch.unfused import UnprovenError
+from layerwise.ops.nn.conv import Conv, ConvTranspose
 from layerwise.ops.opaque import TorchOp
 
 MOST_BYTES = 1 << 32  # of what the layers make, and of gradients
 MOST_DRAWN = 1 << 30  # where the module has no values of its own: other ranks of the host do the same
-FLOPS_A_LAYER = 5e7  # forward, on a CPU: with the rest some milliseconds, which a layer takes to be traced, too
+FLOPS_A_LAYER = 2e8  # forward, on a core: with the rest some ten milliseconds, which a layer takes to be traced, too
 ACCELERATED = 100  # times that, elsewhere
+# Times as long PyTorch's own convolutions of volumes take on a CPU: oneDNN, which has the others, has none in float64.
+SLOW = 16
 
 
 def check_affordable(graph: LayerGraph, device: str, *, drawn: bool) -> None:
@@ -28,15 +32,27 @@ def check_affordable(graph: LayerGraph, device: str, *, drawn: bool) -> None:
     }
     if 3 * made + 2 * sum(stored.values()) > most_bytes:
         raise UnprovenError(f"it would take more than {most_bytes / 2**30:.1f} GiB")
-    flops = 0.0
-    for layer in graph.inner:
-        if not isinstance(layer.op, TorchOp):
-            extents = np.array([dim.extent for dim in layer.space.dims], np.int64)
-            flops += float(layer.op.flops(layer.specs, extents))
-    if flops > FLOPS_A_LAYER * len(graph.layers) * (1 if device == "cpu" else ACCELERATED):
+    flops = sum(map(_flops, graph.inner))
+    if flops > FLOPS_A_LAYER * len(graph.layers) * (torch.get_num_threads() if device == "cpu" else ACCELERATED):
         raise UnprovenError(
             f"{graph.batch} samples of it are {flops:.1e} operations, which take longer than to trace it"
         )
+
+
+def is_slow(graph: LayerGraph, device: str) -> bool:
+    """Whether what `SLOW` is about takes longer than tracing alone."""
+    volumes = (x for x in graph.inner if isinstance(x.op, Conv | ConvTranspose) and len(x.op.kernel) == 3)
+    slow = sum(_flops(layer) for layer in volumes if layer.out.dtype == "float64")
+    return device == "cpu" and SLOW * slow > FLOPS_A_LAYER * len(graph.layers) / 4
+
+
+def _flops(layer: Layer) -> float:
+    """Of the forward pass, as far as they are known without running it."""
+    if isinstance(layer.op, TorchOp):
+        return 0.0
+    extents = np.array([dim.extent for dim in layer.space.dims], np.int64)
+    products = layer.op.gemms(layer.specs, extents)
+    return float(sum(gemm.flops for gemm in products) if products else layer.op.flops(layer.specs, extents))
 
 
 def _host_bytes() -> int:

@@ -12,8 +12,6 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import canonical
 from layerwise.importers.torch.program import (
-    AUTOCAST,
-    NO_GRADIENT,
     REGIONS,
     Node,
     Ref,
@@ -23,10 +21,9 @@ from layerwise.importers.torch.program import (
     Value,
     bind,
     control_flow,
-    detached,
+    leave_region,
     left_open,
     module_path,
-    within,
 )
 from layerwise.tensorfile import dtype_name
 
@@ -126,12 +123,7 @@ class FxReader:
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         inner.values.update(zip(inputs, arguments[place + 1 + REGIONS[name] :], strict=True))
         before = len(self.nodes)
-        returned = inner.read(body.graph)
-        if name == AUTOCAST:
-            within(self.nodes, before, arguments)
-        if name == NO_GRADIENT and arguments[0] is False:
-            return tuple(detached(self.nodes, value) for value in returned)
-        return returned
+        return leave_region(name, self.nodes, before, arguments, inner.read(body.graph))
 
     def argument(self, value: object) -> object:
         if isinstance(value, fx.Node):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TypeVar
 
 import torch
 
@@ -17,7 +16,6 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Region, Regions
 from layerwise.tensorfile import dtype_name
 
-T = TypeVar("T")
 TRACING = Lock()  # torch.export and its like keep modes, log and stderr for the process, not for a thread
 Stack = tuple[tuple[str, str, str], ...]  # (key, path, class) of the modules around a call, outermost first
 
@@ -149,8 +147,21 @@ def called(node: Node, tensor: Callable[[Ref], torch.Tensor], device: str) -> ob
     return node.overload(**given | ({"device": torch.device(device)} if "device" in given else {}))
 
 
-def detached(nodes: list[Node], value: T) -> T | Ref:
-    """What leaves a region that makes no gradients: appends the call that says so."""
+def leave_region(
+    kind: str, nodes: list[Node], first: int, arguments: Sequence[object], returned: Iterable[object]
+) -> tuple[object, ...]:
+    """What a region gives, whose calls are those from number `first` on: autocast marks them, no_grad detaches it."""
+    if kind == AUTOCAST:
+        device, dtype, enabled = arguments[:3]
+        region = Region(str(device), dtype_name(dtype) if enabled and isinstance(dtype, torch.dtype) else None)
+        nodes[first:] = [replace(node, autocast=(region, *node.autocast)) for node in nodes[first:]]
+    if kind == NO_GRADIENT and arguments[0] is False:
+        return tuple(_detached(nodes, value) for value in returned)
+    return tuple(returned)
+
+
+def _detached(nodes: list[Node], value: object) -> object:
+    """Appends the call that says that no gradient goes back."""
     made = {v.name: v for node in nodes for v in node.outputs if v}
     if not isinstance(value, Ref) or value.name not in made:
         return value
@@ -158,13 +169,6 @@ def detached(nodes: list[Node], value: T) -> T | Ref:
     result = replace(made[value.name], name=f"{value.name}.detached")
     nodes.append(Node(result.name, "aten::detach", {"self": value}, (result,), (), overload))
     return Ref(result.name)
-
-
-def within(nodes: list[Node], first: int, arguments: Sequence[object]) -> None:
-    """Marks the calls from number `first` on, which a region of autocast is around. arguments: those of the region."""
-    device, dtype, enabled = arguments[:3]
-    region = Region(str(device), dtype_name(dtype) if enabled and isinstance(dtype, torch.dtype) else None)
-    nodes[first:] = [replace(node, autocast=(region, *node.autocast)) for node in nodes[first:]]
 
 
 def bind(overload: torch._ops.OpOverload, args: object, kwargs: object) -> dict[str, object]:

@@ -27,9 +27,8 @@ from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.parts import stood_in
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import TRACING
-from layerwise.importers.torch.read.arguments import Arguments, Call
+from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure, structure_of
 from layerwise.importers.torch.read.effects import Numbers, UntracedEffects, changed, configured, numbers, put_back
-from layerwise.importers.torch.read.structure import OutputStructure, structure_of
 
 Dims = Sequence[Sequence[str | None]]
 

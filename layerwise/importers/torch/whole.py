@@ -63,7 +63,11 @@ def _part(model: nn.Module, path: str, call: Call, samples: int, why: str) -> Wh
     part = WholeModule(
         path, why, stripped, tuple(arguments), short.structure, shapes, short.returned, made[0].dtype, True
     )  # fmt: skip
-    part = replace(part, differentiable=_has_gradient(part, module, long))
+    try:
+        with torch.enable_grad():
+            part.packed(module, _graded(long.tensors), held(module), module.training)
+    except Exception:  # if not for having no gradient, `_prove` says why
+        part = replace(part, differentiable=False)
     for training in (True, False):
         _prove(part, module, long, training)
     inputs = [x.detach().clone() for x in short.tensors]
@@ -149,31 +153,21 @@ def _along(path: str, short: object, long: object) -> object:
     return ModuleInput(tuple(short.shape[1:]), short.dtype, follows=True)
 
 
-def _has_gradient(part: WholeModule, module: nn.Module, use: _Use) -> bool:
-    """Whether what it returns has a gradient."""
-    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in use.tensors]
-    try:
-        with torch.enable_grad():
-            part.packed(module, inputs, held(module), module.training)
-    except Exception:  # if not for that, `_prove` says why
-        return False
-    return True
-
-
 def _prove(part: WholeModule, module: nn.Module, use: _Use, training: bool) -> None:
     """LayerwiseError where samples are mixed, random numbers drawn, or buffers or attributes changed."""
     follows = [x.follows for x in part.inputs]
+
+    def together(inputs: Sequence[Tensor]) -> Tensor:
+        return part.packed(module, inputs, held(module), training)
+
+    def alone(inputs: Sequence[Tensor]) -> Tensor:
+        samples = ([x[i : i + 1] if f else x for x, f in zip(inputs, follows, strict=True)] for i in range(2 * FEW))
+        return torch.cat([together(each) for each in samples])
+
     for number, inputs in enumerate(_examples(use.tensors, follows)):
         try:
             with _unchanging(part, module):
-                together = _computed(part, module, inputs, training)
-                count = 2 * FEW
-                alone = [
-                    _computed(
-                        part, module, [x[i : i + 1] if f else x for x, f in zip(inputs, follows, strict=True)], training
-                    )
-                    for i in range(count)
-                ]
+                pairs = list(zip(*(_computed(run, module, inputs) for run in (alone, together)), strict=True))
         except LayerwiseError:
             raise
         except Exception as error:  # the module's own code: of other values than the example's it may be right to
@@ -182,7 +176,13 @@ def _prove(part: WholeModule, module: nn.Module, use: _Use, training: bool) -> N
                     part.path, f"of one sample it raises {type(error).__name__}: {str(error)[:120]}"
                 ) from error
             continue
-        _compare(part, together, alone, follows)
+        largest = max((float(b.nan_to_num(0, 0, 0).abs().max()) for _, b in pairs[1:] if b.numel()), default=0.0)
+        away = [distance(a, b, 1e-2 * largest if i else 0.0) for i, (a, b) in enumerate(pairs)]
+        if not max(away) <= ROUNDING.get(part.dtype, ROUNDING[torch.float32]):
+            raise refused(
+                part.path,
+                "it computes something of several samples together, so that ranks would not give its numbers",
+            )
 
 
 def _examples(tensors: Sequence[Tensor], follows: Sequence[bool]) -> Iterator[list[Tensor]]:
@@ -220,41 +220,21 @@ def _states() -> tuple[object, ...]:
     return *draws(), *(x.numpy().tobytes() for x in (torch.random.get_rng_state(), *devices))
 
 
-_Computed = tuple[Tensor, list[Tensor], list[Tensor]]  # output, gradients of inputs, of parameters
-
-
-def _computed(part: WholeModule, module: nn.Module, tensors: Sequence[Tensor], training: bool) -> _Computed:
-    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors]
-    floating = [x for x in inputs if x.requires_grad]
-    wanted = [*floating, *(p for p in module.parameters() if p.requires_grad)]
+def _computed(run: Callable[[Sequence[Tensor]], Tensor], module: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a function of these tensors makes, its gradients of them and of the module's parameters."""
+    inputs = _graded(tensors)
+    wanted = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
     with torch.enable_grad():
-        made = part.packed(module, inputs, held(module), training)
+        made = run(inputs)
         grads: Sequence[Tensor | None] = [None] * len(wanted)
         if made.requires_grad and wanted:
             grads = torch.autograd.grad((made.real * fixed_weights(made[:1])).sum(), wanted, allow_unused=True)
-    full = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
-    return made.detach(), full[: len(floating)], full[len(floating) :]
+    return [made.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True))]
 
 
-def _compare(part: WholeModule, together: _Computed, alone: Sequence[_Computed], follows: Sequence[bool]) -> None:
-    """LayerwiseError where a batch is not what its samples are."""
-    output, of_inputs, of_parameters = together
-    floating = [f for f, x in zip(follows, part.inputs, strict=True) if x.dtype.is_floating_point]
-    pairs: list[tuple[Tensor, Tensor]] = [(made, output[i : i + 1]) for i, (made, _, _) in enumerate(alone)]
-    for slot, along in enumerate(floating):
-        each = [grads[slot] for _, grads, _ in alone]
-        total = of_inputs[slot]
-        pairs += [(g, total[i : i + 1]) for i, g in enumerate(each)] if along else [(torch.stack(each).sum(0), total)]
-    for slot, total in enumerate(of_parameters):
-        pairs.append((torch.stack([grads[slot] for _, _, grads in alone]).sum(0), total))
-    largest = max((float(b.nan_to_num(0, 0, 0).abs().max()) for _, b in pairs[len(alone) :] if b.numel()), default=0.0)
-    worst = max(
-        (distance(a, b, 1e-2 * largest if i >= len(alone) else 0.0) for i, (a, b) in enumerate(pairs)), default=0.0
-    )
-    if not worst <= ROUNDING.get(part.dtype, ROUNDING[torch.float32]):
-        raise refused(
-            part.path, "it computes something of several samples together, so that ranks would not give its numbers"
-        )
+def _graded(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies whose gradients are wanted where there can be one."""
+    return [x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors]
 
 
 def import_partly(

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers import reductions
-from layerwise.importers.functions import scaled
+from layerwise.importers import functions
+from layerwise.importers.functions import einsum, linear_layer, scaled
 from layerwise.importers.onnx.call import axes, integers, optional, recast, text, weights
 from layerwise.importers.onnx.ops.index import along
 from layerwise.importers.onnx.ops.pointwise import both
-from layerwise.importers.products import einsum, linear_layer
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import permuted, reshaped, turned
 from layerwise.ops.nn.attention import Attention
@@ -149,7 +148,7 @@ def reduction(mode: Mode, before: tuple[str, ...] = (), after: tuple[str, ...] =
         for fn in before:
             result = Built(Unary(fn), (result,))
         if dims:
-            result = reductions.reduction(mode, result, x.spec, dims, call.flag("keepdims"))
+            result = functions.reduction(mode, result, x.spec, dims, call.flag("keepdims"))
         for fn in after:
             result = Built(Unary(fn), (result,))
         return result
@@ -174,7 +173,7 @@ def _loss(call: Call, fn: str, prediction: Operand, target: Operand) -> Built:
     arguments = () if plain else (("ignore_index", call.integer("ignore_index")),)
     reduction = text(call, "reduction", "mean")
     op = Loss(fn, reduction, arguments, ("weight",) * len(weights))  # type: ignore[arg-type]
-    return reductions.loss(op, prediction, target, *weights)
+    return functions.loss(op, prediction, target, *weights)
 
 
 def attention(call: Call) -> Result:

@@ -6,8 +6,9 @@ https://github.com/pytorch/pytorch/blob/main/torch/nn/utils/parametrizations.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.calls.functional import overwritten
@@ -15,7 +16,6 @@ from layerwise.importers.torch.ops.table import SPECTRAL_NORM, base_name
 from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker, where
 
 Made = Mapping[str, Node]  # by the name of a value, the node that makes it
-Found = tuple[Mapping[str, object], frozenset[str]]  # arguments of the call that it becomes, and nodes no longer needed
 WRITE = "aten::div.out"  # normalises u or v where they lie
 COPIES = ("alias", "clone", "detach")
 TRANSPOSED = ("adjoint", "matrix_H", "mT", "numpy_T", "t", "transpose")
@@ -26,41 +26,31 @@ def spectral_norms(program: TracedProgram) -> TracedProgram:
 
     What moves its vectors in another way stays as it is: writes into buffers, which the importer refuses.
     """
-    writes = [node for node in program.nodes if node.target == WRITE]
-    if not writes:
+    if not any(node.target == WRITE for node in program.nodes):
         return program
     made, values = program.makers, program.values
     buffers = {source.value.name: source for source in program.sources if source.kind == "buffer"}
-    used: set[str] = set()
-    found: dict[str, Found] = {}
+    norms = {node.name: norm for node in program.nodes if (norm := _norm(node, made))}
+    norms = {name: norm for name, norm in norms.items() if {norm.u, norm.v} <= buffers.keys()}
+    used, nodes, gone = set[str](), list[Node](), set[str]()
     for node in program.nodes:
-        parts = _parts(node, made)
-        if parts is None or not {parts.u, parts.v} <= buffers.keys():
-            continue
-        if values[parts.u].shape != values[parts.weight.name].shape[parts.dim : parts.dim + 1]:
-            continue
-        if parts.u in used:
-            raise LayerwiseError(
-                f"{where(node)} has a spectral norm that is computed more than once in "
-                f"a forward pass, and moves its vector {buffers[parts.u].target!r} every time, which layerwise would "
-                "lose: call such a module once, of all its inputs together, or inside of parametrize.cached()"
-            )
-        used.add(parts.u)
-        if (one := _found(node, parts, program, writes, made)) is not None:
-            found[node.name] = one
-    gone = {name for _, names in found.values() for name in names}
-    nodes = [
-        replace(node, target=SPECTRAL_NORM, arguments=found[node.name][0], overload=None)
-        if node.name in found
-        else node
-        for node in program.nodes
-        if node.name not in gone
-    ]
-    return replace(program, nodes=tuple(nodes))
+        norm = norms.get(node.name)
+        if norm is not None and values[norm.u].shape == values[norm.weight.name].shape[norm.dim : norm.dim + 1]:
+            if norm.u in used:
+                raise LayerwiseError(
+                    f"{where(node)} has a spectral norm that is computed more than once in a forward pass, and moves "
+                    f"its vector {buffers[norm.u].target!r} every time, which layerwise would lose: call such a "
+                    "module once, of all its inputs together, or inside of parametrize.cached()"
+                )
+            used.add(norm.u)
+            if (moved := _moved(node, norm, program, made)) is not None:
+                node = replace(node, target=SPECTRAL_NORM, arguments=moved[0], overload=None)
+                gone |= moved[1]
+        nodes.append(node)
+    return replace(program, nodes=tuple(node for node in nodes if node.name not in gone))
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Norm(NamedTuple):
     """Of weight / (u · matrix v): which dimension of the weight are the matrix's rows, and what computes sigma."""
 
     weight: Ref
@@ -70,7 +60,7 @@ class _Parts:
     sigma: Node
 
 
-def _parts(node: Node, made: Made) -> _Parts | None:
+def _norm(node: Node, made: Made) -> _Norm | None:
     """None where a node is something else."""
     sigma = maker(node.arguments.get("other"), made) if node.target == "aten::div.Tensor" else None
     if sigma is None or base_name(sigma.target) not in ("dot", "vdot"):
@@ -81,62 +71,59 @@ def _parts(node: Node, made: Made) -> _Parts | None:
         return None
     u, v = (_buffer(value, made) for value in (sigma.arguments["self"], product.arguments["vec"]))
     dim = _matrix(product.arguments["self"], made, weight)
-    return None if u is None or v is None or u == v or dim is None else _Parts(weight, u, v, dim, sigma)
+    return None if u is None or v is None or u == v or dim is None else _Norm(weight, u, v, dim, sigma)
 
 
-def _found(node: Node, parts: _Parts, program: TracedProgram, writes: list[Node], made: Made) -> Found | None:
-    """None where the vectors do not move as PyTorch's do, or what is behind the weight is used elsewhere, too."""
-    u, v = parts.u, parts.v
+def _moved(
+    node: Node, norm: _Norm, program: TracedProgram, made: Made
+) -> tuple[Mapping[str, object], frozenset[str]] | None:
+    """The arguments of the call that a norm becomes, and nodes no longer needed.
+
+    None where the vectors do not move as PyTorch's do, or what is behind the weight is used elsewhere, too.
+    """
+    u, v = norm.u, norm.v
+    writes = [w for w in program.nodes if w.target == WRITE]
     moves = [w for w in writes if _buffer(w.arguments["out"], made) in (u, v)]
-    eps = {_moved_by(w, parts, made) for w in moves}
+    eps = {_moved_by(w, norm, made) for w in moves}
     turns = [_buffer(w.arguments["out"], made) == u for w in moves]
     if not moves or len(moves) % 2 or len(eps) != 1 or None in eps or any(a == b for a, b in pairwise(turns)):
         return None
-    last = [Ref(value.name) for one in (parts.sigma, *moves) for value in one.outputs if value]
-    before = behind(last, made, {parts.weight.name, u, v})
+    last = [Ref(value.name) for one in (norm.sigma, *moves) for value in one.outputs if value]
+    before = behind(last, made, {norm.weight.name, u, v})
     place = {one.name: i for i, one in enumerate(program.nodes)}
-    end = place[moves[-1].name]
     copied = [place[n.name] for n in before.values() if base_name(n.target) == "clone"]
     values = {u, v, *(value.name for n in before.values() for value in n.outputs if value)}
     users = {n.name for n in program.nodes if any(ref.name in values for ref in n.operands)}
     alone = users <= {*before, node.name} and not any(ref.name in values for ref in program.outputs)
     elsewhere = any(overwritten(n) for n in before.values() if n.target not in (WRITE, "aten::clamp_min_"))
     # Sigma is that of the vectors when all of them have moved.
-    if not alone or elsewhere or any(at < end for at in (*copied, place[parts.sigma.name])):
+    if not alone or elsewhere or min([*copied, place[norm.sigma.name]]) < place[moves[-1].name]:
         return None
-    arguments = {
-        "weight": parts.weight,
-        "u": Ref(u),
-        "v": Ref(v),
-        "dim": parts.dim,
-        "iterations": len(moves) // 2,
-        "eps": eps.pop(),
-        "u_first": turns[0],
-    }
-    return arguments, frozenset(before)
+    arguments = {"weight": norm.weight, "u": Ref(u), "v": Ref(v), "dim": norm.dim, "iterations": len(moves) // 2}
+    return arguments | {"eps": eps.pop(), "u_first": turns[0]}, frozenset(before)
 
 
-def _moved_by(write: Node, parts: _Parts, made: Made) -> object:
+def _moved_by(write: Node, norm: _Norm, made: Made) -> object:
     """The eps of u = matrix v / max(|matrix v|, eps), or of v = transposed matrix u / ...; None of all else."""
     product, below = maker(write.arguments["self"], made), maker(write.arguments["other"], made)
     if below is not None and base_name(below.target) in ("expand", "expand_as"):
         below = maker(below.arguments["self"], made)
     if product is None or product.target != "aten::mv" or below is None or base_name(below.target) != "clamp_min":
         return None
-    norm = maker(below.arguments["self"], made)
-    if norm is None or base_name(norm.target) not in ("linalg_vector_norm", "norm"):
+    length = maker(below.arguments["self"], made)
+    if length is None or base_name(length.target) not in ("linalg_vector_norm", "norm"):
         return None
-    if norm.arguments["self"] != write.arguments["self"] or norm.arguments.get("ord", norm.arguments.get("p")) != 2:
+    order = length.arguments.get("ord", length.arguments.get("p"))
+    if length.arguments["self"] != write.arguments["self"] or order != 2:
         return None
-    matrix, of_u = product.arguments["self"], _buffer(write.arguments["out"], made) == parts.u
+    matrix, of_u = product.arguments["self"], _buffer(write.arguments["out"], made) == norm.u
     if not of_u:
         turned = maker(matrix, made)
         if turned is None or base_name(turned.target) not in TRANSPOSED:
             return None
         matrix = turned.arguments["self"]
-    from_other = _buffer(product.arguments["vec"], made) == (parts.v if of_u else parts.u)
-    right = from_other and _matrix(matrix, made, parts.weight) == parts.dim
-    return below.arguments["min"] if right else None
+    from_other = _buffer(product.arguments["vec"], made) == (norm.v if of_u else norm.u)
+    return below.arguments["min"] if from_other and _matrix(matrix, made, norm.weight) == norm.dim else None
 
 
 def _buffer(value: object, made: Made) -> str | None:

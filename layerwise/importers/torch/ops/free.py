@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from layerwise.importers.products import letters
+from layerwise.importers.functions import letters
 from layerwise.importers.registry import Call
 from layerwise.importers.tensors import wrapped
 from layerwise.importers.torch.ops.table import base_name

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers import reductions
+from layerwise.importers import functions
 from layerwise.importers.functions import scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import reshaped
@@ -241,7 +241,7 @@ def loss(
         weights = tuple(name for name in ("weight", "pos_weight") if call.get(name) is not None)
         op = Loss(fn, REDUCTIONS[call.integer("reduction")], own, weights)
         inputs = (call.operand(name) for name in ("self", "target", *weights))
-        return _first(call, reductions.loss(op, *inputs))
+        return _first(call, functions.loss(op, *inputs))
 
     return build
 
@@ -250,7 +250,7 @@ def huber_loss(call: Call) -> Result:
     """delta * smooth_l1(beta=delta)."""
     delta = call.number("delta")
     op = Loss("smooth_l1", REDUCTIONS[call.integer("reduction")], (("beta", delta),) if delta != 1 else ())
-    return scaled(reductions.loss(op, call.operand("self"), call.operand("target")), delta)
+    return scaled(functions.loss(op, call.operand("self"), call.operand("target")), delta)
 
 
 MODES: dict[str, Literal["constant", "reflect", "replicate", "circular"]] = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from layerwise.importers.functions import scaled
-from layerwise.importers.products import einsum, is_matrix, linear_layer, product
+from layerwise.importers.functions import einsum, is_matrix, linear_layer, product, scaled
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import permuted, reshaped, wrapped
 from layerwise.importers.torch.ops.pointwise import binary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers import reductions
+from layerwise.importers import functions
 from layerwise.importers.functions import scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table
 from layerwise.importers.tensors import wrapped
@@ -22,7 +22,7 @@ def reduction(mode: Mode) -> Build:
             return binary({"max": "maximum", "min": "minimum"}[mode], *call.tensors)
         if mode == "norm2" and call.number("ord") != 2:
             raise LayerwiseError(f"a norm of order {call['ord']} is not supported; write it as powers and sums")
-        made = reductions.reduction(mode, x, x.spec, reduced(call, x), call.flag("keepdim"))
+        made = functions.reduction(mode, x, x.spec, reduced(call, x), call.flag("keepdim"))
         return (made, None) if len(call.outputs) > 1 else made  # max and min have positions, too
 
     return build
@@ -40,8 +40,8 @@ def variance(call: Call) -> Result:
     """var and std, written out."""
     x = call.operand("self")
     dims = reduced(call, x)
-    away = Built(Binary("sub"), (x, reductions.reduction("mean", x, x.spec, dims, keepdim=True)))
-    mean = reductions.reduction("mean", Built(Unary("square"), (away,)), x.spec, dims, call.flag("keepdim"))
+    away = Built(Binary("sub"), (x, functions.reduction("mean", x, x.spec, dims, keepdim=True)))
+    mean = functions.reduction("mean", Built(Unary("square"), (away,)), x.spec, dims, call.flag("keepdim"))
     count, less = prod(x.shape[d] for d in dims), call.get("correction", call.get("unbiased", 1))
     assert isinstance(less, (int, float))
     if count <= less:

@@ -17,8 +17,6 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import canonical
 from layerwise.importers.torch.program import (
-    AUTOCAST,
-    NO_GRADIENT,
     REGIONS,
     Node,
     Ref,
@@ -28,10 +26,9 @@ from layerwise.importers.torch.program import (
     Value,
     bind,
     control_flow,
-    detached,
+    leave_region,
     left_open,
     module_path,
-    within,
 )
 
 Json = Any  # what is not as the schema has it raises whatever it raises, and the caller refuses the file
@@ -178,14 +175,16 @@ class _JsonReader:
                 inner.names[inside] = outside
         before = len(self.nodes)
         inner.calls(graph)
-        if kind == AUTOCAST:
-            within(self.nodes, before, [self.argument(a) for a in arguments[:3]])
         returned = [name for result in graph["outputs"] for name in _names(result)]
         taken = [name for result in node["outputs"] for name in _names(result)]
-        stopped = kind == NO_GRADIENT and self.argument(arguments[0]) is False
-        for name, result in zip(taken, returned, strict=True):
-            if name is not None and result is not None and name in self.tensors:
-                self.names[name] = detached(self.nodes, inner.ref(result)) if stopped else inner.ref(result)
+        pairs = [
+            (name, inner.ref(result))
+            for name, result in zip(taken, returned, strict=True)
+            if name is not None and result is not None and name in self.tensors
+        ]
+        around = [self.argument(a) for a in arguments[:place]]
+        made = leave_region(kind, self.nodes, before, around, [ref for _, ref in pairs])
+        self.names.update(zip((name for name, _ in pairs), made, strict=True))  # type: ignore[arg-type]
 
     def argument(self, arg: Json) -> object:
         """An argument as a Node has it."""
