@@ -59,6 +59,11 @@ def _cut(text: str, most: int) -> str:
     return text[: most * 3 // 4] + note + text[len(text) - most // 4 :]
 
 
+def first_line(error: BaseException, most: int = 120) -> str:
+    """The message of another library's error on one line, or the error's name where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:most]
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or nothing."""
     near = difflib.get_close_matches(name, list(names), n=1)

@@ -258,14 +258,15 @@ def traced(
 @contextlib.contextmanager
 def calls_of(module: nn.Module) -> Iterator[set[str]]:
     """The paths of the modules without modules inside that are called within it."""
+    import torch
+
     called: set[str] = set()
-    leaves = [(path, m) for path, m in module.named_modules(remove_duplicate=False) if _hookable(m)]
-    handles = [m.register_forward_pre_hook(lambda *_, path=path: called.add(path)) for path, m in leaves]
-    try:
+    with contextlib.ExitStack() as stack:
+        for path, m in module.named_modules(remove_duplicate=False):
+            if not m._modules and not isinstance(m, torch.jit.ScriptModule):
+                note = m.register_forward_pre_hook(lambda *_, path=path: called.add(path))
+                stack.callback(note.remove)
         yield called
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -288,18 +289,10 @@ def writes_of(module: nn.Module) -> Iterator[set[str]]:
             if known is None or len(known) != len(now) or not all(map(operator.is_, known, now)):
                 written.add(path)
 
-    handles = [] if isinstance(module, torch.jit.ScriptModule) else [module.register_forward_hook(look)]
-    try:
+    with contextlib.ExitStack() as stack:
+        if not isinstance(module, torch.jit.ScriptModule):
+            stack.callback(module.register_forward_hook(look).remove)
         yield written
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hookable(module: nn.Module) -> bool:
-    import torch
-
-    return not module._modules and not isinstance(module, torch.jit.ScriptModule)
 
 
 def _names(graph: LayerGraph) -> list[str]:

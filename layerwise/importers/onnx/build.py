@@ -170,7 +170,7 @@ class OnnxImporter:
             )
         by_row = domain == "ai.onnx" and takes_rows(node, [self.values[name] if name else None for name in node.input])
         try:
-            arguments = bind(node, schema, self.row_argument if by_row else self.argument)
+            arguments = bind(node, schema, lambda name: self.argument(name, by_row=by_row))
             if node.op_type == "Reshape" and domain == "ai.onnx":
                 self.unbake(arguments, self.values[node.input[1]])
             call = Call(f"{domain}::{node.op_type}", name, arguments, self.outputs(node), self.batch_in(node))
@@ -249,13 +249,11 @@ class OnnxImporter:
         if (-1 in target and target[0] == 1) or (min(target) > 0 and prod(target) * batch == x.spec.volume):
             arguments["shape"] = (batch * target[0], *target[1:])
 
-    def row_argument(self, name: str) -> Argument:
-        """Rows as they were before they were merged."""
-        value = self.values[name]
-        return value.whole if isinstance(value, Rows) else self.argument(name)
-
-    def argument(self, name: str) -> Argument:
-        """A tensor as a row of the table sees it; () where it is empty."""
+    def argument(self, name: str, *, by_row: bool) -> Argument:
+        """A tensor as a row of the table sees it; () where it is empty. by_row: rows as they were before merging."""
+        merged = self.values[name]
+        if by_row and isinstance(merged, Rows):
+            return merged.whole
         value = self.flat(name)
         if isinstance(value, Operand):
             return value

@@ -47,17 +47,14 @@ def takes_rows(node: NodeProto, values: Sequence[FoldedConstant | Operand | Rows
     if node.op_type in ELEMENTWISE:
         return True
     if node.op_type in WITH_STORED:
-        return all(isinstance(v, FoldedConstant) and _one_row(v.shape, width) for v in others)
+        rows = ((), (1,), (width,), (1, 1), (1, width))
+        return all(isinstance(v, FoldedConstant) and v.shape in rows for v in others)
     if node.op_type == "MatMul":
         return isinstance(others[0], FoldedConstant) and len(others[0].shape) == 2
     if node.op_type == "Gemm":
         turned = any(a.name == "transA" and a.i for a in node.attribute)
         return not turned and all(isinstance(v, FoldedConstant) and len(v.shape) <= 1 for v in others[1:])
     return False
-
-
-def _one_row(shape: tuple[int, ...], width: int) -> bool:
-    return shape in ((), (1,), (width,), (1, 1), (1, width))
 
 
 def split_again(result: Result, rows: Rows) -> tuple[int, ...] | None:

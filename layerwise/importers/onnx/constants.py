@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.file import SMALL, extents, first_line
+from layerwise.errors import LayerwiseError, first_line
+from layerwise.importers.onnx.file import SMALL, extents
 
 Array = NDArray[np.generic]
 
@@ -245,7 +245,7 @@ def _refused(node: NodeProto) -> Iterator[None]:
     except LayerwiseError:
         raise
     except Exception as error:
-        name, said = node.name or node.output[0], first_line(error)
+        name, said = node.name or node.output[0], first_line(error, 500)
         raise LayerwiseError(f"layer {name!r}: cannot compute this {node.op_type}: {said}") from None
 
 

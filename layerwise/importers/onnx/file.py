@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message  # type: ignore[import-
 from numpy.typing import NDArray
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, first_line
 
 OLDEST_OPSET = 7  # before it, broadcasting and batch norm are other operators of the same names
 PROTOBUF_BYTES = 2**31 - 1  # https://protobuf.dev/programming-guides/proto-limits/
@@ -71,7 +71,7 @@ def array_of(tensor: TensorProto, folder: Path) -> NDArray[np.generic]:
         try:
             return onnx.numpy_helper.to_array(tensor)
         except (ValueError, TypeError) as error:
-            raise LayerwiseError(f"tensor {tensor.name!r} is damaged: {first_line(error)}") from None
+            raise LayerwiseError(f"tensor {tensor.name!r} is damaged: {first_line(error, 500)}") from None
     file, offset = locate(tensor, folder)
     return np.memmap(file, dtype_of(tensor), "r", offset, tuple(tensor.dims))
 
@@ -122,12 +122,6 @@ _PACKED = tuple(
 )
 
 
-def first_line(error: BaseException) -> str:
-    """The message of an error of onnx, on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:500]
-
-
 def _parsed(file: Path) -> ModelProto:
     try:
         there = file.exists()
@@ -148,7 +142,7 @@ def _parsed(file: Path) -> ModelProto:
     except DecodeError:
         raise LayerwiseError(f"{file} is not an ONNX file, or it is damaged or truncated") from None
     except OSError as error:
-        raise LayerwiseError(f"{file} cannot be read: {first_line(error)}") from None
+        raise LayerwiseError(f"{file} cannot be read: {first_line(error, 500)}") from None
     if not model.ir_version or not (model.graph.node or model.graph.output):
         raise LayerwiseError(f"{file} is not an ONNX model: it has no graph")
     if model.ir_version > onnx.IR_VERSION:
@@ -165,7 +159,7 @@ def _check(file: Path) -> None:
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         context = next((line for line in str(error).splitlines() if "Context" in line), "").rpartition("node. ")[2]
         where = f" ({context.strip()})" if context else ""
-        raise LayerwiseError(f"{file} is no valid ONNX model: {first_line(error)}{where}") from None
+        raise LayerwiseError(f"{file} is no valid ONNX model: {first_line(error, 500)}{where}") from None
 
 
 def _messages(model: ModelProto) -> Iterator[Message]:
@@ -257,7 +251,7 @@ def inferred(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> dict[
         # Without data_prop, which would compute constants of whatever size the file asks for.
         result = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
-        raise LayerwiseError(f"the shapes or types of the model do not fit: {first_line(error)}") from None
+        raise LayerwiseError(f"the shapes or types of the model do not fit: {first_line(error, 500)}") from None
     return {info.name: info for info in (*result.graph.value_info, *result.graph.output)}
 
 

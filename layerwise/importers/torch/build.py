@@ -20,14 +20,11 @@ from layerwise.importers.registry import Argument, Build, Built, Call, Operand, 
 from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.tensors import samples_along
 from layerwise.importers.torch.calls.constants import FILLED, Constants, Missing, constant_names, is_constant
-from layerwise.importers.torch.calls.decompose import decomposed
 from layerwise.importers.torch.calls.functional import functional
-from layerwise.importers.torch.calls.losses import follows
-from layerwise.importers.torch.calls.names import input_spec, layer_names
-from layerwise.importers.torch.calls.place import TorchPlacer, shared_parameters
+from layerwise.importers.torch.calls.place import TorchPlacer, input_spec, layer_names, shared_parameters
 from layerwise.importers.torch.calls.spectral import spectral_norms
-from layerwise.importers.torch.calls.types import typed
-from layerwise.importers.torch.calls.whole import torch_call, why_not
+from layerwise.importers.torch.calls.types import follows, typed
+from layerwise.importers.torch.calls.unknown import decomposed, torch_call, why_not
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.batches import import_once
 from layerwise.importers.torch.build import Stored, build_graph
@@ -74,7 +74,7 @@ def import_torch(
         except LayerwiseError:
             raise
         except Exception as error:  # a file may say anything of its tensors and calls
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            said = f"{type(error).__name__}: {first_line(error)}"
             raise LayerwiseError(
                 f"model {title!r}: its file is damaged, its calls do not fit together ({said})"
             ) from error

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -204,17 +205,11 @@ def stood_in(model: nn.Module) -> Iterator[None]:
     forwards = {path: part.stand_in for path, part in PARTS.get().items()}
     synchronised = (path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm))
     forwards |= dict.fromkeys(synchronised, nn.modules.batchnorm._BatchNorm.forward)
-    modules = {path: model.get_submodule(path) for path in forwards}
-    own = {path: vars(module).get("forward") for path, module in modules.items()}
-    try:
-        for path, module in modules.items():
-            module.__dict__["forward"] = partial(forwards[path], module)
+    with ExitStack() as stack:
+        for path, forward in forwards.items():
+            module = model.get_submodule(path)
+            stack.enter_context(mock.patch.object(module, "forward", partial(forward, module)))
         yield
-    finally:
-        for path, module in modules.items():
-            del module.__dict__["forward"]
-            if own[path] is not None:
-                module.__dict__["forward"] = own[path]
 
 
 def whole_layer(call: Call) -> Built:

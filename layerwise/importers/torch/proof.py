@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.affordable import check_affordable, is_slow
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
-from layerwise.importers.torch.read.effects import as_it_was, changed, configured, numbers
+from layerwise.importers.torch.read.effects import as_it_was, changed, configured, hookable, numbers
 from layerwise.importers.torch.trace import Imported
 from layerwise.importers.torch.unfused import (
     UnfusedLayers,
@@ -166,8 +166,7 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> Compared:
             with _noted(model, seen):
                 leaves = _returned(model, call)
         except Exception as error:  # the model's own code, which may raise anything
-            said = next((line for line in str(error).splitlines() if line.strip()), "")
-            raise UnprovenError(f"it cannot be run here: {type(error).__name__}: {said[:120]}") from error
+            raise UnprovenError(f"it cannot be run here: {type(error).__name__}: {first_line(error)}") from error
         after, moved = numbers(model), _buffers(model)
         made = layers.run(imported.arguments.tensors(*_copied(call)))
         outputs = [_total(graph, name, made[name]) for name in graph.layers[-1].inputs]
@@ -290,21 +289,16 @@ def _in_type(dtype: torch.dtype, imported: Imported, model: nn.Module, call: Cal
 def _noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
     """Notes what each module inside returns, the first tensor of it, by its path."""
 
-    def note(path: str) -> Any:
-        def hook(_: nn.Module, inputs: object, output: object) -> None:
-            first = next((x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)), None)
-            if first is not None:
-                seen.setdefault(path, first.detach())
+    def note(path: str, _: nn.Module, inputs: object, output: object) -> None:
+        first = next((x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)), None)
+        if first is not None:
+            seen.setdefault(path, first.detach())
 
-        return hook
-
-    modules = [(path, m) for path, m in model.named_modules() if path and not isinstance(m, torch.jit.ScriptModule)]
-    handles = [m.register_forward_hook(note(path)) for path, m in modules]
-    try:
+    with ExitStack() as stack:
+        for path, module in hookable(model):
+            if path:
+                stack.callback(module.register_forward_hook(partial(note, path)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _total(graph: LayerGraph, name: str, x: Tensor) -> Tensor:

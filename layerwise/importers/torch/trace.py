@@ -8,10 +8,11 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -20,7 +21,7 @@ from torch.fx import config as fx_config
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
@@ -174,14 +175,10 @@ def _set_for_tracing() -> Iterator[None]:
     if torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
         settings.append((torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
         settings.append((torch.cuda, "is_bf16_supported", lambda *_: True))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
-    try:
+    with ExitStack() as stack:
         for owner, name, value in settings:
-            setattr(owner, name, value)
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 @contextmanager
@@ -199,7 +196,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _export_failed(title: str, error: Exception) -> str:
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+    said = first_line(error, 300) if str(error) else ""
     text = f"{type(error).__name__} {error}"
     if "data-dependent" in text or "DataDependent" in text or "control flow" in text:
         said = said.rstrip(".") + _looks_at(error)

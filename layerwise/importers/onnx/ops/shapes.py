@@ -239,6 +239,7 @@ def _interpolation(
 ) -> Interpolate:
     """The operator of ours that takes the same positions; an error where none does."""
     mode = text(call, "mode", "nearest")
+    as_torch = number(call, "cubic_coeff_a", -0.75) == -0.75 and not call.get("exclude_outside", 0)  # of a cubic
     where = text(call, "coordinate_transformation_mode", "asymmetric")  # which Upsample and Resize-10 have
     exact = () if all(s == e * f for s, e, f in zip(size, extents, scales, strict=True)) else scales
     if mode == "nearest":
@@ -248,7 +249,7 @@ def _interpolation(
             ours_takes = [_nearest(*dim, name, _OURS[ours]) for dim in zip(extents, size, scales, strict=True)]
             if all((a == b).all() for a, b in zip(wanted, ours_takes, strict=True)):
                 return Interpolate(size, ours, scales=exact)  # type: ignore[arg-type]
-    elif mode == "linear" or (mode == "cubic" and _is_torch_cubic(call)):
+    elif mode == "linear" or (mode == "cubic" and as_torch):
         half = where == "half_pixel" or (where == "pytorch_half_pixel" and min(size) > 1)
         if half or (where == "align_corners" and not exact):  # ONNX aligns with the size before it is rounded
             return Interpolate(size, mode, where == "align_corners", exact)  # type: ignore[arg-type]
@@ -257,11 +258,6 @@ def _interpolation(
         f"mode {mode!r} with coordinates {where!r}{rounding}, from {extents} to {size}, is not supported; "
         "export with half_pixel or align_corners (opset 11 or newer)"
     )
-
-
-def _is_torch_cubic(call: Call) -> bool:
-    """True if the weights of a cubic are PyTorch's, and its border."""
-    return number(call, "cubic_coeff_a", -0.75) == -0.75 and not call.get("exclude_outside", 0)
 
 
 _OURS = {"nearest": "floor", "nearest_exact": "round_prefer_ceil"}

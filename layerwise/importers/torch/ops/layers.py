@@ -106,11 +106,6 @@ def transposed_convolution(call: Call) -> Result:
     return Built(op, (call.operand("input"),), parameters)
 
 
-def any_convolution(call: Call) -> Result:
-    """aten::convolution, of decomposed programs."""
-    return transposed_convolution(call) if call.flag("transposed") else convolution(call)
-
-
 def pool(mode: Literal["max", "average"], rank: int) -> Build:
     def build(call: Call) -> Result:
         kernel, average = call.integers("kernel_size", rank), mode == "average"
@@ -308,7 +303,7 @@ LAYERS: Table = (
         loss("nll", ignore_index=-100),
     )
     | {
-        "convolution": any_convolution,
+        "convolution": lambda call: transposed_convolution(call) if call.flag("transposed") else convolution(call),
         "instance_norm": instance_norm,
         "rms_norm": rms_norm,
         "embedding": embedding,

@@ -34,7 +34,7 @@ def recurrent(fn: str) -> Build:
             call.flag("has_biases"),
             both,
             call.flag("batch_first"),
-            given=not all(_zeros(state) for state in states),
+            given=any(state.value is None or state.role != "constant" or state.value.any() for state in states),
             projected=_projected(weights, both=both, bias=call.flag("has_biases"), layers=layers),
         )
         made: list[list[Tensor]] = []
@@ -56,11 +56,6 @@ def recurrent(fn: str) -> Build:
 def _operands(call: Call, name: str) -> tuple[Operand, ...]:
     value = call[name]
     return tuple(v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Operand))
-
-
-def _zeros(state: Operand) -> bool:
-    """Whether it is what PyTorch begins with where no state is given."""
-    return state.role == "constant" and state.value is not None and not state.value.any()
 
 
 def _projected(weights: tuple[Operand, ...], *, both: bool, bias: bool, layers: int) -> int:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from layerwise.importers.registry import Build, Table, lookup
 from layerwise.importers.torch.ops.index import INDEXING
 from layerwise.importers.torch.ops.layers import LAYERS, local_response_norm
-from layerwise.importers.torch.ops.matrix import MATRICES, spectral_norm
+from layerwise.importers.torch.ops.matrix import MATRICES, REDUCTIONS, spectral_norm
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE, POINTWISE, drop_path
 from layerwise.importers.torch.ops.random import RANDOM
 from layerwise.importers.torch.ops.recurrent import RECURRENT
-from layerwise.importers.torch.ops.reduce import REDUCTIONS
 from layerwise.importers.torch.ops.views import VIEWS
 from layerwise.importers.torch.parts import whole_layer
 from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM

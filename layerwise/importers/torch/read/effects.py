@@ -60,18 +60,17 @@ class UntracedEffects(TorchFunctionMode):
         def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
             self.numbers = numbers(model)
 
-        hooks = [] if isinstance(model, torch.jit.ScriptModule) else [model.register_forward_hook(look)]
-        for path, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                hooks.append(module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True))
-                hooks.append(module.register_forward_hook(self._leave))
-        try:
-            with self, reentrant_checkpoints():
-                yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
-            put_back(model, before)
+        with ExitStack() as stack:
+            stack.callback(put_back, model, before)
+            for path, module in hookable(model):
+                if module is model:
+                    stack.callback(module.register_forward_hook(look).remove)
+                enter = partial(self._enter, path)
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
+            stack.enter_context(self)
+            stack.enter_context(reentrant_checkpoints())
+            yield self
         if draws() != drawn:
             raise LayerwiseError(
                 "the model draws from Python's or numpy's random numbers in its forward, whose path through the "
@@ -100,6 +99,11 @@ class UntracedEffects(TorchFunctionMode):
                     self.found.setdefault(what, self.here)
 
 
+def hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a model, by path, that take hooks: those that TorchScript compiled do not."""
+    return [(path, m) for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
+
+
 _NOTED = {Tensor.register_hook: "registers a hook of a gradient", torch.autograd.grad: "calls torch.autograd.grad"}
 
 
@@ -116,11 +120,8 @@ def reentrant_checkpoints() -> Iterator[None]:
         with nullcontext() if wanted else torch.no_grad():  # as PyTorch warns
             return function(*given)
 
-    kind.apply = staticmethod(applied)  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(kind, "apply", staticmethod(applied)):
         yield
-    finally:
-        del kind.apply  # that of its base
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # such as its mode, and its hooks

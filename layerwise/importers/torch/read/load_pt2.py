@@ -14,13 +14,13 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, first_line
 from layerwise.files import parse_json
 from layerwise.importers.torch.calls.constants import OF_A_FILE
 from layerwise.importers.torch.program import TracedProgram, Value
@@ -66,8 +66,7 @@ def _read(file: Path, read: Callable[[_Archive], T]) -> T:
     except FileNotFoundError:
         raise LayerwiseError(f"{file}: no such file") from None
     except Exception as error:  # whatever it is: nothing runs here but the reading of this file
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        said = f"{type(error).__name__}: {lines[0][:120]}".removesuffix(": ")
+        said = f"{type(error).__name__}: {first_line(error)}"
         raise LayerwiseError(f"{file}: not a .pt2 file, or a damaged one ({said})") from None
 
 
@@ -100,6 +99,7 @@ class _Archive:
             raise LayerwiseError(f"member {member!r} is not JSON: it is no text") from None
         return document
 
+    @cached_property
     def model(self) -> str:
         """The member with the graph."""
         models = [m for m in self.members if m.startswith("models/") and m.endswith(".json")]
@@ -110,9 +110,8 @@ class _Archive:
 
     def weights(self) -> dict[str, Json]:
         """Where each parameter and buffer is, once all that PyTorch would unpickle is known to be plain data."""
-        name = self.model().removeprefix("models/").removesuffix(".json")
         self.vet()
-        return self.config("weights", name)
+        return self.config("weights")
 
     def value(self, item: Json) -> torch.Tensor | None:
         """One of them."""
@@ -124,10 +123,8 @@ class _Archive:
         return self.tensor("data/weights/", item, most_bytes=None)
 
     def program(self) -> TracedProgram:
-        model = self.model()
-        name = model.removeprefix("models/").removesuffix(".json")
         self.vet()
-        weights, constants = self.config("weights", name), self.config("constants", name)
+        weights, constants = self.config("weights"), self.config("constants")
         stored = {k: ("data/constants/", v) for k, v in constants.items()}
         stored |= {k: ("data/weights/", v) for k, v in weights.items()}
 
@@ -143,18 +140,19 @@ class _Archive:
                 )
             return lambda: self.tensor(folder, item)
 
-        document, shared = self.json(model), _shared(weights)
+        document = self.json(self.model)
         try:
-            return read_json(document, self.file.stem, shared, find)
+            return read_json(document, self.file.stem, _shared(weights), find)
         except LayerwiseError:
             raise
         except Exception as error:  # whatever it is, the file's JSON has led to it
-            said = str(error).splitlines() or [""]
-            raise LayerwiseError(f"member {model!r} is not what torch.export.save writes ({said[0][:120]})") from None
+            raise LayerwiseError(
+                f"member {self.model!r} is not what torch.export.save writes ({first_line(error)})"
+            ) from None
 
-    def config(self, kind: str, name: str) -> dict[str, Json]:
+    def config(self, kind: str) -> dict[str, Json]:
         """Where each weight or constant is; what is pickled is known to be plain data then."""
-        folder = f"data/{kind}/"
+        folder, name = f"data/{kind}/", self.model.removeprefix("models/").removesuffix(".json")
         if f"{folder}{name}.pt" in self.members:
             raise LayerwiseError(f"its {kind} are in one pickle, as torch 2.8 wrote them; save it with 2.11 or later")
         entries: dict[str, Json] = self.json(f"{folder}{name}_{kind}_config.json")["config"]
