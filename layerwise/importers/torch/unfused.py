@@ -189,3 +189,22 @@ def filled(model: nn.Module) -> Iterator[None]:
     finally:
         for p, data in hollow:
             p.data = data
+
+
+def fixed_weights(x: Tensor) -> Tensor:
+    """A number for each element, that none is lost in a sum with these."""
+    return torch.arange(x.numel(), device=x.device).cos().add(1.5).to(x.real.dtype).view(x.shape)
+
+
+def distance(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
+    """The largest difference, relative to the largest number, or to `least`."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    wide = torch.complex128 if theirs.is_complex() else torch.float64
+    a, b = ours.detach().to(wide), theirs.detach().to(wide)
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return float("inf")
+    a, b = (torch.where(torch.isfinite(x), x, torch.sign(x.real).nan_to_num(2.0)) for x in (a, b))
+    return float((a - b).abs().max()) / max(float(b.abs().max()), least, 1e-30)
