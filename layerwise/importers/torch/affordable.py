@@ -1,4 +1,4 @@
-"""What proving an import may take: its time is bounded by that of tracing, its memory by the host's."""
+"""What proving an import may take: some ten seconds or the time of tracing, and a part of the host's memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from layerwise.ops.opaque import TorchOp
 
 MOST_BYTES = 1 << 32  # of what the layers make, and of gradients
 MOST_DRAWN = 1 << 30  # where the module has no values of its own: other ranks of the host do the same
-FLOPS_A_LAYER = 2e8  # forward, on a core: with the rest some ten milliseconds, which a layer takes to be traced, too
+FLOPS = 1e11  # forward, on a core: with the rest some ten seconds
+FLOPS_A_LAYER = 2e8  # likewise, of networks of many layers: some ten milliseconds, which one takes to be traced, too
 ACCELERATED = 100  # times that, elsewhere
 # Times as long PyTorch's own convolutions of volumes take on a CPU: oneDNN, which has the others, has none in float64.
 SLOW = 16
@@ -32,11 +33,9 @@ def check_affordable(graph: LayerGraph, device: str, *, drawn: bool) -> None:
     }
     if 3 * made + 2 * sum(stored.values()) > most_bytes:
         raise UnprovenError(f"it would take more than {most_bytes / 2**30:.1f} GiB")
-    flops = sum(map(_flops, graph.inner))
-    if flops > FLOPS_A_LAYER * len(graph.layers) * (torch.get_num_threads() if device == "cpu" else ACCELERATED):
-        raise UnprovenError(
-            f"{graph.batch} samples of it are {flops:.1e} operations, which take longer than to trace it"
-        )
+    flops, cores = sum(map(_flops, graph.inner)), torch.get_num_threads() if device == "cpu" else ACCELERATED
+    if flops > max(FLOPS, FLOPS_A_LAYER * len(graph.layers)) * cores:
+        raise UnprovenError(f"{graph.batch} samples of it are {flops:.1e} operations, which take too long")
 
 
 def is_slow(graph: LayerGraph, device: str) -> bool:

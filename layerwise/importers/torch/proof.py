@@ -99,9 +99,7 @@ def _proof(imported: Imported, model: nn.Module, call: Call) -> tuple[str, ...]:
                 return effects
     away, where, effects = _compared(imported, model, call)
     if away > max((ROUNDING[t] for t in types if t in ROUNDING), default=ROUNDING[torch.float32]):
-        if types != {
-            torch.float64
-        }:  # what is but rounding, in a network that makes much of it, is next to nothing there
+        if types != {torch.float64}:  # there, rounding is next to nothing, however much of it a network makes
             away = _in_type(torch.float64, imported, model, call)[0]
         narrow = any(isinstance(x.op, Cast | TorchOp) and x.out.dtype != "float64" for x in imported.graph.layers)
         if not away <= (NARROW if narrow else ROUNDING[torch.float64]):
