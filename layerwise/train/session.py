@@ -28,12 +28,11 @@ from layerwise.train.compare import Difference, Outcome, arithmetic, difference,
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.report import KINDS, Result
-from layerwise.train.saving import Every, Saving
+from layerwise.train.saving import DAY_S, Every, Saving
 from layerwise.train.score import Fed, TaskObjective, cross_entropy, evaluate, held_out_loss, predicting
 from layerwise.version import __version__
 
 OnNan = Literal["stop", "skip", "ignore"]
-DAY_S = 86_400.0
 
 
 class Session:
@@ -119,21 +118,20 @@ class Session:
         return path
 
     def train(self, steps: int) -> Iterator[Step]:
-        """Yields each step up to the `steps`-th when its loss is known."""
-        with self.saving.on_signal():
+        """Yields each step up to the `steps`-th when its loss is known; ends early where `saving.stopped`."""
+        with self.saving.signals.taken(stop=self.folder is not None):
             for step in self.trainer.run(steps, self.first, self.saving.after):
                 if self.on_nan == "stop" and not isfinite(step.loss):
                     self._stop(step.number, f"the loss is {step.loss}")
-                self.saving.step_s = step.seconds
+                self.saving.step_s = self.trainer.pace_s
                 self.steps.append(step)
                 yield step
-                if step.number == self.trainer.done and any(self.comm.all_gather_object(self.saving.asked)):
-                    self.saving.asked = False
-                    self.saving.save(step.number)
-                    self.saving.finish()  # who asks may end the job next
-        if self.steps:
-            self.saving.save(steps)
-            self.saving.finish()
+                if step.number == self.trainer.done and self.saving.asked(step.number):
+                    return
+            if self.steps:
+                self.saving.save(steps)
+                self.saving.finish()
+                self.saving.asked(steps)
 
     def _begin_saving(self, done: int) -> checkpoint.Writing | None:
         if self.folder is None or done == self.saved:
@@ -145,11 +143,15 @@ class Session:
         self.saved, progress = done, {"steps": done, **self._facts()}
         return checkpoint.begin_saving(self.folder, self.module, self.trainer.optimizer, progress)
 
+    @property
+    def latest(self) -> Path | None:
+        """The newest checkpoint; None where there is none."""
+        return None if self.folder is None else checkpoint.latest(self.folder)
+
     def _stop(self, done: int, why: str) -> NoReturn:
         """LayerwiseError, the same on all ranks."""
         self.saving.finish()
-        path = None if self.folder is None else checkpoint.latest(self.folder)
-        last = f"the last checkpoint is {path}" if path is not None else "there is no checkpoint"
+        last = f"the last checkpoint is {self.latest}" if self.latest is not None else "there is no checkpoint"
         raise LayerwiseError(f"after step {done} {why}: stopped; {last}; try a smaller --lr, or --on-nan ignore")
 
     def finish(self) -> Result:
@@ -204,7 +206,7 @@ class Session:
         """Notes on what was written, and on what the user should know."""
         notes = []
         if self.folder is not None and self.steps:
-            notes.append(f"checkpoint written to {checkpoint.latest(self.folder)}")
+            notes.append(f"checkpoint written to {self.latest}")
         if self._trace_to is not None:
             notes.append(f"trace written to {self._trace_to}: open it in ui.perfetto.dev")
         if not self.steps:
