@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from layerwise.cache import answers
 from layerwise.errors import LayerwiseError
@@ -38,13 +39,15 @@ def searching(
 def main(argv: Sequence[str]) -> None:
     """The process: PLAN GPUS GPUS_PER_NODE MODEL PROFILE, of which the last two may be empty."""
     os.nice(19)
+    with suppress(OSError):  # where memory is short, this goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")
     path, gpus, each, model, profile = argv
-    plan = load_plan(path)
+    plan, kept = load_plan(path), answers()
     for number in left(int(gpus), int(each)):
-        if number != plan.gpus:
+        if number != plan.gpus and kept is not None:
             with suppress(LayerwiseError):  # a restart will say it
                 per_node = min(int(each), number)
-                replan(plan, number, per_node, model=model or None, profile=profile or None, answers=answers())
+                replan(plan, number, per_node, model=model or None, profile=profile or None, answers=kept)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from layerwise.train.saving import DAY_S, Every, Saving
 from layerwise.train.score import Fed, TaskObjective, cross_entropy, evaluate, held_out_loss, predicting
 from layerwise.version import __version__
 
+PER_EPOCH = "steps an epoch"
 OnNan = Literal["stop", "skip", "ignore"]
 
 
@@ -114,7 +115,13 @@ class Session:
         if self._compare:
             single = self._single
             alone(self.comm, lambda: checkpoint.load(path, single.module, single.optimizer) if single else None)
-        self.first = int(progress["steps"])
+        self.first, here = int(progress["steps"]), self.sampler.per_epoch
+        each = progress.get(PER_EPOCH, here)
+        if each != here and self.first >= min(each, here):
+            raise LayerwiseError(
+                f"checkpoint {str(path)!r} was trained with {each} steps an epoch, here there are {here}, as the last "
+                f"samples of an epoch are too few to be cut by one of the plans: go on with as many ranks{otherwise}"
+            )
         return path
 
     def train(self, steps: int) -> Iterator[Step]:
@@ -140,7 +147,7 @@ class Session:
             finite = all(bool(shard.tensor.isfinite().all()) for shard in self.module.shards() if shard.trainable)
             if not all(self.comm.all_gather_object(finite)):
                 self._stop(done, "a parameter is no finite number")
-        self.saved, progress = done, {"steps": done, **self._facts()}
+        self.saved, progress = done, {"steps": done, PER_EPOCH: self.sampler.per_epoch, **self._facts()}
         return checkpoint.begin_saving(self.folder, self.module, self.trainer.optimizer, progress)
 
     @property
