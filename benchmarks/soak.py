@@ -34,7 +34,7 @@ MODEL, RANKS, EVERY, PACE_S, LOOK_S = "mlp:64x256x10", 4, 100, 0.05, 1.0
 PYTHON = (sys.executable, "-W", "ignore", "-m")
 GREW_BYTES, STEP_BYTES = 4 << 20, 256  # what an allocator takes by the way; what is kept of a step for the report
 BACK_S = 3600.0
-FULL = "size=450k"  # three checkpoints have no room in it
+FULL = "size=200k"  # two checkpoints have room in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +176,15 @@ def full(folder: Path) -> None:
     checkpoints.parent.mkdir()
     mount("none", str(checkpoints.parent), "tmpfs", 0, FULL)
     (rank,) = start(folder, plan, checkpoints, 1, 1e9)
-    code, said = rank.wait(120), (folder / "output0").read_text().splitlines()[-1]
-    assert (code, "Traceback" in said) == (2, False), said
-    assert read(checkpoints)
-    print(f"a full disk: {said}; {latest(checkpoints)} is sound")
+    try:
+        code, said = rank.wait(120), (folder / "output0").read_text().splitlines()[-1]
+        assert (code, "Traceback" in said) == (2, False), said
+        assert read(checkpoints)
+        print(f"a full disk: {said}; {latest(checkpoints)} is sound", flush=True)
+    finally:
+        rank.kill()
+        rank.wait()
+        subprocess.run(["umount", checkpoints.parent], check=True)
 
 
 def main() -> int:
