@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -35,22 +34,15 @@ PYTHON = (sys.executable, "-W", "ignore", "-m")
 GREW_BYTES, STEP_BYTES = 4 << 20, 256  # what an allocator takes by the way; what is kept of a step for the report
 BACK_S = 3600.0
 FULL = "size=200k"  # two checkpoints have room in it
+STORES: list[TCPStore] = []  # which the ranks talk to
+Use = tuple[int, int, int]  # of a process: bytes in memory, descriptors, threads
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """What a process has at a time."""
-
-    resident_bytes: int
-    descriptors: int
-    threads: int
-
-    @classmethod
-    def of(cls, pid: int) -> Use:
-        lines = (line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        status = {name: value.split()[0] for name, value in lines if value.split()}
-        descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-        return cls(1024 * int(status["VmRSS"]), descriptors, int(status["Threads"]))
+def use(pid: int) -> Use:
+    """What a process has now."""
+    lines = (line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = {name: value.split()[0] for name, value in lines if value.split()}
+    return 1024 * int(status["VmRSS"]), sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()), int(status["Threads"])
 
 
 def job(back_s: float, command: list[str]) -> None:
@@ -73,9 +65,9 @@ def job(back_s: float, command: list[str]) -> None:
 def start(folder: Path, plan: Path, checkpoints: Path, ranks: int, back_s: float) -> list[subprocess.Popen[bytes]]:
     """The ranks of a training without an end."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    store.set("port", str(store.port))
     command = [*PYTHON, "benchmarks.soak", "--job", str(back_s), str(plan), "--data", "digits", "--steps", "100000000"]
     command += ["--checkpoint", str(checkpoints), "--checkpoint-every", str(EVERY)]
+    STORES.append(store)
     started = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
@@ -83,11 +75,7 @@ def start(folder: Path, plan: Path, checkpoints: Path, ranks: int, back_s: float
         variables = os.environ | {name: str(value) for name, value in place.items()}
         with (folder / f"output{rank}").open("wb") as out:
             started.append(subprocess.Popen(command, env=variables, stdout=out, stderr=out))
-    STORES.append(store)
     return started
-
-
-STORES: list[TCPStore] = []  # which their ranks talk to
 
 
 def plan_of(gpus: int, out: Path) -> subprocess.Popen[bytes]:
@@ -115,8 +103,8 @@ def grown(uses: Sequence[Use]) -> Use:
     """How much the last fifth has more than the second."""
     fifth = max(len(uses) // 5, 1)
     first, last = uses[fifth : 2 * fifth] or uses[:1], uses[-fifth:]
-    medians = ([median(getattr(use, name) for use in part) for name in Use.__slots__] for part in (first, last))
-    return Use(*(int(after - before) for before, after in zip(*medians, strict=True)))
+    more = [int(median(use[i] for use in last) - median(use[i] for use in first)) for i in range(3)]
+    return more[0], more[1], more[2]
 
 
 def soaked(folder: Path, minutes: float) -> None:
@@ -138,7 +126,7 @@ def soaked(folder: Path, minutes: float) -> None:
         if not seen:
             continue  # it has not begun
         for rank, each in zip(ranks, uses, strict=True):
-            each.append(Use.of(rank.pid))
+            each.append(use(rank.pid))
         if all(search.poll() is not None for search in pair):
             assert not any(search.returncode for search in pair)
             found = [load_plan(path).strategy for path in folder.glob("pair*.json")]
@@ -155,18 +143,17 @@ def soaked(folder: Path, minutes: float) -> None:
     table = Table("rank", "memory", "grown by", "descriptors", "threads", title=f"{minutes:g} minutes", box=None)
     for rank, each in enumerate(uses):
         more, last = grown(each), each[-1]
-        memory = f"{last.resident_bytes / 1e6:.0f} MB", f"{more.resident_bytes / 1e6:+.1f} MB"
-        counts = f"{last.descriptors} {more.descriptors:+}", f"{last.threads} {more.threads:+}"
-        table.add_row(str(rank), *memory, *counts)
+        counts = (f"{count} {added:+}" for count, added in zip(last[1:], more[1:], strict=True))
+        table.add_row(str(rank), f"{last[0] / 1e6:.0f} MB", f"{more[0] / 1e6:+.1f} MB", *counts)
     out = Console(width=150, highlight=False)
     out.print(table)
     out.print(f"{len(seen)} checkpoints seen, {checked} checked, {searches} searches; not of steps:")
     out.print("\n".join(other), markup=False)
     assert codes == [STOPPED] * RANKS, codes
     assert len(other) < 20
-    for each in map(grown, uses):
-        assert each.resident_bytes < GREW_BYTES + STEP_BYTES * (len(said) - len(other)), "memory grows"
-        assert (each.descriptors, each.threads) == (0, 0), "descriptors or threads grow"
+    for memory, *counts in map(grown, uses):
+        assert memory < GREW_BYTES + STEP_BYTES * (len(said) - len(other)), "memory grows"
+        assert counts == [0, 0], "descriptors or threads grow"
 
 
 def full(folder: Path) -> None:
