@@ -1,6 +1,6 @@
 """python -m benchmarks.elastic: trainings whose ranks and nodes die, stop, are cut off and rejoin lose next to nothing.
 
-Four of torchrun's agents (`--nnodes 1:4 --max-restarts 3`, c10d), on the nodes of an emulated cluster (needs root: see
+Four of torchrun's agents (`--nnodes 1:4`, c10d), on the nodes of an emulated cluster (needs root: see
 benchmarks.emulate), train a small network in float64 with `layerwise run --replan --resume`. Each run has faults at
 random steps. It must end with the losses and the parameters of one process that nothing disturbed, to 1e-9, and each
 fault may repeat at most one interval of checkpoints. Ranks that are cut off must end by themselves.
@@ -125,7 +125,7 @@ class Run:
         """One of torchrun's agents, of this node."""
         self.start(
             node,
-            f"-m torch.distributed.run --nnodes 1:{NODES} --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d "
+            f"-m torch.distributed.run --nnodes 1:{NODES} --nproc-per-node 1 --max-restarts 10 --rdzv-backend c10d "
             f"--rdzv-endpoint {SWITCH}:{self.port} --rdzv-id {self.folder.name} "
             f"--local-addr {self.cluster.address(node)} --rdzv-conf "
             "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
@@ -140,9 +140,14 @@ class Run:
         until = time.monotonic() + LIMIT_S
         while not (result := come()):
             if time.monotonic() > until or all(agent.poll() is not None for agent in self.agents.values()):
-                raise SystemExit((self.folder / "output").read_text()[-6000:] + "\nnot through")
+                raise SystemExit(f"{self.said()}\nnot through")
             time.sleep(poll_s)
         return result
+
+    def said(self) -> str:
+        """The last that agents and ranks have printed, but for the steps."""
+        lines = (self.folder / "output").read_text().splitlines()
+        return "\n".join([line for line in lines if not line.startswith("step ")][-60:])
 
     def at(self, step: int) -> list[Event]:
         """Waits until the ranks of all agents have taken a step; returns a note of each."""
@@ -222,7 +227,7 @@ def disturbed(run: Run, faults: tuple[str, ...], chance: random.Random) -> Itera
         if fault == CUT:
             run.wait(lambda hit=hit: all(map(gone, hit)))  # by themselves
     codes = [agent.wait(LIMIT_S) for agent in run.agents.values()]
-    assert not any(codes), f"{codes}: {(run.folder / 'output').read_text()[-6000:]}"
+    assert not any(codes), f"{codes}: {run.said()}"
 
 
 def inflict(run: Run, fault: str, chance: random.Random, ranks: list[Event]) -> set[int]:
