@@ -56,8 +56,8 @@ def step_s(session: Session, steps: int) -> tuple[float, float]:
 def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="mlp:2048x2048x2048x10")
-    p.add_argument("--batch", default="1024")
+    p.add_argument("--model", default="mlp:1024x1024x1024x10")
+    p.add_argument("--batch", default="256")
     p.add_argument("--steps", type=int, default=60, help="of a turn (default: 60)")
     p.add_argument("--turns", type=int, default=5)
     p.add_argument("--folder", help="where checkpoints go (default: among temporary files)")
