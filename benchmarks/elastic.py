@@ -1,8 +1,9 @@
-"""python -m benchmarks.elastic: trainings whose ranks and agents die, stop and come back end as if undisturbed.
+"""python -m benchmarks.elastic: trainings whose ranks and nodes die, stop, are cut off and rejoin lose next to nothing.
 
-Two of torchrun's agents on this machine (`--nnodes 1:2 --max-restarts 3`, c10d) train a small network in float64 with
-`layerwise run --replan --resume`. Each run has a fault at a random step. It must end with the losses and the parameters
-of one process that nothing disturbed, to 1e-9, and may repeat at most one interval of checkpoints.
+Four of torchrun's agents (`--nnodes 1:4`, c10d), on the nodes of an emulated cluster (needs root: see
+benchmarks.emulate), train a small network in float64 with `layerwise run --replan --resume`. Each run has faults at
+random steps. It must end with the losses and the parameters of one process that nothing disturbed, to 1e-9, and each
+fault may repeat at most one interval of checkpoints. Ranks that are cut off must end by themselves.
 
 Noticed: from the fault until another rank has ended. Restarted: until all ranks have met again, PyTorch's import
 included. Planned: until they have a plan. Resumed: until the first step is taken.
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -33,17 +34,27 @@ from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.common.nodes import Cluster, apart
 from layerwise.checkpoint.step_folders import latest
 
-MODEL, STEPS, EVERY = "mlp:64x32x10", 300, 25
+MODEL, STEPS, EVERY, NODES = "mlp:64x32x10", 400, 25, 4
 LOST = EVERY + 4  # steps: a checkpoint counts once it is written, beside a step or two
-TIMEOUT_S, LIMIT_S, ALLOWED = 8.0, 240.0, 1e-9
-RANK, AGENT, STOPPED, REJOINS, SAVING = FAULTS = (
-    "rank killed",
-    "agent killed with its ranks",
-    "rank stopped",
-    "agent killed, and another joins",
-    "rank killed while it saves",
+TIMEOUT_S, LIMIT_S, ALLOWED = 12.0, 240.0, 1e-9
+SWITCH = "10.77.255.254"  # where the rendezvous is, which no fault hits
+RANK, NODE, STOPPED, SAVING, CUT, JOINS = (
+    "rank killed", "node killed", "rank stopped", "rank killed while it saves", "two nodes cut off", "a node joins"
+)  # fmt: skip
+RUNS = (
+    (NODE, CUT, JOINS),
+    (RANK,),
+    (CUT, JOINS),
+    (STOPPED,),
+    (SAVING,),
+    (NODE, JOINS),
+    (CUT,),
+    (RANK, NODE),
+    (SAVING, CUT),
+    (NODE, CUT, JOINS),
 )
 Event = dict[str, Any]
 
@@ -90,27 +101,34 @@ def job(file: str, command: list[str]) -> None:
 class Run:
     """One training: its agents, and what its ranks note."""
 
-    def __init__(self, folder: Path, plan: Path, each: int, port: int, pace_s: float) -> None:
+    def __init__(self, folder: Path, plan: Path, cluster: Cluster, port: int, pace_s: float = 0.0) -> None:
         folder.mkdir()
-        self.folder, self.plan, self.each, self.port, self.pace_s = folder, plan, each, port, pace_s
+        self.folder, self.plan, self.cluster, self.port, self.pace_s = folder, plan, cluster, port, pace_s
         self.file, self.checkpoints = folder / "events", folder / "ck"
-        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agents: dict[int, subprocess.Popen[bytes]] = {}  # of nodes that no fault has hit
+        self.lost: list[subprocess.Popen[bytes]] = []
 
-    def start(self, launcher: str = "") -> None:
+    def start(self, node: int, launcher: str = "") -> None:
         command = f"{sys.executable} -W ignore {launcher} -m benchmarks.elastic --job {self.file} {self.plan} --replan "
         command += f"--data digits --dtype float64 --optimizer momentum --steps {STEPS} --timeout {TIMEOUT_S} "
         command += f"--checkpoint {self.checkpoints} --checkpoint-every {EVERY} --resume"
         variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables |= {"PACE_S": str(self.pace_s), "LAYERWISE_CACHE": str(self.plan.parent / "cache")}
+        variables |= {"GLOO_SOCKET_IFNAME": "eth0"} if launcher else {}
         with (self.folder / "output").open("ab") as out:
-            self.agents.append(subprocess.Popen(command.split(), env=os.environ | variables, stdout=out, stderr=out))
+            self.agents[node] = subprocess.Popen(
+                command.split(), env=os.environ | variables, stdout=out, stderr=out,
+                preexec_fn=(lambda: self.cluster.enter(node)) if launcher else None,
+            )  # fmt: skip
 
-    def join(self) -> None:
-        """One more of torchrun's agents."""
+    def join(self, node: int) -> None:
+        """One of torchrun's agents, of this node."""
         self.start(
-            f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node {self.each} --max-restarts 3 --rdzv-backend c10d "
-            f"--rdzv-endpoint localhost:{self.port} --rdzv-id {self.folder.name} --local-addr localhost --rdzv-conf "
-            "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+            node,
+            f"-m torch.distributed.run --nnodes 1:{NODES} --nproc-per-node 1 --max-restarts 10 --rdzv-backend c10d "
+            f"--rdzv-endpoint {SWITCH}:{self.port} --rdzv-id {self.folder.name} "
+            f"--local-addr {self.cluster.address(node)} --rdzv-conf "
+            "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
         )
 
     def events(self, what: str, since: float = 0.0) -> list[Event]:
@@ -121,16 +139,23 @@ class Run:
         """The first result that is not empty. SystemExit where there is none, with what the ranks have said."""
         until = time.monotonic() + LIMIT_S
         while not (result := come()):
-            if time.monotonic() > until or all(agent.poll() is not None for agent in self.agents):
-                raise SystemExit((self.folder / "output").read_text()[-6000:] + "\nnot through")
+            if time.monotonic() > until or all(agent.poll() is not None for agent in self.agents.values()):
+                raise SystemExit(f"{self.said()}\nnot through")
             time.sleep(poll_s)
         return result
 
-    def at(self, step: int, agents: int) -> list[Event]:
-        """Waits until the ranks of so many agents have taken a step; returns a note of each."""
+    def said(self) -> str:
+        """The last that agents and ranks have printed, but for the steps."""
+        lines = (self.folder / "output").read_text().splitlines()
+        return "\n".join([line for line in lines if not line.startswith("step ")][-60:])
+
+    def at(self, step: int) -> list[Event]:
+        """Waits until the ranks of all agents have taken a step; returns a note of each."""
 
         def ranks() -> list[Event]:
-            there = [e for e in self.events("planned") if e["world"] == agents * self.each and not gone(e["pid"])]
+            agents = {agent.pid for agent in self.agents.values()}
+            there = [e for e in self.events("planned") if e["world"] == len(agents) and not gone(e["pid"])]
+            there = [e for e in there if e["agent"] in agents]
             pids = [e["pid"] for e in there if len(there) == e["world"]]
             return there if any(e["pid"] in pids and e["step"] >= step for e in self.events("step")) else []
 
@@ -151,14 +176,16 @@ class Run:
 
     def end(self) -> None:
         """Ends what is left of it."""
-        for agent in self.agents:
+        for agent in (*self.agents.values(), *self.lost):
             agent.kill()
         for pid in {e["pid"] for e in self.events("met")}:
             with suppress(OSError):
                 if str(self.file) in Path(f"/proc/{pid}/cmdline").read_text():
                     os.kill(pid, signal.SIGKILL)
+        for node in range(NODES):
+            self.cluster.set_link(node, True)
 
-    def apart(self, alone: Run) -> float:
+    def off(self, alone: Run) -> float:
         """The largest difference from a run that nothing disturbed, of losses, parameters and the optimizer's state."""
         wanted = {e["step"]: e["loss"] for e in alone.events("loss")}
         losses = self.events("loss")
@@ -185,44 +212,53 @@ def gone(pid: int) -> bool:
         return True
 
 
-def disturbed(run: Run, fault: str, chance: random.Random) -> list[tuple[str, ...]]:
-    """Trains with this fault; the rows of the table."""
-    run.join()
-    run.join()
-    step = chance.randrange(EVERY, STEPS // 2)
-    ranks = run.at(step - step % EVERY - 2 if fault == SAVING else step, 2)
-    victim = chance.choice(ranks)
-    hit, dead = {victim["pid"]}, victim["agent"] if fault in (AGENT, REJOINS) else None
-    if dead is not None:
-        hit = {e["pid"] for e in ranks if e["agent"] == dead}
-        os.kill(dead, signal.SIGKILL)
-    if fault == SAVING:
-        run.wait(lambda: list(run.checkpoints.glob(".step-*.tmp-*")), 0.0002)
-    fault_s = time.time()
-    for pid in hit:
-        os.kill(pid, signal.SIGSTOP if fault == STOPPED else signal.SIGKILL)
-    rows = [(f"{fault}: {2 * run.each} ranks, step {step}", *run.recovered(fault_s, ranks, hit))]
-    if fault == REJOINS:
-        ranks = run.at(0, 1)
-        joined_s = time.time()
-        run.join()
-        rows.append(("  it joins (its start counts)", *run.recovered(joined_s, ranks, set())))
-    codes = [agent.wait(LIMIT_S) for agent in run.agents if agent.pid != dead]
-    assert not any(codes), f"{codes}: {(run.folder / 'output').read_text()[-6000:]}"
-    return rows
+def disturbed(run: Run, faults: tuple[str, ...], chance: random.Random) -> Iterator[tuple[str, ...]]:
+    """Trains with these faults, one after the other; the rows of the table."""
+    for node in range(NODES):
+        run.join(node)
+    for number, fault in enumerate(faults):
+        step = EVERY + 60 * number + chance.randrange(50) if fault != JOINS else 0
+        ranks = run.at(step - step % EVERY - 2 if fault == SAVING else step)
+        if fault == SAVING:
+            run.wait(lambda: list(run.checkpoints.glob(".step-*.tmp-*")), 0.0002)
+        begun_s, count = time.time(), len(ranks)
+        hit = inflict(run, fault, chance, ranks)
+        yield f"{fault}: {count} ranks, step {step}", *run.recovered(begun_s, ranks, hit)
+        if fault == CUT:
+            run.wait(lambda hit=hit: all(map(gone, hit)))  # by themselves
+    codes = [agent.wait(LIMIT_S) for agent in run.agents.values()]
+    assert not any(codes), f"{codes}: {run.said()}"
 
 
-def main() -> None:
-    """Run and print."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--runs", type=int, default=10)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--only", choices=FAULTS)
-    p.add_argument("--job", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    args = p.parse_args()
-    if args.job:
-        job(args.job[0], args.job[1:])
-    chance, store = random.Random(args.seed), TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+def inflict(run: Run, fault: str, chance: random.Random, ranks: list[Event]) -> set[int]:
+    """The fault itself; returns the processes of the ranks that are hit."""
+    if fault == JOINS:
+        node = min(set(range(NODES)) - run.agents.keys())
+        for agent in run.lost:  # what still waits there for the network: the node has started anew
+            agent.kill()
+        run.cluster.set_link(node, True)
+        run.join(node)
+        return set()
+    victims = chance.sample(ranks, 2 if fault == CUT else 1)
+    nodes = [node for node, agent in run.agents.items() if agent.pid in {e["agent"] for e in victims}]
+    if fault in (NODE, CUT):
+        run.lost += [run.agents.pop(node) for node in nodes]
+    if fault == CUT:
+        for node in nodes:
+            run.cluster.set_link(node, False)
+    elif fault == NODE:
+        run.lost[-1].kill()
+    for victim in victims if fault != CUT else ():
+        os.kill(victim["pid"], signal.SIGSTOP if fault == STOPPED else signal.SIGKILL)
+    return {e["pid"] for e in victims}
+
+
+def runs(args: argparse.Namespace) -> int:
+    """Runs and prints, in the switch of the cluster."""
+    cluster = Cluster(NODES, None)
+    cluster.build()
+    cluster.call(f"ip addr add {SWITCH}/16 dev br0")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     columns = ("fault", "noticed", "restarted", "planned", "resumed", "steps lost", "apart")
     table = Table(*columns, title=f"Seconds; {STEPS} steps, a checkpoint every {EVERY}", title_justify="left", box=None)
     with tempfile.TemporaryDirectory() as name:
@@ -230,24 +266,37 @@ def main() -> None:
         flags = ["--gpus", "2", "--profile", "cpu", "--global-batch", "16", "--out", str(plan)]
         search = [sys.executable, "-W", "ignore", "-m", "layerwise.search", MODEL, *flags]
         subprocess.run(search, check=True, stdout=subprocess.DEVNULL)
-        alone = Run(Path(name) / "alone", plan, 1, store.port, 0.0)
-        alone.start()
+        alone = Run(Path(name) / "alone", plan, cluster, store.port)
+        alone.start(0)
         assert alone.agents[0].wait(LIMIT_S) == 0, (alone.folder / "output").read_text()
-        for number in range(args.runs):
-            fault = args.only or FAULTS[number % len(FAULTS)]
-            each, pace_s = 1 + number // len(FAULTS) % 2, 0.1 if fault == REJOINS else 0.02
-            run = Run(Path(name) / f"run{number}", plan, each, store.port, pace_s)
+        for number in range(args.first, args.first + args.runs):
+            faults, chance = RUNS[number % len(RUNS)], random.Random(f"{args.seed} {number}")
+            run = Run(Path(name) / f"run{number}", plan, cluster, store.port, 0.2 if JOINS in faults else 0.05)
             try:
-                rows = disturbed(run, fault, chance)
+                rows = list(disturbed(run, faults, chance))
             finally:
                 run.end()
-            apart = run.apart(alone)
+            off = run.off(alone)
             for row in rows:
-                table.add_row(*row, f"{apart:.0e}")
-            assert apart <= ALLOWED, f"{fault}: {apart} apart"
-            print(rows, f"{apart:.0e}", file=sys.stderr, flush=True)
+                table.add_row(*row, f"{off:.0e}")
+            assert off <= ALLOWED, f"{faults}: {off} off"
+            print(rows, f"{off:.0e}", file=sys.stderr, flush=True)
     Console(width=150, highlight=False).print(table)
+    return 0
+
+
+def main() -> int:
+    """Parses, and runs in namespaces of its own, whose processes all end with it."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--runs", type=int, default=10)
+    p.add_argument("--first", type=int, default=0, metavar="N", help="the number of the first run: each has its faults")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--job", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.job:
+        job(args.job[0], args.job[1:])
+    return apart(lambda: runs(args))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

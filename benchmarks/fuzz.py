@@ -42,6 +42,7 @@ from layerwise import explain, export
 from layerwise.checkpoint.save_and_load import save
 from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
+from layerwise.compare import main as compare
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.machine import save as save_profile
@@ -147,6 +148,11 @@ def _measured(folder: Path) -> Path:
     return folder / "runs.json"
 
 
+def _trace(folder: Path) -> Path:
+    search(["lenet5", *SEARCHED, "--profile", "cpu", "--timeline", str(folder / "trace.json")])
+    return folder / "trace.json"
+
+
 def _cached(folder: Path) -> str:
     """The plan that a search makes beside a cache."""
     os.environ["LAYERWISE_CACHE"] = str(folder)
@@ -187,6 +193,7 @@ KINDS: Mapping[str, Kind] = {
     "npy": Kind(_npy, _array),
     "zarr": Kind(_zarr, _array),
     "measured": Kind(_measured, lambda path: oracle([*_ORACLE, "--measured", str(path)])),
+    "trace": Kind(_trace, lambda path: compare([str(path), str(path)])),
     "cache": Kind(_cache, _from_cache, _sealed),
 }
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x4000000, 0x20000000, 0x40000000
@@ -42,9 +42,9 @@ def check(status: int, what: str) -> None:
         raise EmulationError(f"{what}: {os.strerror(ctypes.get_errno())} (are you root?)")
 
 
-def mount(source: str, target: str, kind: str | None, flags: int) -> None:
-    kind_bytes = kind.encode() if kind else None
-    check(libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), None), f"mount {target}")
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    kind_bytes, more = (text.encode() if text else None for text in (kind, options))
+    check(libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), more), f"mount {target}")
 
 
 def new_pids() -> None:
@@ -61,6 +61,24 @@ def separate() -> None:
     check(libc.unshare(CLONE_NEWNS | CLONE_NEWNET), "unshare")
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("proc", "/proc", "proc", MS_NOSUID)
+
+
+def apart(act: Callable[[], int]) -> int:
+    """What `act` returns, in namespaces of its own: all processes that it starts end with this one."""
+    new_pids()
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            separate()
+            code = act()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class Cluster:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,13 +25,16 @@ from layerwise.api.optimizers import check as check_optimizer
 from layerwise.api.parallelize import Keywords, parallelize
 from layerwise.api.source import Model
 from layerwise.api.split import seat
+from layerwise.checkpoint.signals import handled
 from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
+from layerwise.comm.watch import noted
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
+from layerwise.train.saving import Saving
 from layerwise.train.sources import Batch
 
 BATCH = 32  # samples of all ranks together, by default
@@ -54,6 +59,32 @@ class Epoch:
 
 
 @dataclass(slots=True)
+class Reached:
+    """How far a training has come: whole epochs, and what of the next is done."""
+
+    epochs: int = 0
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0  # the sum over these samples
+
+    @classmethod
+    def of(cls, progress: Mapping[str, Any], sampler: StepSampler) -> Reached:
+        """What a checkpoint's progress says. LayerwiseError where its steps had other samples than they have here."""
+        reached = cls(int(progress["epochs"]), *progress.get("within_epoch", ()))
+        taken = sampler.steps(reached.epochs)[: reached.steps]
+        if sum(len(numbers) for batches in taken for numbers in batches) != reached.samples:
+            raise LayerwiseError(
+                "the checkpoint was written within an epoch, whose last batches have other samples on these ranks: "
+                "resume on as many as wrote it"
+            )
+        return reached
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        return {"epochs": self.epochs, "within_epoch": [self.steps, self.samples, self.loss]}
+
+
+@dataclass(slots=True)
 class Fitted:
     """The parallel module, trained, its optimizer, and what each epoch came to (those of this call)."""
 
@@ -66,6 +97,7 @@ class Fitted:
         return self.module.full_state_dict()
 
 
+@handled(noted, signal.SIGUSR1)  # outside of the steps there is nothing to save
 def fit(
     model: Model | ParallelModule,
     data: object,
@@ -109,7 +141,8 @@ def fit(
         scheduler: The optimizer's, or a function of it; it steps once an epoch.
         clip_norm: The largest norm of all gradients together.
         autocast: torch.bfloat16 for mixed precision, which is planned, and in which model and loss are computed.
-        checkpoint: A folder that all ranks share, written after every epoch.
+        checkpoint: A folder that all ranks share, written after every epoch, and where SIGUSR1 or SIGTERM asks for it:
+            the latter then ends the program, with `checkpoint.STOPPED`.
         resume: Whether to go on from the checkpoint, also on another number of ranks.
         seed: Of the samples' order, and of `ParallelOptions`.
         progress: Rank 0 prints a line an epoch.
@@ -153,25 +186,39 @@ def fit(
     fitted, printing = Fitted(module, built), module.comm.rank == 0 and progress
     facts = {"samples": train.count, "batch": module.plan.batch, "seed": seed}
     resumed = checkpoints.resume(checkpoint, module, built, facts) if resume and checkpoint is not None else None
-    done = 0 if resumed is None else int(resumed[1]["epochs"])
-    if resumed is not None and schedule is not None:
-        schedule.load_state_dict(resumed[1]["scheduler"])
     shuffle = train.shuffle is not False if shuffle is None else shuffle
     objective = UserObjective(module, train, loss, autocast)
     trainer = Trainer(module, objective, _sampler(train, module, seed, shuffle), built, clip_norm)
-    for number in range(done, epochs):
-        value, seconds, samples = _epoch(trainer, number, quiet=not printing)
+    reached = Reached()
+    if resumed is not None:
+        reached = Reached.of(resumed[1], trainer.sampler)
         if schedule is not None:
-            schedule.step()
-        with objective.arithmetic():
-            results = {} if evaluation is None else evaluate(module, evaluation, loss, metrics or {})
-        epoch = Epoch(number + 1, value, seconds, samples, results)
-        fitted.history.append(epoch)
-        if printing:
-            console().print(epoch.line(epochs), soft_wrap=True)
-        if checkpoint is not None:
-            state = {} if schedule is None else {"scheduler": schedule.state_dict()}
-            checkpoints.save(checkpoint, module, built, {"epochs": number + 1, **facts, **state})
+            schedule.load_state_dict(resumed[1]["scheduler"])
+
+    def begin(_: int) -> checkpoints.Writing | None:
+        if checkpoint is None:
+            return None
+        state = {} if schedule is None else {"scheduler": schedule.state_dict()}
+        return checkpoints.begin_saving(
+            checkpoint, module, built, {**reached.progress(), **facts, **state}, beside=False
+        )
+
+    saving = Saving(module.comm, begin)
+    with saving.signals.taken(stop=checkpoint is not None):
+        for number in range(reached.epochs, epochs):
+            seconds = _epoch(trainer, reached, saving, quiet=not printing)
+            if schedule is not None:
+                schedule.step()
+            with objective.arithmetic():
+                results = {} if evaluation is None else evaluate(module, evaluation, loss, metrics or {})
+            epoch = Epoch(number + 1, reached.loss / reached.samples, seconds, reached.samples, results)
+            fitted.history.append(epoch)
+            if printing:
+                console().print(epoch.line(epochs), soft_wrap=True)
+            reached = Reached(number + 1)
+            saving.save(trainer.done)
+            saving.finish()
+            _end_if_asked(saving, trainer.done)
     if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
         model.load_state_dict(fitted.state_dict())
         release_original(model)
@@ -258,14 +305,23 @@ class UserObjective:
         return nullcontext() if self.autocast is None else torch.autocast(self.module.device.type, self.autocast)
 
 
-def _epoch(trainer: Trainer[Batch], number: int, *, quiet: bool) -> tuple[float, float, int]:
-    """The mean loss over all samples, the seconds of the slowest rank, and the samples."""
+def _epoch(trainer: Trainer[Batch], reached: Reached, saving: Saving, *, quiet: bool) -> float:
+    """Takes the steps that an epoch has left, which `reached` follows. Returns the seconds of the slowest rank."""
     each, started = trainer.sampler.per_epoch, time.perf_counter()
-    total, samples = 0.0, 0
+    before = reached.epochs * each
     with progress_bar("training", quiet=quiet) as bar:
-        for step in trainer.run((number + 1) * each, number * each):
-            total, samples = total + step.loss * step.samples, samples + step.samples
+        for step in trainer.run(before + each, before + reached.steps):
+            reached.steps, reached.samples = step.number - before, reached.samples + step.samples
+            reached.loss += step.loss * step.samples
             if bar is not None:
-                bar(step.number - number * each, each)
-    seconds = max(trainer.module.comm.all_gather_object(time.perf_counter() - started))
-    return total / samples, seconds, samples
+                bar(reached.steps, each)
+            if step.number == trainer.done:
+                _end_if_asked(saving, step.number)
+    everyone: list[float] = trainer.module.comm.all_gather_object(time.perf_counter() - started)
+    return max(everyone)
+
+
+def _end_if_asked(saving: Saving, done: int) -> None:
+    """Saves where a signal asks for it; SystemExit where that is SIGTERM."""
+    if saving.asked(done):
+        sys.exit(checkpoints.STOPPED)

@@ -16,6 +16,8 @@ import os
 import re
 import shutil
 import socket
+import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +29,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.tensorfile import sync_folder
 
 MARK: Final = ".writer"
+POLL_S = 0.1
 _locked: set[Path] = set()  # by this process
 _COMPLETE = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-\w+")
@@ -131,11 +134,11 @@ def _remove(path: Path, steps: int) -> None:
 
 
 @contextmanager
-def sole_writer(directory: str | os.PathLike[str]) -> Iterator[None]:
+def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> Iterator[None]:
     """Within it no other process writes into DIR, which is made; afterwards it is removed where it has no checkpoint.
 
-    LayerwiseError where another process writes there; OSError where nothing can be written. Never waits. Where the file
-    system knows no locks, it is only found out whether files can be written.
+    LayerwiseError where another process still writes there after so many seconds, of which stderr tells; OSError where
+    nothing can be written. Where the file system knows no locks, it is only found out whether files can be written.
     """
     folder = Path(os.path.realpath(directory))
     mark = folder / MARK
@@ -145,7 +148,7 @@ def sole_writer(directory: str | os.PathLike[str]) -> Iterator[None]:
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(mark, os.fspath(directory))
+        lock = _lock(mark, os.fspath(directory), patience_s)
         _locked.add(mark)
         try:
             yield
@@ -160,8 +163,9 @@ def sole_writer(directory: str | os.PathLike[str]) -> Iterator[None]:
                 path.rmdir()
 
 
-def _lock(mark: Path, directory: str) -> int:
+def _lock(mark: Path, directory: str, patience_s: float) -> int:
     """The descriptor of the locked file. A lock of fcntl's is not handed on to processes forked from this one."""
+    began, waits = time.monotonic(), False
     while True:
         lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
@@ -170,6 +174,13 @@ def _lock(mark: Path, directory: str) -> int:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 who = os.read(lock, 200).decode(errors="replace").strip() or "its process is not known"
                 os.close(lock)
+                if time.monotonic() - began < patience_s:
+                    if not waits:
+                        text = f"another run is writing checkpoints into {directory!r} ({who}): waiting for its end"
+                        print(f"layerwise: {text}, for {patience_s:.0f} s at most", file=sys.stderr, flush=True)
+                    waits = True
+                    time.sleep(POLL_S)
+                    continue
                 raise LayerwiseError(
                     f"another run is writing checkpoints into {directory!r} ({who}): give every run a folder of its "
                     "own, or wait until that one has ended"

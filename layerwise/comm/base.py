@@ -189,6 +189,9 @@ class Comm(ABC):
                 parts = ", ".join(f"{value or 'none'} on {ranks(who, None)}" for value, who in holders.items())
                 raise CommError(f"the ranks differ in {name}: {parts}; every rank must be given the same")
 
+    def spare(self, spared: bool) -> None:  # noqa: B027
+        """Says whether SIGTERM leaves it to the program to end, while no rank is gone."""
+
     def close(self, error: BaseException | None = None) -> None:  # noqa: B027
         """The end of this rank's run. After an error the others are told of it, else it waits for them."""
 

@@ -232,6 +232,10 @@ class ProcessComm(MessageComm):
         with self._joint("a barrier"):
             dist.barrier(group=self._texts)
 
+    def spare(self, spared: bool) -> None:
+        """Tells the watch."""
+        self._watch.spared = spared
+
     def close(self, error: BaseException | None = None) -> None:
         """Waits for all ranks, or tells them of this rank's error. Afterwards nothing of it may be used."""
         if error is None or (isinstance(error, SystemExit) and not error.code):

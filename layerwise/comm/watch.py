@@ -42,6 +42,7 @@ class _Question:
     claim: tuple[str, list[int]] | None = None  # what has failed, and the ranks that are gone with it
     reason: str = ""  # torch's, for the failure
     beat: bool = False  # only to give a sign
+    gone_only: bool = False  # only whether ranks are gone
     last: bool = False  # to stop
     answered: threading.Event = field(default_factory=threading.Event)
 
@@ -51,6 +52,7 @@ class Watch:
 
     waits_for: the communication that the rank is in, else ""; it should have ended at `due_s` (by time.monotonic).
     reported: the main thread knows what failed, and is about to end. stopped: this process was sent SIGTERM.
+    spared: that does not end it, while all ranks are there: the main thread saves, and ends by itself.
     joint: how many operations of all ranks this one has started.
 
     It stops before the interpreter does: a thread that comes back from torch's C++ after that is ended by CPython
@@ -60,7 +62,7 @@ class Watch:
     def __init__(self, board: Board, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.waits_for, self.due_s = "", 0.0
-        self.reported = self.stopped = self._ended = False
+        self.reported = self.stopped = self.spared = self._ended = False
         self.joint = 0
         self.overdue: Callable[[], str] = str  # names a communication that is overdue although nobody waits in it
         self._board = board
@@ -123,6 +125,10 @@ class Watch:
         """Who is at fault for a communication that failed for this `reason`. Takes up to `ANSWER_S`."""
         return self._ask(_Question(reason=reason)) or self._board.silent_text(reason)
 
+    def look(self) -> None:
+        """Finds out whether ranks are gone, which is then the verdict. Does not wait for it."""
+        self._questions.put(_Question(gone_only=True))
+
     def accuse(self, claim: str, gone: Sequence[int] = ()) -> str:
         """Tells all ranks but those that are gone what has failed. Returns what they believe: the first claim."""
         return self._ask(_Question((claim, list(gone)))) or claim
@@ -174,6 +180,8 @@ class Watch:
         """Makes the verdict known, unless another rank was first."""
         if self._board.verdict is None:
             text, gone = question.claim or self._search()
+            if text is None and question.gone_only:
+                return
             if text is None:
                 signs, members = self._stopped_signs(), self._board.members
                 text = stopped_text(signs, members) or stuck_text(signs, members, self.timeout_s, question.reason)
@@ -223,6 +231,11 @@ class Watch:
 
 TICK_S: Final = 1.0
 GRACE_S: Final = 3.0  # for the main thread to end by itself
+TWICE_S: Final = 2.0  # a SIGTERM that comes later is a second one: before, one that two have sent on
+
+
+def noted(*_: object) -> None:
+    """The handler of a signal that nothing is to be done about here: of SIGTERM, where there is a Guard."""
 
 
 class Guard:
@@ -235,12 +248,13 @@ class Guard:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._has_signal = False
+        self._stopped_s = 0.0
 
     def start(self) -> None:
         """SIGTERM is taken over where it has no handler yet."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.signal(signal.SIGTERM, noted)
             signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._has_signal = True
             # The SIGTERM of a process forked from this one, a data loader's worker, does not concern this one.
@@ -271,9 +285,13 @@ class Guard:
     def _terminated(self) -> None:
         """SIGTERM: most often because another rank has died, and torchrun ends the others."""
         watch = self._watch
-        if not watch.alive:  # no other rank is to be told
+        twice = watch.stopped and time.monotonic() - self._stopped_s > TWICE_S
+        if not watch.alive or twice:  # no other rank is to be told
             os._exit(128 + signal.SIGTERM)
-        watch.stopped = True  # for the next sign of life
+        if not watch.stopped:
+            watch.stopped, self._stopped_s = True, time.monotonic()  # for the next sign of life
+        if watch.spared:
+            return watch.look()
         text = watch.verdict or watch.find("SIGTERM")
         self._end(text, 128 + signal.SIGTERM if STOPPED in text else 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +15,13 @@ import torch
 
 from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_best, random_state_kept, timed
 from layerwise.cache import answers
+from layerwise.checkpoint.signals import STOPPED, handled
 from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import check_files, console, global_batch, run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
-from layerwise.comm.together import agree, alone
+from layerwise.comm.together import alone, patiently
+from layerwise.comm.watch import noted
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
@@ -35,6 +38,7 @@ from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
 from layerwise.run.trace import Trace
 from layerwise.search.baselines import grid_strategy, parse_grid
+from layerwise.search.beforehand import searching
 from layerwise.search.find import candidate
 from layerwise.search.make_plan import make_plan
 from layerwise.search.rebuild import rebuild, replan
@@ -45,9 +49,12 @@ from layerwise.train.loop import OPTIMIZERS, Settings
 from layerwise.train.report import Result, beginning, check_tensorboard, ending, scalars, steps_shown
 from layerwise.train.session import Session, enough_memory
 
+SETTLED = 5  # steps, before something else is done beside them
+GONE = 3  # time-outs: after so long a rank of an earlier start has ended, one that is cut off, too
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 
 
+@handled(noted, signal.SIGUSR1)  # outside of the steps there is nothing to save
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, train, print. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
     try:
@@ -88,7 +95,7 @@ def _hushed(run: Callable[[], int]) -> int:
 def _run(args: argparse.Namespace, plan: Plan) -> int:
     with start(args.timeout) as comm, contextlib.ExitStack() as places:
         comm.handshake(_flags(args))
-        agree(comm, lambda: (_take_places(args, comm.rank, places), None))
+        patiently(comm, lambda: (_take_places(args, comm.rank, places), None))
         if args.replan and comm.size != plan.gpus:
             plan = _replanned(args, plan, comm)
         places.enter_context(enough_memory(plan, comm.rank))
@@ -102,23 +109,22 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             compare_times.check(plan, steps - session.first, args.accumulate)
             session.module.trace = session.module.trace or Trace(device=comm.device)
         trace = session.module.trace
+        started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
         if comm.rank == 0:
-            out = console(stderr=args.json)
-            started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
-            out.print(text.parts([started]))
-            if raced:
-                out.print(raced, soft_wrap=True)
+            lines = [raced] if raced else []
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"
-                out.print(none if resumed is None else f"going on from {resumed}", soft_wrap=True)
-            where = console(stderr=args.json or sys.stderr.isatty())
-            with steps_shown(where, steps, session.first) as show, scalars(args.tensorboard, plan) as note:
-                for step in session.train(steps):
-                    show(step)
-                    note(step)
+                lines.append(none if resumed is None else f"going on from {resumed}")
+            out = console(stderr=args.json)
+            out.print(text.parts([started]))
+            for each in lines:
+                out.print(each, soft_wrap=True)
+            _trained(args, session, steps, places)
         else:
             for _ in session.train(steps):
                 pass
+        if session.saving.stopped:
+            return STOPPED
         result = session.finish()
         times = None
         if args.compare and trace is not None:
@@ -128,6 +134,21 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             _print(args, started, session, result, times)
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
+
+
+def _trained(args: argparse.Namespace, session: Session, steps: int, places: contextlib.ExitStack) -> None:
+    """Rank 0 trains, and shows each step. With --replan it has plans searched that a failure would ask for."""
+    where, size = console(stderr=args.json or sys.stderr.isatty()), session.comm.size
+    with steps_shown(where, steps, session.first) as show, scalars(args.tensorboard, session.plan) as note:
+        for step in session.train(steps):
+            show(step)
+            note(step)
+            if args.replan and size > 1 and step.number == session.first + SETTLED:
+                each = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+                places.enter_context(searching(args.plan, size, each, args.model, args.profile))
+    if session.saving.stopped:
+        saved = f"SIGTERM: saved {session.latest}, from which --resume goes on; exit status {STOPPED}"
+        console(stderr=args.json).print(saved, soft_wrap=True)
 
 
 def _raced(args: argparse.Namespace, plan: Plan, comm: Comm) -> tuple[Plan, str]:
@@ -285,7 +306,7 @@ def _take_places(args: argparse.Namespace, rank: int, places: contextlib.ExitSta
     check_tensorboard(args.tensorboard)
     if args.checkpoint is not None:
         try:
-            places.enter_context(sole_writer(args.checkpoint))
+            places.enter_context(sole_writer(args.checkpoint, GONE * args.timeout if args.resume else 0.0))
         except (OSError, ValueError) as error:
             if isinstance(error, LayerwiseError):
                 raise

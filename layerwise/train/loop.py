@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -121,6 +122,7 @@ class Trainer(Generic[LocalBatch]):
     skip: bool = False  # no step is taken with a loss or a gradient that is no finite number
     skipped: list[int] = field(default_factory=list)  # the numbers of such steps, from 1
     done: int = 0  # steps that have been taken, those before a resumption included
+    pace_s: float = 0.0  # of a step, reading and saving included, on the slowest rank, since losses were gathered
 
     def run(self, steps: int, first: int = 0, after: Callable[[int], None] | None = None) -> Iterator[Step]:
         """Takes steps `first` to `steps`; yields each when its loss has been gathered, some time later, in order.
@@ -128,7 +130,7 @@ class Trainer(Generic[LocalBatch]):
         `after` is called after every step, with the number of steps done. Every rank must exhaust this alike.
         """
         waiting: list[_Local] = []
-        flush = first + 1
+        flush, began = first + 1, time.perf_counter()
         self.done = first
         for number, batches in self._read(first, steps):
             waiting.append(self._step(number, batches))
@@ -136,10 +138,9 @@ class Trainer(Generic[LocalBatch]):
             if after is not None:
                 after(number + 1)
             if number + 1 in (flush, steps):
-                done = self._gather(waiting)
-                yield from done
+                yield from self._gather(waiting, (time.perf_counter() - began) / len(waiting))
                 # By seconds that are the same on every rank: all must gather after the same step.
-                flush = number + 1 + max(1, int(FLUSH_S / max(step.seconds for step in done)))
+                flush, began = number + 1 + max(1, int(FLUSH_S / self.pace_s)), time.perf_counter()
                 waiting = []
 
     def _read(self, first: int, steps: int) -> Iterator[tuple[int, list[tuple[int, LocalBatch]]]]:
@@ -192,12 +193,13 @@ class Trainer(Generic[LocalBatch]):
         """The weight of some samples' loss in that of all; a loss that is a sum needs none."""
         return 1.0 if self.objective.summed else part / total
 
-    def _gather(self, waiting: list[_Local]) -> list[Step]:
+    def _gather(self, waiting: list[_Local], pace_s: float) -> list[Step]:
         """Every rank's losses and times, in one round of messages."""
         module = self.module
-        everyone = module.comm.all_gather_object([local.summary() for local in waiting])
+        everyone = module.comm.all_gather_object([pace_s, [local.summary() for local in waiting]])
+        self.pace_s = max(pace for pace, _ in everyone)
         steps = []
-        for local, ranks in zip(waiting, zip(*everyone, strict=True), strict=True):
+        for local, ranks in zip(waiting, zip(*(each for _, each in everyone), strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
             loss = losses[0] if module.io != "sample" else sum(losses)
             epoch = self.sampler.epoch(local.number)

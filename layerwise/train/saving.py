@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import Literal
 
-from layerwise.checkpoint import Writing
+from layerwise.checkpoint import SaveSignals, Writing
 from layerwise.comm.base import Comm
 
 LOOK_S = 1.0  # ranks ask each other at least so often whether a checkpoint is written
+DAY_S = 86_400.0
 Every = int | Literal["auto"] | None
 
 
@@ -46,19 +45,24 @@ class Saving:
         every: Steps from one checkpoint to the next; "auto": `interval_s` of what saving takes; None: none.
         mtbf_s: Mean seconds between failures of the job, for "auto".
         step_s: Seconds of a step, the same on all ranks; None: not known yet.
-        asked: Whether SIGUSR1 has asked this rank for a checkpoint, which all are then told at their next gathering.
+        signals: What asks for a checkpoint.
+        stopped: Whether SIGTERM has, so that the training ends.
     """
 
     comm: Comm
     begin: Callable[[int], Writing | None]
-    every: Every
-    mtbf_s: float
+    every: Every = None
+    mtbf_s: float = DAY_S
     step_s: float | None = None
-    asked: bool = False
+    signals: SaveSignals = field(init=False)
+    stopped: bool = False
     _next: int = 0
     _writing: Writing | None = None
     _begun: int = 0  # after how many steps
     _look: int = 0  # after so many steps the ranks ask each other whether it is written
+
+    def __post_init__(self) -> None:
+        self.signals = SaveSignals(self.comm)
 
     def after(self, done: int) -> None:
         """Saves after this step, where it is time; completes what has been written meanwhile."""
@@ -88,18 +92,11 @@ class Saving:
         if writing is not None:
             writing.finish()
 
-    @contextlib.contextmanager
-    def on_signal(self) -> Iterator[None]:
-        """SIGUSR1 asks for a checkpoint within, which a job's manager sends before its time is over."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def ask(*_: object) -> None:
-            self.asked = True
-
-        before = signal.signal(signal.SIGUSR1, ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGUSR1, before)
+    def asked(self, done: int) -> bool:
+        """Saves where a signal has asked for it, all of it: who asks may end the job next. True: the training ends."""
+        number = self.signals.received()
+        if number is not None:
+            self.save(done)
+            self.finish()
+        self.stopped = self.stopped or number == signal.SIGTERM
+        return self.stopped

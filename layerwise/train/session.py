@@ -28,12 +28,12 @@ from layerwise.train.compare import Difference, Outcome, arithmetic, difference,
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.report import KINDS, Result
-from layerwise.train.saving import Every, Saving
+from layerwise.train.saving import DAY_S, Every, Saving
 from layerwise.train.score import Fed, TaskObjective, cross_entropy, evaluate, held_out_loss, predicting
 from layerwise.version import __version__
 
+PER_EPOCH = "steps an epoch"
 OnNan = Literal["stop", "skip", "ignore"]
-DAY_S = 86_400.0
 
 
 class Session:
@@ -115,25 +115,30 @@ class Session:
         if self._compare:
             single = self._single
             alone(self.comm, lambda: checkpoint.load(path, single.module, single.optimizer) if single else None)
-        self.first = int(progress["steps"])
+        self.first, here = int(progress["steps"]), self.sampler.per_epoch
+        each = progress.get(PER_EPOCH, here)
+        if each != here and self.first >= min(each, here):
+            raise LayerwiseError(
+                f"checkpoint {str(path)!r} was trained with {each} steps an epoch, here there are {here}, as the last "
+                f"samples of an epoch are too few to be cut by one of the plans: go on with as many ranks{otherwise}"
+            )
         return path
 
     def train(self, steps: int) -> Iterator[Step]:
-        """Yields each step up to the `steps`-th when its loss is known."""
-        with self.saving.on_signal():
+        """Yields each step up to the `steps`-th when its loss is known; ends early where `saving.stopped`."""
+        with self.saving.signals.taken(stop=self.folder is not None):
             for step in self.trainer.run(steps, self.first, self.saving.after):
                 if self.on_nan == "stop" and not isfinite(step.loss):
                     self._stop(step.number, f"the loss is {step.loss}")
-                self.saving.step_s = step.seconds
+                self.saving.step_s = self.trainer.pace_s
                 self.steps.append(step)
                 yield step
-                if step.number == self.trainer.done and any(self.comm.all_gather_object(self.saving.asked)):
-                    self.saving.asked = False
-                    self.saving.save(step.number)
-                    self.saving.finish()  # who asks may end the job next
-        if self.steps:
-            self.saving.save(steps)
-            self.saving.finish()
+                if step.number == self.trainer.done and self.saving.asked(step.number):
+                    return
+            if self.steps:
+                self.saving.save(steps)
+                self.saving.finish()
+                self.saving.asked(steps)
 
     def _begin_saving(self, done: int) -> checkpoint.Writing | None:
         if self.folder is None or done == self.saved:
@@ -142,14 +147,18 @@ class Session:
             finite = all(bool(shard.tensor.isfinite().all()) for shard in self.module.shards() if shard.trainable)
             if not all(self.comm.all_gather_object(finite)):
                 self._stop(done, "a parameter is no finite number")
-        self.saved, progress = done, {"steps": done, **self._facts()}
+        self.saved, progress = done, {"steps": done, PER_EPOCH: self.sampler.per_epoch, **self._facts()}
         return checkpoint.begin_saving(self.folder, self.module, self.trainer.optimizer, progress)
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest checkpoint; None where there is none."""
+        return None if self.folder is None else checkpoint.latest(self.folder)
 
     def _stop(self, done: int, why: str) -> NoReturn:
         """LayerwiseError, the same on all ranks."""
         self.saving.finish()
-        path = None if self.folder is None else checkpoint.latest(self.folder)
-        last = f"the last checkpoint is {path}" if path is not None else "there is no checkpoint"
+        last = f"the last checkpoint is {self.latest}" if self.latest is not None else "there is no checkpoint"
         raise LayerwiseError(f"after step {done} {why}: stopped; {last}; try a smaller --lr, or --on-nan ignore")
 
     def finish(self) -> Result:
@@ -204,7 +213,7 @@ class Session:
         """Notes on what was written, and on what the user should know."""
         notes = []
         if self.folder is not None and self.steps:
-            notes.append(f"checkpoint written to {checkpoint.latest(self.folder)}")
+            notes.append(f"checkpoint written to {self.latest}")
         if self._trace_to is not None:
             notes.append(f"trace written to {self._trace_to}: open it in ui.perfetto.dev")
         if not self.steps:

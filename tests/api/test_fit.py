@@ -1,5 +1,7 @@
 """fit: the same losses and weights on one and on two ranks, and as a plain loop over the same batches."""
 
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import layerwise
 from layerwise.api.fit import Fitted
+from layerwise.checkpoint import STOPPED, latest
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.train.data import order
@@ -168,6 +171,36 @@ def test_going_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert apart(again.state_dict(), at_once.state_dict()) == 0.0
     with pytest.raises(LayerwiseError, match="was trained with seed 0, here it is 1"):
         layerwise.fit(again, *args, epochs=3, checkpoint=tmp_path, resume=True, seed=1, **how)
+
+
+class Interrupted(TensorDataset):
+    """Sends a signal to this process when so many samples were read."""
+
+    number, at = signal.SIGTERM, 0
+
+    def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+        self.at -= 1
+        if self.at == 0:
+            signal.raise_signal(self.number)
+        return super().__getitem__(i)
+
+
+def test_a_signal_saves_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGUSR1, too, which ends nothing; the loss of the epoch is of all its samples."""
+    monkeypatch.setattr("layerwise.train.loop.FLUSH_S", 0.0)
+    how = {"batch": 4, "clip_norm": 1.0, **QUIET}
+    at_once, samples = network(), Interrupted(*data(16).tensors)
+    rest = nn.CrossEntropyLoss(), "adam"
+    whole = layerwise.fit(at_once, samples, *rest, epochs=3, **how)
+    for samples.number, samples.at, ended in ((signal.SIGUSR1, 6, False), (signal.SIGTERM, 24, True)):
+        how |= {"checkpoint": tmp_path / str(ended), "resume": True}
+        with pytest.raises(SystemExit, match=str(STOPPED)) if ended else nullcontext():
+            layerwise.fit(network(), samples, *rest, epochs=3, **how)
+        assert latest(tmp_path / str(ended)) == tmp_path / str(ended) / f"step-{6 if ended else 12:08d}"
+    again = network()
+    made = layerwise.fit(again, samples, *rest, epochs=3, **how)
+    assert losses(made) == losses(whole)[1:]
+    assert apart(again.state_dict(), at_once.state_dict()) == 0.0
 
 
 def test_metrics_and_any_loss() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,19 @@ def test_two_runs_into_one_folder(
         assert (tmp_path / "ck" / MARK).exists()
         assert run_main(dispatch, flags) == 0
     assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000001"]
+
+
+def test_a_restart_waits_for_the_run_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose ranks may be about to end; for so long at most."""
+    with another_run(tmp_path) as other:
+        with pytest.raises(LayerwiseError, match="another run is writing"), sole_writer(tmp_path, 0.3):
+            pass
+        assert capsys.readouterr().err.endswith(
+            f"(process {other.pid} on {os.uname().nodename}): waiting for its end, for 0 s at most\n"
+        )
+        threading.Timer(0.3, other.kill).start()
+        with sole_writer(tmp_path, 60):
+            assert not other.is_alive()
 
 
 def test_the_folder_is_free_afterwards_and_nothing_is_left(tmp_path: Path) -> None:

@@ -81,6 +81,25 @@ def test_ranks_with_different_data_are_refused(here: Path) -> None:
     assert done.stdout == ["", ""]
 
 
+TAIL = """
+import torch
+def data():
+    samples = torch.rand(17, 64), torch.arange(17) % 10
+    return samples, samples
+"""
+
+
+def test_another_number_of_steps_an_epoch_is_told(here: Path) -> None:
+    """A last sample is a step for one rank, and too few for two: step 3 would be of other samples."""
+    (here / "tail.py").write_text(TAIL)
+    flags = ("--data", "tail:data", "--checkpoint", "ck", "--resume")
+    for steps, code in (("1", 0), ("3", 2)):
+        assert run_main(dispatch, ["run", "one.json", *flags, "--steps", steps]) == 0
+        done = launch([*RUN, "two.json", *flags, "--steps", steps])
+        assert done.codes == [code, code], done.stderr
+    assert "was trained with 3 steps an epoch, here there are 2, as the last samples" in done.stderr[0]
+
+
 FLAGS = [
     ("--checkpoint ck", "", "--checkpoint: ck on rank 0, none on rank 1"),
     ("--checkpoint a", "--checkpoint b", "--checkpoint: a on rank 0, b on rank 1"),

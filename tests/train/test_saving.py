@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from itertools import pairwise
 from typing import Any, cast
@@ -80,10 +79,26 @@ def test_what_is_written_is_completed_as_soon_as_all_ranks_have_written() -> Non
     assert done == ["begin 10", "16: 10"]  # they ask after 11, 12, 14, 16
 
 
-def test_a_signal_asks() -> None:
-    saving = Saving(SoloComm(torch.device("cpu")), lambda _: None, None, 1.0)
-    before = signal.getsignal(signal.SIGUSR1)
-    with saving.on_signal():
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert saving.asked
-    assert signal.getsignal(signal.SIGUSR1) == before
+@pytest.mark.parametrize(("number", "stopped"), [(signal.SIGUSR1, False), (signal.SIGTERM, True)])
+def test_a_signal_asks(number: signal.Signals, stopped: bool) -> None:
+    """For a checkpoint of now, which is finished at once: who asks may end the job next."""
+    done: list[str] = []
+
+    class Fake:
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def written(self) -> bool:
+            return False
+
+        def finish(self) -> None:
+            done.append(f"finish {self.step}")
+
+    saving = Saving(SoloComm(torch.device("cpu")), cast(Any, Fake), 5, 1.0)
+    with saving.signals.taken():
+        for step in range(1, 8):
+            saving.after(step)
+            if step == 6:
+                signal.raise_signal(number)
+            assert saving.asked(step) is (stopped and step >= 6)
+            assert done == ([] if step < 6 else ["finish 5", "finish 6"])

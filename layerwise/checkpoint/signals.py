@@ -1,0 +1,84 @@
+"""SaveSignals: what SIGUSR1 and SIGTERM ask of a training, which all ranks learn at one step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from layerwise.comm.base import Comm
+from layerwise.comm.watch import TWICE_S, noted
+
+STOPPED: Final = 75  # exit status of a training that SIGTERM has ended, once it is saved: EX_TEMPFAIL, "try again"
+
+
+@contextmanager
+def handled(handler: Callable[[int, object], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Within it these signals have this handler, where the user's program has none; in the main thread only."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers if main}
+    ours = {number: was for number, was in before.items() if was in (signal.SIG_DFL, noted)}
+    for number in ours:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, was in ours.items():
+            signal.signal(number, was)
+
+
+class SaveSignals:
+    """SIGUSR1 asks to save, SIGTERM to save and to end: with `STOPPED`, as a job's manager gives time to.
+
+        with SaveSignals(comm).taken() as signals:
+            for batch in batches:
+                ...
+                if number := signals.received():
+                    layerwise.checkpoint.save(folder, module, optimizer, progress)
+                    if number == signal.SIGTERM:
+                        sys.exit(layerwise.checkpoint.STOPPED)
+
+    A second SIGTERM, `TWICE_S` or more after the first, ends the process at once: one may come by two ways.
+
+    Args:
+        comm: The ranks, `module.comm`.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._numbers: list[int] = []  # that have come since `received`
+        self._stopped_s: float | None = None
+
+    @contextmanager
+    def taken(self, *, stop: bool = True) -> Iterator[SaveSignals]:
+        """Within it the signals end nothing by themselves. stop: SIGTERM, too; else that is left as it is."""
+        process = os.getpid()
+
+        def note(number: int, _: object) -> None:
+            now = time.monotonic()
+            if os.getpid() != process:  # forked from this one, as a data loader's worker
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            elif number == signal.SIGTERM and now - (self._stopped_s or now) > TWICE_S:
+                os._exit(128 + number)
+            elif number == signal.SIGTERM:
+                self._stopped_s = self._stopped_s or now
+            self._numbers.append(number)
+
+        with handled(note, signal.SIGUSR1, *((signal.SIGTERM,) if stop else ())):
+            self._comm.spare(stop)
+            try:
+                yield self
+            finally:
+                self._comm.spare(False)
+
+    def received(self) -> int | None:
+        """The signal that any rank has got since the last call, SIGTERM first; None: none. Every rank calls this."""
+        new = list(self._numbers)
+        del self._numbers[: len(new)]  # not those that have come meanwhile
+        everyone: list[list[int]] = self._comm.all_gather_object(new)
+        return max((number for numbers in everyone for number in numbers), default=None)  # SIGTERM is the greater

@@ -1,0 +1,54 @@
+"""Plans for the devices that a failure leaves, searched beside a training, so that a restart has them in the cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from layerwise.cache import answers
+from layerwise.errors import LayerwiseError
+from layerwise.plan import load_plan
+from layerwise.search.rebuild import replan
+
+
+def left(gpus: int, each: int) -> list[int]:
+    """The devices that are left when one fails, and its node of `each` with it; and when half of all do."""
+    node = each if each < gpus and gpus % each == 0 else 1
+    return sorted({gpus - node, gpus // node // 2 * node} - {0}, reverse=True)
+
+
+@contextmanager
+def searching(
+    plan: str, gpus: int, each: int, model: str | None, profile: str | None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Within it a process of the lowest priority searches as `replan` does, for `left(gpus, each)`."""
+    command = [sys.executable, "-W", "ignore", "-m", __name__, plan, str(gpus), str(each), model or "", profile or ""]
+    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # one core, and none of the training's memory
+    null = subprocess.DEVNULL
+    with subprocess.Popen(command, env=os.environ | variables, stdin=null, stdout=null, stderr=null) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def main(argv: Sequence[str]) -> None:
+    """The process: PLAN GPUS GPUS_PER_NODE MODEL PROFILE, of which the last two may be empty."""
+    os.nice(19)
+    with suppress(OSError):  # where memory is short, this goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    path, gpus, each, model, profile = argv
+    plan, kept = load_plan(path), answers()
+    for number in left(int(gpus), int(each)):
+        if number != plan.gpus and kept is not None:
+            with suppress(LayerwiseError):  # a restart will say it
+                per_node = min(int(each), number)
+                replan(plan, number, per_node, model=model or None, profile=profile or None, answers=kept)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

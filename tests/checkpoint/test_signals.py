@@ -1,0 +1,98 @@
+"""What signals ask of a training: all ranks learn it, and a process that was forked does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from layerwise.checkpoint import SaveSignals
+from layerwise.checkpoint.signals import handled
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.watch import noted
+from tests.comm.thread import run_threads
+
+BOTH = (signal.SIGUSR1, signal.SIGTERM)
+
+
+def get(number: signal.Signals) -> None:
+    signal.raise_signal(number)
+
+
+def test_signals_are_told_once_and_the_end_is_told_first() -> None:
+    before = [signal.getsignal(number) for number in BOTH]
+    with SaveSignals(SoloComm()).taken() as signals:
+        assert signals.received() is None
+        get(signal.SIGUSR1)
+        assert [signals.received(), signals.received()] == [signal.SIGUSR1, None]
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):  # the last by another way, as Slurm sends it
+            get(number)
+        assert [signals.received(), signals.received()] == [signal.SIGTERM, None]
+    assert [signal.getsignal(number) for number in BOTH] == before
+
+
+def test_all_ranks_learn_of_a_signal_to_one() -> None:
+    def rank(comm: Comm) -> list[int | None]:
+        signals = SaveSignals(comm)
+        if comm.rank == 1:
+            signals._numbers.append(signal.SIGTERM)
+        return [signals.received(), signals.received()]
+
+    assert run_threads(2, rank) == [[signal.SIGTERM, None]] * 2
+
+
+def child(act: Callable[[], object]) -> int:
+    """How a process that is forked, and does this, ends."""
+    pid = os.fork()
+    if pid == 0:
+        act()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_second_sigterm_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerwise.checkpoint.signals.TWICE_S", 0.0)
+
+    def twice() -> None:
+        with SaveSignals(SoloComm()).taken():
+            get(signal.SIGTERM)
+            get(signal.SIGTERM)
+
+    assert child(twice) == 128 + signal.SIGTERM
+
+
+def test_a_worker_of_a_data_loader_ends_as_it_did() -> None:
+    with SaveSignals(SoloComm()).taken() as signals:
+        assert child(lambda: get(signal.SIGTERM)) == -signal.SIGTERM
+        assert signals.received() is None
+
+
+def test_a_handler_of_the_users_own_stays() -> None:
+    def own(number: int, _: object) -> None:
+        ours.append(number)
+
+    ours: list[int] = []
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        with SaveSignals(SoloComm()).taken(stop=False) as signals:
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            get(signal.SIGUSR1)
+            assert (ours, signals.received()) == ([signal.SIGUSR1], None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_outside_of_the_main_thread_nothing_is_taken() -> None:
+    def elsewhere() -> None:
+        with handled(noted, *BOTH):
+            seen.extend(signal.getsignal(number) for number in BOTH)
+
+    seen: list[object] = []
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIG_DFL] * 2
