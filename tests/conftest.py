@@ -115,8 +115,8 @@ FIRST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: one worker more than there are cores, for a fifth of the time workers wait, for time-outs and ranks."""
-    return len(os.sched_getaffinity(0)) + 1
+    """`-n auto`: a worker more than there are cores, as workers wait for time-outs and ranks a fifth of their time."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
