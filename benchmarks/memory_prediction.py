@@ -35,6 +35,7 @@ from layerwise.quantities import units
 from layerwise.search.baselines import baseline
 from layerwise.search.find import search
 from tests.comm.pool import run_ranks
+from tests.traces import by_rank_0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,9 @@ def configs(model: CostModel, kind: str, ranks: int) -> Mapping[str, Config]:
 def on_rank(comm: Comm, name: str, plan: str, optimizer: str, dtype: str) -> float:
     """What one of several ranks measures."""
     _, autocast = TYPES[dtype]
-    return step_bytes(network(name), parse_plan(plan, "the plan of this benchmark"), comm, optimizer, autocast)
+    with by_rank_0(comm):
+        given = network(name)
+    return step_bytes(given, parse_plan(plan, "the plan of this benchmark"), comm, optimizer, autocast)
 
 
 def compared(

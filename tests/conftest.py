@@ -78,33 +78,45 @@ def models_traced_once() -> Iterator[None]:
 # The files that take longest, so that no worker is left alone with one of them at the end (--dist loadfile).
 FIRST = (
     "tests/loops/test_loops.py",
+    "tests/run/test_dtensors.py",
     "tests/run/test_memory_prediction.py",
     "tests/test_examples.py",
-    "tests/inference/test_predict.py",
-    "tests/api/test_transformers.py",
-    "tests/run/test_module.py",
-    "tests/run/test_dtensors.py",
-    "tests/volumes/test_training.py",
-    "tests/search/overlap/test_cuts.py",
-    "tests/inference/test_command.py",
-    "tests/importers/onnx/test_operators.py",
-    "tests/program/test_order.py",
-    "tests/benchmarks/test_cluster_plan.py",
-    "tests/cost/test_transfer.py",
-    "tests/importers/torch/test_from_torch.py",
     "tests/run/test_compile.py",
-    "tests/volumes/test_loader.py",
-    "tests/run/test_memory.py",
-    "tests/train/test_run_ranks.py",
+    "tests/api/test_transformers.py",
+    "tests/importers/torch/test_from_torch.py",
     "tests/api/test_parallelize.py",
-    "tests/test_package.py",
+    "tests/inference/test_predict.py",
+    "tests/volumes/test_training.py",
     "tests/comm/test_faults.py",
+    "tests/run/test_module.py",
+    "tests/run/test_recompute.py",
+    "tests/checkpoint/test_crashes.py",
+    "tests/benchmarks/test_cluster_plan.py",
+    "tests/train/test_run_ranks.py",
+    "tests/api/test_groups.py",
+    "tests/integrations/test_hugging_face.py",
+    "tests/search/overlap/test_cuts.py",
+    "tests/program/test_order.py",
+    "tests/cost/test_transfer.py",
+    "tests/run/test_bytes.py",
+    "tests/volumes/test_loader.py",
+    "tests/api/test_whole.py",
+    "tests/run/test_memory.py",
+    "tests/run/test_autocast.py",
+    "tests/train/test_run_cli.py",
+    "tests/test_package.py",
     "tests/cost/test_memory.py",
     "tests/oracle/test_strategies.py",
     "tests/search/test_find.py",
-    "tests/train/test_run_cli.py",
     "tests/cost/test_price.py",
+    "tests/cli/test_doctor.py",
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker more than there are cores, as workers wait for time-outs and ranks a fifth of their time."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:

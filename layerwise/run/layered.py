@@ -72,10 +72,10 @@ class LayeredModule(SplitFacade):
         boxes, shared_out = parameter_boxes(self.graph, places(self.graph, plan)), shardings(self.graph, plan)
         held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._hold(State(network, held, plan.device_order, comm, options))
-        self._shapes = Shapes(network, plan, comm, options)
-        self._arguments = self._shapes.arguments
-        # For copies, and other element types.
+        # For other sizes, copies, and other element types.
         self._network = without_memory(network, self._state.types, self._state.extra)
+        self._shapes = Shapes(self._network, plan, comm, options)
+        self._arguments = self._shapes.arguments
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._model)

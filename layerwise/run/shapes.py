@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -87,7 +88,10 @@ def is_made(network: Network, name: str) -> bool:
 
 
 class Shapes:
-    """Traces the model again for sizes and modes that it has not seen yet. The plan's degrees stay."""
+    """Traces the model again for sizes and modes that it has not seen yet. The plan's degrees stay.
+
+    network: it is referred to, so one without memory (`state.tree.without_memory`).
+    """
 
     def __init__(self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self.plan, self.comm, self.options = plan, comm, options
@@ -98,9 +102,15 @@ class Shapes:
         self._traced = module is None or module.training  # the mode of the plan's network
         self._modes = module is not None and _may_ask_its_mode(module)
         self._known = {(self.sizes, self._traced): first}
-        self._skeleton, self._whole = None if module is None else skeleton(module), network.whole
+        self._module, self._whole = module, network.whole
         self._inputs_without_gradient = network.inputs_without_gradient
         self.arguments = network.arguments or Arguments.of_inputs(layer.name for layer in self._layers)
+
+    @cached_property
+    def _skeleton(self) -> nn.Module | None:
+        """The copy that is traced, whose mode is set for it."""
+        with torch.inference_mode(False):  # of a first call in it, its buffers would be inference tensors
+            return None if self._module is None else skeleton(self._module)
 
     @property
     def inputs(self) -> Inputs:

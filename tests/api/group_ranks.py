@@ -24,6 +24,7 @@ from layerwise.machine import load as load_profile
 from tests.api.keywords import keywords
 from tests.api.ranks import short_rounds
 from tests.api.script import BATCH, SEED, data, network, sgd, step
+from tests.traces import once
 
 STEPS = (2, 3)  # of each group
 SPLIT = ({"0": {"h": 2}, "5": {"c": 2}, "7": {"n": 1}}, {"0": {"n": 2}, "2": {"c": 2}, "5": {"k": 2}})
@@ -57,6 +58,7 @@ def part(model: nn.Module, ranks: object, samples: int = BATCH // 2, **how: Any)
     return parallelize(model, x, device_mesh=ranks, **keywords({"verbose": False, "profile": "cpu", **how}))
 
 
+@once()
 def own_models(comm: Comm, folder: str) -> Trained:
     """A model, a plan and a loop in each group; then one checkpoint of all, by torch's DCP, and a file of each."""
     group = comm.rank // 2
@@ -78,6 +80,7 @@ def own_models(comm: Comm, folder: str) -> Trained:
     return losses, trained
 
 
+@once()
 def some_ranks(comm: Comm) -> Trained | Tensor | None:
     """Ranks 0 and 2 answer, rank 3 trains by itself, and rank 1 does other things, for which nobody waits."""
     pair, single = dist.new_group([0, 2]), dist.new_group([3])
@@ -93,6 +96,7 @@ def some_ranks(comm: Comm) -> Trained | Tensor | None:
     return torch.stack(answers)
 
 
+@once()
 def replicas(comm: Comm, how: dict[str, Any]) -> tuple[Trained, dict[str, str]]:
     """A 2-D mesh; also each layer's configuration. With a batch of two every rank feeds both."""
     few = how.get("batch")
@@ -102,6 +106,7 @@ def replicas(comm: Comm, how: dict[str, Any]) -> tuple[Trained, dict[str, str]]:
     return (losses, model.full_state_dict()), {name: str(config) for name, config in model.plan.strategy.items()}
 
 
+@once()
 def fitted(comm: Comm) -> dict[str, Tensor]:
     """`fit` in each group."""
     model = network()
@@ -137,6 +142,7 @@ def recalled(comm: Comm, folder: str) -> list[str]:
     return [Answers(Path(folder), print).recalled(key_of(name), find, str, str) for name in "ab"]
 
 
+@once()
 def refusals(comm: Comm) -> dict[str, str]:
     """The sentences."""
     cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
@@ -184,6 +190,7 @@ class Parts(nn.Module):
         return out
 
 
+@once()
 def encoder(comm: Comm, strategy: Any) -> Trained:
     """The encoder is split over all ranks; the rest is replicated by DistributedDataParallel."""
     model: Any = Parts()

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401
 
+import contextlib
 import gc
 
 import pytest  # functions that ranks call stand in test files, too
@@ -17,6 +18,10 @@ import layerwise.run.__main__
 import layerwise.search.__main__
 import tests.comm.pool
 from layerwise.importers.load import network_of
+
+with contextlib.suppress(ImportError):
+    import lightning
+    import transformers.trainer
 
 if not torch.backends.cuda.is_built():  # then autograd has threads after a first backward pass, which forked ranks lack
     network_of(torch.nn.Linear(1, 1), (torch.zeros(2, 1),), None, "first")  # a first export imports much

@@ -15,7 +15,14 @@ from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
 from tests.comm.launch import launch
 
-SEARCH = "search unet3d:16 --profile cpu --inference --io boxes --global-batch 1"
+FLAGS = "--profile cpu --inference --io boxes --global-batch 1"
+SMALL = "tests.inference.test_command:small"
+
+
+def small() -> torch.nn.Module:
+    """A tenth of the built-in one's channels: a rank traces it in a second."""
+    torch.manual_seed(0)
+    return find("unet3d").build(width=0.1).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -26,22 +33,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def network(here: Path) -> torch.nn.Module:
-    torch.manual_seed(0)
-    made = find("unet3d:16").build().eval()
-    save_file(made.state_dict(), "model.safetensors")
-    return made
-
-
-def test_from_a_plan_to_labels(here: Path, network: torch.nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(dispatch, [*SEARCH.split(), "--gpus", "2", "--gpus-per-node", "2", "--out", "plan.json"]) == 0
+def test_from_a_plan_to_labels() -> None:
+    search = f"search {SMALL} --input-shape 1x16x16x16 {FLAGS} --gpus 2 --gpus-per-node 2 --out plan.json"
+    assert run_main(dispatch, search.split()) == 0
+    network = small()
+    save_file(network.state_dict(), "model.safetensors")
     rng = np.random.default_rng(0)
     volumes = {name: rng.normal(size=(1, 1, *shape)) for name, shape in (("a", (16, 24, 16)), ("b", (24, 13, 16)))}
     for name, volume in volumes.items():
         np.save(f"{name}.npy", volume[0].astype(np.float32))
-    command = "-m layerwise.predict plan.json --weights model.safetensors --out labels --reduce argmax --json --data"
-    done = launch([*command.split(), "a.npy", "b.npy"])
+    command = "-m layerwise.predict plan.json --weights model.safetensors --out labels --reduce argmax --json"
+    done = launch([*command.split(), "--model", SMALL, "--data", "a.npy", "b.npy"])
     assert done.codes == [0, 0], done.stderr
     assert json.loads(done.stdout[0])["written"] == ["a", "b"]
     for name, volume in volumes.items():
@@ -53,8 +55,9 @@ def test_from_a_plan_to_labels(here: Path, network: torch.nn.Module, capsys: pyt
         assert np.array_equal(np.load(f"labels/{name}.npy"), logits.argmax(0)[inside])
 
 
-def test_one_line_for_a_mistake(here: Path, network: torch.nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(dispatch, [*SEARCH.split(), "--gpus", "1", "--out", "plan.json"]) == 0
+def test_one_line_for_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(dispatch, f"search unet3d:16 {FLAGS} --gpus 1 --out plan.json".split()) == 0
+    save_file(find("unet3d:16").build().state_dict(), "model.safetensors")
     np.save("a.npy", np.zeros((1, 16, 16, 16), np.float32))
     capsys.readouterr()
     usual = {"--weights": "model.safetensors", "--data": "a.npy", "--out": "labels"}

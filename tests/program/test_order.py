@@ -22,13 +22,12 @@ from layerwise.program.instructions import Begin, Compute, Fill, Move
 from layerwise.run.load import load
 from layerwise.run.trace import Trace
 from tests.comm.thread import run_threads
-from tests.run.plans import SMALL, Case, case, random_plan, recomputed, small
+from tests.run.plans import SMALL, Case, random_plan, recomputed, small
 from tests.run.small_modules import loss
-from tests.run.test_module import Small
 
 RANKS = 2
 WHAT = ("compute", "transfers")
-CASES = {"awkward": lambda: case(Small(), (3, 7, 5), 6), **{name: lambda name=name: small(name) for name in SMALL}}
+CASES = ("awkward", *SMALL)
 
 
 def program_of(plan: Plan, graph: LayerGraph, ranks: int) -> Program:
@@ -52,7 +51,7 @@ def test_a_step_is_its_program(name: str, recompute: bool, late: bool, monkeypat
     """late: gradients of weights are made beside transfers, as on GPUs."""
     if late:
         monkeypatch.setattr("layerwise.partition.ahead.IN_ONE_CALL", frozenset())
-    given = CASES[name]()
+    given = small(name)
     for seed in range(2):
         plan = random_plan(given.graph, RANKS, seed, "sample")
         if recompute:
@@ -80,7 +79,7 @@ def test_buckets_are_the_programs(name: str, bucket_bytes: int) -> None:
 
     A norm's weight and bias are one gradient to the program and two to the runtime: buckets are larger than these.
     """
-    given = CASES[name]()
+    given = small(name)
     for seed, ranks in ((0, 2), (1, 4)):
         plan = replace(
             random_plan(given.graph, ranks, seed, "sample" if ranks <= given.graph.batch else "free"),

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from layerwise.models import find
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
 from layerwise.config import SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
@@ -66,10 +68,32 @@ class Case:
     lr: float = 1e-4
 
 
+class Awkward(nn.Module):
+    """Tied weights, dropout, stochastic depth as torchvision has it, batch norm, and a shape that does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.drop = nn.Dropout(0.3)
+        self.first = nn.Linear(6 * 7 * 5, 9)
+        self.shared = nn.Linear(9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(torch.relu(self.norm(self.conv(x))))
+        x = self.first(x.flatten(1))
+        if self.training:
+            x = x * torch.empty(len(x), 1, dtype=x.dtype).bernoulli_(0.7).div_(0.7)
+        return self.shared(torch.relu(self.shared(x)))
+
+
+@cache
 def small(name: str, steps: int = 2) -> Case:
-    """A built-in network at reduced size, with normal inputs and random classes."""
-    shape, options, batch = (SMALL | LARGER)[name]
+    """A built-in network at reduced size, or "awkward", with normal inputs and random classes. No run changes it."""
     torch.manual_seed(0)
+    if name == "awkward":
+        return case(Awkward(), (3, 7, 5), 6, steps)
+    shape, options, batch = (SMALL | LARGER)[name]
     made = case(find(name).build(**options), shape, batch, steps, trusted=True)
     # Batch norm over few samples, some fifty times one after the other, multiplies rounding: in Inception-v3 gradients
     # that are equal to 3e-12 in the first step are to 2e-9 in the third, at a rate of 1e-4. So a tenth of that.
@@ -187,6 +211,13 @@ def train(given: Case, plan: Plan, comm: Comm, **options: object) -> Trained:
         if p.grad is not None and name in boxes
     }
     return Trained(losses, sent, module.full_state_dict(), gradients)
+
+
+@cache
+def trained_alone(name: str) -> tuple[Case, Trained]:
+    """A network of `small`, and what one device makes of its steps."""
+    given = small(name)
+    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -14,13 +14,18 @@ from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
-from tests.run.plans import LARGER, SMALL, Case, Trained, case, check_equal, difference, random_plan, small, train
-
-
-@cache
-def network(name: str) -> tuple[Case, Trained]:
-    given = small(name)
-    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+from tests.run.plans import (
+    LARGER,
+    SMALL,
+    Case,
+    Trained,
+    case,
+    check_equal,
+    difference,
+    random_plan,
+    train,
+    trained_alone,
+)
 
 
 def preferred(configs, degree: int) -> Config:
@@ -40,7 +45,7 @@ def seeds() -> Iterator[object]:
 def test_random_plans_equal_one_device(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 3:  # gradients of weights are made late, as on a GPU
         monkeypatch.setattr("layerwise.partition.ahead.IN_ONE_CALL", frozenset())
-    given, single = network(name)
+    given, single = trained_alone(name)
     free = seed % 2 == 0
     ranks = 2 + seed % 3 if free else min(2 + seed % 3, given.graph.batch)
     plan = random_plan(given.graph, ranks, seed, "free" if free else "sample")
@@ -51,7 +56,7 @@ def test_random_plans_equal_one_device(name: str, seed: int, monkeypatch: pytest
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", [*LARGER, *SMALL])
 def test_random_plans_of_all_networks(name: str, seed: int) -> None:
-    given, single = network(name)
+    given, single = trained_alone(name)
     ranks = 2 + seed % 7
     plan = random_plan(given.graph, ranks, seed, "free")
     check_equal(run_threads(ranks, lambda comm: train(given, plan, comm), collectives=seed % 4 > 1), single, plan)
@@ -79,35 +84,9 @@ def test_one_rank_is_plain_pytorch(name: str) -> None:
         assert value.shape == single.state[key].shape
 
 
-class Small(nn.Module):
-    """Tied weights, dropout, stochastic depth as torchvision has it, batch norm, and a shape that does not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 6, 3, padding=1)
-        self.norm = nn.BatchNorm2d(6)
-        self.drop = nn.Dropout(0.3)
-        self.first = nn.Linear(6 * 7 * 5, 9)
-        self.shared = nn.Linear(9, 9)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.drop(torch.relu(self.norm(self.conv(x))))
-        x = self.first(x.flatten(1))
-        if self.training:
-            x = x * torch.empty(len(x), 1, dtype=x.dtype).bernoulli_(0.7).div_(0.7)
-        return self.shared(torch.relu(self.shared(x)))
-
-
-@cache
-def awkward() -> tuple[Case, Trained]:
-    torch.manual_seed(1)
-    given = case(Small(), (3, 7, 5), 6)
-    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_tied_weights_dropout_and_odd_sizes(seed: int) -> None:
-    given, single = awkward()
+    given, single = trained_alone("awkward")
     ranks = 2 + seed % 3
     plan = random_plan(given.graph, ranks, seed, "sample")
     options = {"checkpoint_activations": seed % 2 == 0}
@@ -163,7 +142,7 @@ def test_running_statistics_of_instances_are_plain_pytorchs() -> None:
 
 
 def test_a_pure_data_plan_sends_what_ddp_sends() -> None:
-    given, _ = network("vgg16")
+    given, _ = trained_alone("vgg16")
     plan = random_plan(
         given.graph, 4, 0, "sample", lambda configs: next(c for c in configs if c == Config((("n", 4),)))
     )
@@ -174,7 +153,7 @@ def test_a_pure_data_plan_sends_what_ddp_sends() -> None:
 
 
 def test_a_short_last_batch_is_cut_by_the_same_rule() -> None:
-    given, _ = awkward()
+    given, _ = trained_alone("awkward")
     plan = random_plan(given.graph, 3, 5, "sample", lambda configs: preferred(configs, 3))
 
     def run(comm):
@@ -189,7 +168,7 @@ def test_a_short_last_batch_is_cut_by_the_same_rule() -> None:
 
 
 def test_whole_outputs_and_any_loss_with_io_free() -> None:
-    given, _ = network("unet3d")
+    given, _ = trained_alone("unet3d")
     plan = random_plan(given.graph, 3, 1, "free")
 
     def run(comm):
@@ -222,7 +201,7 @@ def run_single(given: Case, plan):
 
 
 def test_bad_input_is_one_clear_error() -> None:
-    given, _ = network("lenet5")
+    given, _ = trained_alone("lenet5")
     plan = random_plan(given.graph, 2, 0, "sample")
 
     def wrong(comm):
@@ -240,4 +219,4 @@ def test_bad_input_is_one_clear_error() -> None:
     with pytest.raises(LayerwiseError, match="there are 3"):
         run_threads(3, lambda comm: load(plan, given.network, comm=comm))
     with pytest.raises(LayerwiseError, match="for another model"):
-        load(plan, network("alexnet")[0].network, comm=SoloComm())
+        load(plan, trained_alone("alexnet")[0].network, comm=SoloComm())

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
-from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from tests.comm.thread import run_threads
-from tests.run.plans import Case, Trained, check_equal, optimised_plan, random_plan, small, train
-
-
-@cache
-def network(name: str) -> tuple[Case, Trained]:
-    given = small(name)
-    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+from tests.run.plans import check_equal, optimised_plan, train, trained_alone
 
 
 def kinds(strategy: dict[str, Config]) -> set[str]:
@@ -24,7 +15,7 @@ def kinds(strategy: dict[str, Config]) -> set[str]:
 
 
 def check(name: str, ranks: int) -> None:
-    given, single = network(name)
+    given, single = trained_alone(name)
     plan = optimised_plan(given.graph, ranks)
     found = kinds(plan.strategy)
     assert len(found) >= 2, found  # a mix, not plain data parallelism

@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -30,29 +29,19 @@ from layerwise.run.trace import Trace
 from tests.comm.thread import run_threads
 from tests.run.plans import (
     SMALL,
-    Case,
     Trained,
-    case,
     check_equal,
     difference,
     random_plan,
     recomputed,
     small,
     train,
+    trained_alone,
 )  # fmt: skip
 from tests.run.small_modules import loss
 from tests.run.test_ahead import in_order, late
 from tests.run.test_ahead import smooth as skips
 from tests.run.test_backward import LOOPS, PICTURES, Loop, check, images
-from tests.run.test_module import Small
-
-
-@cache
-def known(name: str) -> tuple[Case, Trained]:
-    torch.manual_seed(1)
-    torch.set_num_threads(1)
-    given = case(Small(), (3, 7, 5), 6) if name == "awkward" else small(name)
-    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
 
 
 def same(found: Trained, expected: Trained) -> None:
@@ -68,7 +57,7 @@ def same(found: Trained, expected: Trained) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_plans_with_recompute(seed: int) -> None:
     """Tied weights, dropout, batch norm, sizes that do not divide; any configuration, some layers recomputed."""
-    given, single = known("awkward")
+    given, single = trained_alone("awkward")
     ranks = 1 + seed % 4
     plain = random_plan(given.graph, ranks, seed, "sample" if seed % 3 else "free")
     plan = recomputed(plain, given.graph, seed)
@@ -82,7 +71,7 @@ def test_random_plans_with_recompute(seed: int) -> None:
 
 @pytest.mark.parametrize(("name", "seed"), zip(SMALL, cycle([1, 2]), strict=False))
 def test_networks(name: str, seed: int) -> None:
-    given, single = known(name)
+    given, single = trained_alone(name)
     ranks = 2 + 2 * (seed % 2)
     io, choose = "sample" if given.graph.batch >= ranks else "free", random.Random(seed).choice
     plan = recomputed(random_plan(given.graph, ranks, seed, io, choose), given.graph, seed)
@@ -133,7 +122,7 @@ def test_late_ranks_and_accumulated_gradients() -> None:
 
 
 def test_evaluation_is_differentiated_too() -> None:
-    given, _ = known("awkward")
+    given, _ = trained_alone("awkward")
     plan = recomputed(random_plan(given.graph, 2, 3, "sample"), given.graph, 0, share=1.0)
 
     def rank(comm: Comm, plan: Any) -> list[Tensor]:
@@ -152,8 +141,7 @@ def test_evaluation_is_differentiated_too() -> None:
 @pytest.mark.parametrize("around", [False, True])
 def test_types_are_those_of_the_forward_pass(autocast: torch.dtype | None, around: bool) -> None:
     """Autocast of the run's, or around the call, where PyTorch keeps casts of weights; the backward pass is outside."""
-    torch.manual_seed(1)
-    given = case(Small(), (3, 7, 5), 6)
+    given = small("awkward")
     plan = recomputed(random_plan(given.graph, 2, 3, "sample"), given.graph, 0, share=1.0)
 
     def rank(comm: Comm, plan: Any) -> list[Tensor]:
@@ -171,7 +159,7 @@ def test_types_are_those_of_the_forward_pass(autocast: torch.dtype | None, aroun
 
 
 def test_spans_of_a_trace_are_those_of_the_simulated_step() -> None:
-    given, _ = known("awkward")
+    given, _ = trained_alone("awkward")
     plan = recomputed(random_plan(given.graph, 4, 5, "sample"), given.graph, 3)
     devices = load_profile("cpu").device_graph(gpus=4, gpus_per_node=4)
     simulated = set[tuple[str, str]]()
@@ -192,7 +180,7 @@ def test_spans_of_a_trace_are_those_of_the_simulated_step() -> None:
 
 def test_each_further_pass_makes_the_same_again() -> None:
     """Also of a norm whose kernel moves the running statistics that it is given."""
-    given, _ = known("awkward")
+    given, _ = trained_alone("awkward")
     plan = recomputed(random_plan(given.graph, 2, 3, "sample"), given.graph, 0, share=1.0)
 
     def rank(comm: Comm) -> bool:
@@ -303,7 +291,7 @@ def a_gather_left_out(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("breakage", [other_seed, statistics_twice, a_gather_left_out])
 def test_breakages_are_seen(breakage: Callable[[pytest.MonkeyPatch], None]) -> None:
-    given, single = known("awkward")
+    given, single = trained_alone("awkward")
     plan = recomputed(random_plan(given.graph, 2, 3, "sample"), given.graph, 0, share=1.0)
     with pytest.MonkeyPatch.context() as patch:
         breakage(patch)

