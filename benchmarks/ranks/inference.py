@@ -64,12 +64,12 @@ def unet() -> tuple[nn.Module, Tensor]:
 
 
 def decoder() -> tuple[nn.Module, Tensor]:
-    """HunyuanVideo's decoder of a quarter of the channels, and the latent of 5 frames of 192 x 192."""
+    """HunyuanVideo's decoder of a quarter of the channels, and the latent of 5 frames of 256 x 256."""
     torchvision_operators()
     import diffusers
 
     options = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8, "layers_per_block": 1}
-    return diffusers.AutoencoderKLHunyuanVideo(**options).decoder, torch.randn(1, 16, 2, 24, 24)
+    return diffusers.AutoencoderKLHunyuanVideo(**options).decoder, torch.randn(1, 16, 2, 32, 32)
 
 
 NETWORKS = {"unet": unet, "decoder": decoder}
