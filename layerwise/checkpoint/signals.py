@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -17,15 +17,18 @@ STOPPED: Final = 75  # exit status of a training that SIGTERM has ended, once it
 
 
 @contextmanager
-def handled(handler: Callable[[int, object], object], *numbers: signal.Signals) -> Iterator[None]:
-    """Within it these signals have this handler, where the user's program has none; in the main thread only."""
+def handled(handler: Callable[[int, object], object], *numbers: signal.Signals) -> Iterator[Collection[int]]:
+    """Within it these signals have this handler, where the user's program has none; in the main thread only.
+
+    Yields those of them that have it.
+    """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers if main}
     ours = {number: was for number, was in before.items() if was in (signal.SIG_DFL, noted)}
     for number in ours:
         signal.signal(number, handler)
     try:
-        yield
+        yield ours
     finally:
         for number, was in ours.items():
             signal.signal(number, was)
@@ -61,16 +64,20 @@ class SaveSignals:
         def note(number: int, _: object) -> None:
             now = time.monotonic()
             if os.getpid() != process:  # forked from this one, as a data loader's worker
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
+                if number == signal.SIGTERM:
+                    signal.signal(number, signal.SIG_DFL)
+                    signal.raise_signal(number)
             elif number == signal.SIGTERM and now - (self._stopped_s or now) > TWICE_S:
                 os._exit(128 + number)
             elif number == signal.SIGTERM:
                 self._stopped_s = self._stopped_s or now
             self._numbers.append(number)
 
-        with handled(note, signal.SIGUSR1, *((signal.SIGTERM,) if stop else ())):
-            self._comm.spare(stop)
+        with handled(note, signal.SIGUSR1, *((signal.SIGTERM,) if stop else ())) as ours:
+            if signal.SIGTERM not in ours:
+                yield self
+                return
+            self._comm.spare(True)
             try:
                 yield self
             finally:

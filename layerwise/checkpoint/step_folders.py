@@ -167,7 +167,11 @@ def _lock(mark: Path, directory: str, patience_s: float) -> int:
     """The descriptor of the locked file. A lock of fcntl's is not handed on to processes forked from this one."""
     began, waits = time.monotonic(), False
     while True:
-        lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except FileNotFoundError:  # the run before saved nothing, and has removed its folder
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            continue
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

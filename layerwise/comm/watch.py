@@ -286,11 +286,12 @@ class Guard:
         """SIGTERM: most often because another rank has died, and torchrun ends the others."""
         watch = self._watch
         twice = watch.stopped and time.monotonic() - self._stopped_s > TWICE_S
-        if not watch.alive or twice:  # no other rank is to be told
+        theirs = not watch.spared and signal.getsignal(signal.SIGTERM) is not noted  # set after `start`
+        if (not watch.alive or twice) and not theirs:  # no other rank is to be told
             os._exit(128 + signal.SIGTERM)
         if not watch.stopped:
             watch.stopped, self._stopped_s = True, time.monotonic()  # for the next sign of life
-        if watch.spared:
+        if watch.spared or theirs:
             return watch.look()
         text = watch.verdict or watch.find("SIGTERM")
         self._end(text, 128 + signal.SIGTERM if STOPPED in text else 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,9 +28,12 @@ def searching(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Within it a process of the lowest priority searches as `replan` does, for `left(gpus, each)`."""
     command = [sys.executable, "-W", "ignore", "-m", __name__, plan, str(gpus), str(each), model or "", profile or ""]
-    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # one core, and none of the training's memory
+    variables = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }  # one core, and none of the training's memory
     null = subprocess.DEVNULL
-    with subprocess.Popen(command, env=os.environ | variables, stdin=null, stdout=null, stderr=null) as process:
+    with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=null, stderr=null) as process:
         try:
             yield process
         finally:
@@ -50,5 +54,12 @@ def main(argv: Sequence[str]) -> None:
                 replan(plan, number, per_node, model=model or None, profile=profile or None, answers=kept)
 
 
+def _end_with_stdin() -> None:
+    """The training has been killed."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     main(sys.argv[1:])

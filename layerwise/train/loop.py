@@ -26,7 +26,8 @@ from layerwise.train.data import StepSampler
 
 LocalBatch = TypeVar("LocalBatch")
 OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # each with its usual learning rate
-FLUSH_S = 0.5  # about how often losses are gathered: it costs a message from every rank
+FLUSH_S = 0.5  # about how often losses are gathered, and signals heard of: it costs a message from every rank
+MOST = 10  # steps until then: they may become slow, and torchrun ends by force what SIGTERM has not ended within 30 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class Trainer(Generic[LocalBatch]):
             if number + 1 in (flush, steps):
                 yield from self._gather(waiting, (time.perf_counter() - began) / len(waiting))
                 # By seconds that are the same on every rank: all must gather after the same step.
-                flush, began = number + 1 + max(1, int(FLUSH_S / self.pace_s)), time.perf_counter()
+                flush, began = number + 1 + min(max(1, int(FLUSH_S / self.pace_s)), MOST), time.perf_counter()
                 waiting = []
 
     def _read(self, first: int, steps: int) -> Iterator[tuple[int, list[tuple[int, LocalBatch]]]]:

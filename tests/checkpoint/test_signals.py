@@ -96,3 +96,36 @@ def test_outside_of_the_main_thread_nothing_is_taken() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.SIG_DFL] * 2
+
+
+def test_within_another_it_takes_nothing_and_leaves_the_protection() -> None:
+    told: list[bool] = []
+
+    class Told(SoloComm):
+        def spare(self, spared: bool) -> None:
+            told.append(spared)
+
+    comm = Told()
+    with SaveSignals(comm).taken() as outer:
+        with SaveSignals(comm).taken() as inner, handled(noted, signal.SIGUSR1):
+            get(signal.SIGUSR1)
+            assert inner.received() is None
+        assert told == [True]
+        assert outer.received() == signal.SIGUSR1
+    assert told == [True, False]
+
+
+def test_in_another_thread_nothing_is_taken_and_sigterm_ends_as_ever() -> None:
+    class Told(SoloComm):
+        def spare(self, spared: bool) -> None:
+            raise AssertionError
+
+    def take() -> None:
+        with SaveSignals(Told()).taken():
+            done.append(True)
+
+    done: list[bool] = []
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert done

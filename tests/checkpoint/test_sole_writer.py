@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from layerwise.__main__ import dispatch
-from layerwise.checkpoint import save
+from layerwise.checkpoint import save, step_folders
 from layerwise.checkpoint.step_folders import MARK, sole_writer
 from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
@@ -112,3 +112,9 @@ def test_saving_where_another_run_saves(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [MARK]
     save(tmp_path, module, None, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_a_folder_that_the_run_before_has_removed_meanwhile(tmp_path: Path) -> None:
+    lock = step_folders._lock(tmp_path / "gone" / MARK, "gone", 0.0)
+    assert (tmp_path / "gone" / MARK).exists()
+    os.close(lock)
