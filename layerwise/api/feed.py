@@ -18,6 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from layerwise.checkpoint.workers import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.train.sources import inputs_and_target
 
@@ -33,6 +34,7 @@ class Feed:
     count: int
     collate: Callable[[list[Any]], Any]
     workers: int = 0
+    start_worker: Callable[[int], None] | None = None
     batch: int | None = None
     shuffle: bool | None = None
     drop_last: bool = False
@@ -46,6 +48,7 @@ class Feed:
             batch_sampler=[list(batch) for batch in numbers],
             num_workers=self.workers,
             collate_fn=self.collate,
+            worker_init_fn=WorkerStart(self.start_worker),
         )
         for collated in loader:
             batch = inputs_and_target(collated)
@@ -88,6 +91,7 @@ def _from_loader(loader: DataLoader[Any], name: str) -> Feed:
         len(loader.dataset),  # type: ignore[arg-type]
         loader.collate_fn,
         loader.num_workers,
+        loader.worker_init_fn,
         loader.batch_size,
         shuffle,
         loader.drop_last,

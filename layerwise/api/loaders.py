@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from layerwise.api.split import SplitDataset
+from layerwise.checkpoint.workers import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input
 from layerwise.run.parallel import ParallelModule
@@ -239,7 +240,7 @@ class SharedLoader(DataLoader[Any]):
             collate_fn=theirs.collate_fn,
             pin_memory=theirs.pin_memory,
             timeout=theirs.timeout,
-            worker_init_fn=theirs.worker_init_fn,
+            worker_init_fn=WorkerStart(theirs.worker_init_fn),
             multiprocessing_context=theirs.multiprocessing_context,
             generator=theirs.generator,
             prefetch_factor=theirs.prefetch_factor,

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from layerwise.checkpoint.workers import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.run.parallel import ParallelModule
@@ -122,7 +123,12 @@ class BoxLoader:
         self.epoch, self._done = self.epoch + 1, 0
         prefetch = self._prefetch if self._workers else None
         loader: DataLoader[Any] = DataLoader(
-            reading, batch_size=None, num_workers=self._workers, pin_memory=self._pinned, prefetch_factor=prefetch
+            reading,
+            batch_size=None,
+            num_workers=self._workers,
+            pin_memory=self._pinned,
+            prefetch_factor=prefetch,
+            worker_init_fn=WorkerStart(),
         )
         for batch in loader:
             if isinstance(batch, str):  # an error of a worker's, without its traceback
