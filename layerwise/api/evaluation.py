@@ -63,11 +63,17 @@ def classes(out: object, target: Tensor) -> bool:
     return fits and not target.is_floating_point()
 
 
-def evaluate(module: ParallelModule, held_out: Feed, loss: Metric, metrics: Mapping[str, Metric]) -> dict[str, float]:
+def evaluate(
+    module: ParallelModule,
+    held_out: Feed,
+    loss: Metric,
+    metrics: Mapping[str, Metric],
+    after: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
     """`loss`, and each metric by its name: means over all samples. Every rank calls this alike.
 
     The last batch is filled up to the plan's size with samples that do not count. Accuracy comes by itself where the
-    outputs are scores of classes.
+    outputs are scores of classes. `after` is called after every batch.
     """
     batches = list(filled_batches(module, held_out.count))
     totals: dict[str, float] = {}
@@ -79,6 +85,7 @@ def evaluate(module: ParallelModule, held_out: Feed, loss: Metric, metrics: Mapp
             for (_, counts), (inputs, target) in zip(batches, loaded, strict=True):
                 check_targets(loss, target[counts], held_out.name)
                 out = module(*inputs, batch=module.plan.batch)
+                after()
                 counted, targets = _counted(out, counts), target.to(module.device)[counts]
                 if not int(counts.sum()):
                     continue

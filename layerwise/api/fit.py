@@ -33,7 +33,7 @@ from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import StepSampler
-from layerwise.train.loop import Trainer, least
+from layerwise.train.loop import FLUSH_S, Trainer, least
 from layerwise.train.saving import Saving
 from layerwise.train.sources import Batch
 
@@ -68,9 +68,19 @@ class Reached:
     loss: float = 0.0  # the sum over these samples
 
     @classmethod
-    def of(cls, progress: Mapping[str, Any], sampler: StepSampler) -> Reached:
-        """What a checkpoint's progress says. LayerwiseError where its steps had other samples than they have here."""
-        reached = cls(int(progress["epochs"]), *progress.get("within_epoch", ()))
+    def of(cls, progress: Mapping[str, Any], sampler: StepSampler, order: Mapping[str, bool]) -> Reached:
+        """What a checkpoint's progress says. LayerwiseError where its steps had other samples than they have here.
+
+        order: What else the samples of an epoch's steps depend on.
+        """
+        steps, samples, loss = progress.get("within_epoch", (0, 0, 0.0))
+        reached = cls(int(progress["epochs"]), steps, samples, float(loss))
+        for what, here in order.items():
+            if steps and progress.get(what, here) != here:
+                raise LayerwiseError(
+                    f"the checkpoint was written within an epoch with {what}={progress[what]}, here it is {here}: give "
+                    "the same"
+                )
         taken = sampler.steps(reached.epochs)[: reached.steps]
         if sum(len(numbers) for batches in taken for numbers in batches) != reached.samples:
             raise LayerwiseError(
@@ -80,8 +90,8 @@ class Reached:
         return reached
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
-        return {"epochs": self.epochs, "within_epoch": [self.steps, self.samples, self.loss]}
+        """What a checkpoint says of it. The loss is text, as JSON has no infinity."""
+        return {"epochs": self.epochs, "within_epoch": [self.steps, self.samples, repr(self.loss)]}
 
 
 @dataclass(slots=True)
@@ -189,9 +199,9 @@ def fit(
     shuffle = train.shuffle is not False if shuffle is None else shuffle
     objective = UserObjective(module, train, loss, autocast)
     trainer = Trainer(module, objective, _sampler(train, module, seed, shuffle), built, clip_norm)
-    reached = Reached()
+    reached, order = Reached(), {"shuffle": shuffle, "drop_last": train.drop_last}
     if resumed is not None:
-        reached = Reached.of(resumed[1], trainer.sampler)
+        reached = Reached.of(resumed[1], trainer.sampler, order)
         if schedule is not None:
             schedule.load_state_dict(resumed[1]["scheduler"])
 
@@ -200,17 +210,18 @@ def fit(
             return None
         state = {} if schedule is None else {"scheduler": schedule.state_dict()}
         return checkpoints.begin_saving(
-            checkpoint, module, built, {**reached.progress(), **facts, **state}, beside=False
+            checkpoint, module, built, {**reached.progress(), **order, **facts, **state}, beside=False
         )
 
     saving = Saving(module.comm, begin)
     with saving.signals.taken(stop=checkpoint is not None):
         for number in range(reached.epochs, epochs):
             seconds = _epoch(trainer, reached, saving, quiet=not printing)
-            if schedule is not None:
-                schedule.step()
+            look = _Look(saving, trainer.done)
             with objective.arithmetic():
-                results = {} if evaluation is None else evaluate(module, evaluation, loss, metrics or {})
+                results = {} if evaluation is None else evaluate(module, evaluation, loss, metrics or {}, look)
+            if schedule is not None:  # not before: what is saved while evaluating resumes there, and steps it then
+                schedule.step()
             epoch = Epoch(number + 1, reached.loss / reached.samples, seconds, reached.samples, results)
             fitted.history.append(epoch)
             if printing:
@@ -319,6 +330,22 @@ def _epoch(trainer: Trainer[Batch], reached: Reached, saving: Saving, *, quiet: 
                 _end_if_asked(saving, step.number)
     everyone: list[float] = trainer.module.comm.all_gather_object(time.perf_counter() - started)
     return max(everyone)
+
+
+class _Look:
+    """Called after every batch of an evaluation: all ranks look for signals about every `FLUSH_S`, after the same."""
+
+    def __init__(self, saving: Saving, done: int) -> None:
+        self._saving, self._done, self._began = saving, done, time.perf_counter()
+        self._batches, self._next = 0, 1
+
+    def __call__(self) -> None:
+        self._batches += 1
+        if self._batches == self._next:
+            pace_s = (time.perf_counter() - self._began) / self._batches
+            slowest_s: float = max(self._saving.comm.all_gather_object(pace_s))
+            self._next += max(1, int(FLUSH_S / slowest_s))
+            _end_if_asked(self._saving, self._done)
 
 
 def _end_if_asked(saving: Saving, done: int) -> None:

@@ -1,5 +1,6 @@
 """fit: the same losses and weights on one and on two ranks, and as a plain loop over the same batches."""
 
+import os
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -201,6 +202,60 @@ def test_a_signal_saves_within_an_epoch(tmp_path: Path, monkeypatch: pytest.Monk
     made = layerwise.fit(again, samples, *rest, epochs=3, **how)
     assert losses(made) == losses(whole)[1:]
     assert apart(again.state_dict(), at_once.state_dict()) == 0.0
+
+
+def test_a_signal_saves_while_evaluating(tmp_path: Path) -> None:
+    """The epoch that it ends is trained once, and the scheduler stepped once for it."""
+    samples, held_out = data(16).tensors, Interrupted(*data(8).tensors)
+    how = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "batch": 4, **QUIET}
+    how |= {"epochs": 3, "held_out": held_out}
+    at_once, rest = network(), (nn.CrossEntropyLoss(), "adam")
+    whole = layerwise.fit(at_once, samples, *rest, **how)
+    for held_out.number, ended in ((signal.SIGUSR1, False), (signal.SIGTERM, True)):
+        held_out.at = 9  # in the first batch of the second evaluation
+        how |= {"checkpoint": tmp_path / str(ended), "resume": True}
+        with pytest.raises(SystemExit, match=str(STOPPED)) if ended else nullcontext():
+            made = layerwise.fit(network(), samples, *rest, **how)
+    assert (losses(made), latest(tmp_path / "True")) == (losses(whole), tmp_path / "True" / "step-00000008")
+    again = network()
+    made = layerwise.fit(again, samples, *rest, **how)
+    assert losses(made) == losses(whole)[1:]
+    assert [epoch.held_out for epoch in made.history] == [epoch.held_out for epoch in whole.history[1:]]
+    assert apart(again.state_dict(), at_once.state_dict()) == 0.0
+
+
+def test_within_an_epoch_a_loss_may_be_infinite_and_the_order_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layerwise.train.loop.FLUSH_S", 0.0)
+    samples, how = Interrupted(*data(16).tensors), {"batch": 4, "checkpoint": tmp_path, "resume": True, **QUIET}
+    samples.number, samples.at = signal.SIGTERM, 8
+
+    def infinite(out: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out, target) + torch.inf
+
+    with pytest.raises(SystemExit):
+        layerwise.fit(network(), samples, infinite, "sgd", **how)
+    with pytest.raises(LayerwiseError, match=r"within an epoch with shuffle=True, here it is False: give the same"):
+        layerwise.fit(network(), samples, infinite, "sgd", shuffle=False, **how)
+    with pytest.raises(LayerwiseError, match=r"within an epoch with drop_last=False, here it is True: give the same"):
+        layerwise.fit(network(), DataLoader(samples, 4, drop_last=True, shuffle=True), infinite, "sgd", **how)
+    assert losses(layerwise.fit(network(), samples, infinite, "sgd", **how)) == [torch.inf]
+
+
+class SignalledWorker(TensorDataset):
+    """Sends its DataLoader's worker what a job's manager sends all processes."""
+
+    def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+        if torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__getitem__(i)
+
+
+def test_a_signal_to_all_processes_ends_no_worker() -> None:
+    loader = DataLoader(SignalledWorker(*data(8).tensors), 4, num_workers=2)
+    made = layerwise.fit(network(), loader, nn.CrossEntropyLoss(), "sgd", **QUIET)
+    assert made.history[0].samples == 8
 
 
 def test_metrics_and_any_loss() -> None:
