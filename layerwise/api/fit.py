@@ -33,7 +33,7 @@ from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import StepSampler
-from layerwise.train.loop import FLUSH_S, Trainer, least
+from layerwise.train.loop import FLUSH_S, MOST, Trainer, least
 from layerwise.train.saving import Saving
 from layerwise.train.sources import Batch
 
@@ -46,8 +46,8 @@ class Epoch:
 
     number: int  # from 1
     loss: float  # the mean over its samples
-    seconds: float  # of the slowest rank
-    samples: int
+    seconds: float  # of the slowest rank, in this call
+    samples: int  # likewise
     held_out: Mapping[str, float]  # loss and metrics over the held-out samples, by name
 
     def line(self, of: int) -> str:
@@ -216,13 +216,14 @@ def fit(
     saving = Saving(module.comm, begin)
     with saving.signals.taken(stop=checkpoint is not None):
         for number in range(reached.epochs, epochs):
+            before = reached.samples
             seconds = _epoch(trainer, reached, saving, quiet=not printing)
             look = _Look(saving, trainer.done)
             with objective.arithmetic():
                 results = {} if evaluation is None else evaluate(module, evaluation, loss, metrics or {}, look)
             if schedule is not None:  # not before: what is saved while evaluating resumes there, and steps it then
                 schedule.step()
-            epoch = Epoch(number + 1, reached.loss / reached.samples, seconds, reached.samples, results)
+            epoch = Epoch(number + 1, reached.loss / reached.samples, seconds, reached.samples - before, results)
             fitted.history.append(epoch)
             if printing:
                 console().print(epoch.line(epochs), soft_wrap=True)
@@ -337,14 +338,15 @@ class _Look:
 
     def __init__(self, saving: Saving, done: int) -> None:
         self._saving, self._done, self._began = saving, done, time.perf_counter()
-        self._batches, self._next = 0, 1
+        self._batches, self._looked, self._next = 0, 0, 1
 
     def __call__(self) -> None:
         self._batches += 1
         if self._batches == self._next:
-            pace_s = (time.perf_counter() - self._began) / self._batches
+            now = time.perf_counter()
+            pace_s, self._began, since = (now - self._began) / (self._batches - self._looked), now, self._batches
             slowest_s: float = max(self._saving.comm.all_gather_object(pace_s))
-            self._next += max(1, int(FLUSH_S / slowest_s))
+            self._looked, self._next = since, since + min(max(1, int(FLUSH_S / slowest_s)), MOST)
             _end_if_asked(self._saving, self._done)
 
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
     "+dice or +dice+ce for a loss behind it; a .onnx or .pt2 file; "
-    "or package.module:callable that returns a module, or a module and its example inputs, with +PATH for each module "
-    "inside that is not to be taken apart into layers"
+    "or package.module:callable that returns a module, or a module and its example inputs"
 )
 SUFFIXES = (".onnx", ".pt2", ".pt", ".pth")
 
@@ -94,9 +93,8 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     suffix = Path(spec).suffix.lower()
     if names_code(spec):
-        module, _, called = spec.partition(":")
-        name, *whole = called.split("+")
-        return _from_callable(spec, module, name, batch, input_shape, whole)
+        module, _, name = spec.partition(":")
+        return _from_callable(spec, module, name, batch, input_shape)
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
     if suffix == ".onnx":
@@ -300,9 +298,7 @@ def _names(graph: LayerGraph) -> list[str]:
     return [name for layer in graph.layers for name, _ in layer.own_parameters()]
 
 
-def _from_callable(
-    spec: str, module: str, name: str, batch: int, input_shape: tuple[int, ...] | None, whole: Sequence[str]
-) -> Network:
+def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: tuple[int, ...] | None) -> Network:
     """Runs the user's own function, which is code that the user names on purpose."""
     import torch
     from torch import nn
@@ -326,7 +322,7 @@ def _from_callable(
         first = next(network.parameters(), torch.empty(0))
         inputs = torch.randn(2, *(input_shape or ()), device=first.device, dtype=first.dtype)
     examples = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    return network_of(network, examples, batch, name, whole=whole)
+    return network_of(network, examples, batch, name)
 
 
 def _imported(spec: str, module: str) -> ModuleType:

@@ -6,20 +6,16 @@ import os
 from math import prod
 
 import numpy as np
-import torch
 
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.torch.unfused import UnprovenError
-from layerwise.ops.nn.conv import Conv, ConvTranspose
 from layerwise.ops.opaque import TorchOp
 
 MOST_BYTES = 1 << 32  # of what the layers make, and of gradients
 MOST_DRAWN = 1 << 30  # where the module has no values of its own: other ranks of the host do the same
-FLOPS = 1e11  # forward, on a core: with the rest some ten seconds
+FLOPS = 1e11  # forward, on a CPU, of however many threads, as ranks must come to the same: on one, some ten seconds
 FLOPS_A_LAYER = 2e8  # likewise, of networks of many layers: some ten milliseconds, which one takes to be traced, too
 ACCELERATED = 100  # times that, elsewhere
-# Times as long PyTorch's own convolutions of volumes take on a CPU: oneDNN, which has the others, has none in float64.
-SLOW = 16
 
 
 def check_affordable(graph: LayerGraph, device: str, *, drawn: bool) -> None:
@@ -33,16 +29,9 @@ def check_affordable(graph: LayerGraph, device: str, *, drawn: bool) -> None:
     }
     if 3 * made + 2 * sum(stored.values()) > most_bytes:
         raise UnprovenError(f"it would take more than {most_bytes / 2**30:.1f} GiB")
-    flops, cores = sum(map(_flops, graph.inner)), torch.get_num_threads() if device == "cpu" else ACCELERATED
-    if flops > max(FLOPS, FLOPS_A_LAYER * len(graph.layers)) * cores:
+    flops, faster = sum(map(_flops, graph.inner)), 1 if device == "cpu" else ACCELERATED
+    if flops > max(FLOPS, FLOPS_A_LAYER * len(graph.layers)) * faster:
         raise UnprovenError(f"{graph.batch} samples of it are {flops:.1e} operations, which take too long")
-
-
-def is_slow(graph: LayerGraph, device: str) -> bool:
-    """Whether what `SLOW` is about takes longer than tracing alone."""
-    volumes = (x for x in graph.inner if isinstance(x.op, Conv | ConvTranspose) and len(x.op.kernel) == 3)
-    slow = sum(_flops(layer) for layer in volumes if layer.out.dtype == "float64")
-    return device == "cpu" and SLOW * slow > FLOPS_A_LAYER * len(graph.layers) / 4
 
 
 def _flops(layer: Layer) -> float:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.torch.affordable import check_affordable, is_slow
+from layerwise.importers.torch.affordable import check_affordable
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.effects import as_it_was, changed, configured, hookable, numbers
@@ -39,7 +38,6 @@ from layerwise.importers.torch.unfused import (
     undrawing,
     values_like,
 )
-from layerwise.ops.base import Op
 from layerwise.ops.opaque import TorchOp
 from layerwise.ops.tensor.pointwise import Cast
 
@@ -47,7 +45,6 @@ FEW = 2  # samples are run
 LARGEST = 1e4  # number of an example that is run
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of the largest
 NARROW = 2e-2  # where parts of a network in float64 compute in float32
-SURE = 1e-4  # where a network in float64 is run in float32
 _reason: ContextVar[str | None] = ContextVar("reason", default=None)
 
 
@@ -92,15 +89,10 @@ def _proof(imported: Imported, model: nn.Module, call: Call) -> tuple[str, ...]:
     """The effects that running shows. UnlikeError, UnprovenError."""
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
     types = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
-    if types == {torch.float64} and is_slow(imported.graph, tensors[-1].device.type):
-        with suppress(UnprovenError):
-            away, _, effects = _in_type(torch.float32, imported, model, call)
-            if away <= SURE:
-                return effects
     away, where, effects = _compared(imported, model, call)
     if away > max((ROUNDING[t] for t in types if t in ROUNDING), default=ROUNDING[torch.float32]):
         if types != {torch.float64}:  # there, rounding is next to nothing, however much of it a network makes
-            away = _in_type(torch.float64, imported, model, call)[0]
+            away = _in_float64(imported, model, call)
         narrow = any(isinstance(x.op, Cast | TorchOp) and x.out.dtype != "float64" for x in imported.graph.layers)
         if not away <= (NARROW if narrow else ROUNDING[torch.float64]):
             raise UnlikeError(*where)
@@ -253,36 +245,24 @@ def _paired(
             yield i, outputs[i], leaf
 
 
-def _in_type(dtype: torch.dtype, imported: Imported, model: nn.Module, call: Call) -> Compared:
-    """`_compared`, of copies of this floating-point type. UnprovenError where these cannot be run."""
+def _in_float64(imported: Imported, model: nn.Module, call: Call) -> float:
+    """How far the layers are away in float64. UnprovenError where the model cannot be run in it."""
 
-    def cast(x: Any) -> Any:
+    def double(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return x.detach().to(dtype).requires_grad_(x.requires_grad)
-
-    def narrowed(op: Op) -> Op:
-        return Cast("float32") if isinstance(op, Cast) and op.dtype == "float64" else op
+        return x.detach().double().requires_grad_(x.requires_grad)
 
     try:
-        copied = copy.deepcopy(model)
-        copied = copied.double() if dtype is torch.float64 else copied.float()
-        parameters, buffers = (
-            copied.named_parameters(remove_duplicate=False),
-            copied.named_buffers(remove_duplicate=False),
-        )
-        state = dict(chain(parameters, buffers))
-        values = {name: state[name] if name in state else cast(read()) for name, read in imported.stored.items()}
+        wide = copy.deepcopy(model).double()
+        state = dict(wide.named_parameters(remove_duplicate=False)) | dict(wide.named_buffers(remove_duplicate=False))
+        values = {name: state[name] if name in state else double(read()) for name, read in imported.stored.items()}
         stored = {name: partial(dict.get, values, name) for name in values}
-        graph = imported.graph
-        if dtype is torch.float32:  # what its code casts to the type that it has is traced as a cast to float64
-            graph = replace(graph, layers=tuple(replace(x, op=narrowed(x.op)) for x in graph.layers))
-        return _compared(replace(imported, graph=graph, stored=stored), copied, pytree.tree_map(cast, call))
+        return _compared(replace(imported, stored=stored), wide, pytree.tree_map(double, call))[0]
     except UnprovenError:
         raise
     except Exception as error:
-        name = str(dtype).removeprefix("torch.")
-        raise UnprovenError(f"it rounds much, and cannot be run in {name} ({type(error).__name__})") from error
+        raise UnprovenError(f"it rounds much, and cannot be run in float64 ({type(error).__name__})") from error
 
 
 @contextmanager
