@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from layerwise.importers.load import load_network
 from layerwise.machine import load as load_profile
 from layerwise.machine import save as save_profile
 from layerwise.plan import checksum, load_plan
@@ -174,17 +173,6 @@ def test_callables(run: Run, refuse: Run, here: Path) -> None:
     (here / "networks.py").write_text(NETWORKS.replace("8, 16", "8, 24").replace("16, 4", "24, 4") + "# longer")
     sys.modules.pop("networks")
     assert "another model" in refuse(*explain)
-
-
-def test_a_module_of_a_callable_is_called_as_it_is(run: Run, refuse: Run, here: Path) -> None:
-    (here / "networks.py").write_text(NETWORKS)
-    model = ("networks:alone+second", "--input-shape", "8")
-    assert load_network(model[0], 4, (8,)).whole.keys() == {"second"}
-    run("search", *model, "--gpus", "1", "--out", "p.json")
-    run("run", "p.json", "--model", model[0], "--data", "synthetic", "--steps", "1")
-    assert "the model has no such module (did you mean 'second'?)" in refuse(
-        "fits", "networks:alone+seconds", *model[1:]
-    )
 
 
 def test_a_plan_runs_no_code_that_the_user_does_not_name(run: Run, refuse: Run, here: Path) -> None:
