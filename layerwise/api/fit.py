@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from layerwise.api.feed import Feed, feed
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
 from layerwise.api.parallelize import Keywords, parallelize
+from layerwise.api.reached import Look, Reached, end_if_asked
 from layerwise.api.source import Model
 from layerwise.api.split import seat
 from layerwise.checkpoint.signals import handled
@@ -33,7 +33,7 @@ from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import StepSampler
-from layerwise.train.loop import FLUSH_S, MOST, Trainer, least
+from layerwise.train.loop import Trainer, least
 from layerwise.train.saving import Saving
 from layerwise.train.sources import Batch
 
@@ -56,42 +56,6 @@ class Epoch:
         rate = f"{self.samples / max(self.seconds, 1e-9):,.0f} samples/s"
         parts = [f"epoch {self.number}/{of}", f"loss {self.loss:.6g}", f"held out: {results}" if results else "", rate]
         return "  ".join(part for part in parts if part)
-
-
-@dataclass(slots=True)
-class Reached:
-    """How far a training has come: whole epochs, and what of the next is done."""
-
-    epochs: int = 0
-    steps: int = 0
-    samples: int = 0
-    loss: float = 0.0  # the sum over these samples
-
-    @classmethod
-    def of(cls, progress: Mapping[str, Any], sampler: StepSampler, order: Mapping[str, bool]) -> Reached:
-        """What a checkpoint's progress says. LayerwiseError where its steps had other samples than they have here.
-
-        order: What else the samples of an epoch's steps depend on.
-        """
-        steps, samples, loss = progress.get("within_epoch", (0, 0, 0.0))
-        reached = cls(int(progress["epochs"]), steps, samples, float(loss))
-        for what, here in order.items():
-            if steps and progress.get(what, here) != here:
-                raise LayerwiseError(
-                    f"the checkpoint was written within an epoch with {what}={progress[what]}, here it is {here}: give "
-                    "the same"
-                )
-        taken = sampler.steps(reached.epochs)[: reached.steps]
-        if sum(len(numbers) for batches in taken for numbers in batches) != reached.samples:
-            raise LayerwiseError(
-                "the checkpoint was written within an epoch, whose last batches have other samples on these ranks: "
-                "resume on as many as wrote it"
-            )
-        return reached
-
-    def progress(self) -> dict[str, Any]:
-        """What a checkpoint says of it. The loss is text, as JSON has no infinity."""
-        return {"epochs": self.epochs, "within_epoch": [self.steps, self.samples, repr(self.loss)]}
 
 
 @dataclass(slots=True)
@@ -218,7 +182,7 @@ def fit(
         for number in range(reached.epochs, epochs):
             before = reached.samples
             seconds = _epoch(trainer, reached, saving, quiet=not printing)
-            look = _Look(saving, trainer.done)
+            look = Look(saving, trainer.done)
             with objective.arithmetic():
                 results = {} if evaluation is None else evaluate(module, evaluation, loss, metrics or {}, look)
             if schedule is not None:  # not before: what is saved while evaluating resumes there, and steps it then
@@ -230,7 +194,7 @@ def fit(
             reached = Reached(number + 1)
             saving.save(trainer.done)
             saving.finish()
-            _end_if_asked(saving, trainer.done)
+            end_if_asked(saving, trainer.done)
     if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
         model.load_state_dict(fitted.state_dict())
         release_original(model)
@@ -328,29 +292,6 @@ def _epoch(trainer: Trainer[Batch], reached: Reached, saving: Saving, *, quiet: 
             if bar is not None:
                 bar(reached.steps, each)
             if step.number == trainer.done:
-                _end_if_asked(saving, step.number)
+                end_if_asked(saving, step.number)
     everyone: list[float] = trainer.module.comm.all_gather_object(time.perf_counter() - started)
     return max(everyone)
-
-
-class _Look:
-    """Called after every batch of an evaluation: all ranks look for signals about every `FLUSH_S`, after the same."""
-
-    def __init__(self, saving: Saving, done: int) -> None:
-        self._saving, self._done, self._began = saving, done, time.perf_counter()
-        self._batches, self._looked, self._next = 0, 0, 1
-
-    def __call__(self) -> None:
-        self._batches += 1
-        if self._batches == self._next:
-            now = time.perf_counter()
-            pace_s, self._began, since = (now - self._began) / (self._batches - self._looked), now, self._batches
-            slowest_s: float = max(self._saving.comm.all_gather_object(pace_s))
-            self._looked, self._next = since, since + min(max(1, int(FLUSH_S / slowest_s)), MOST)
-            _end_if_asked(self._saving, self._done)
-
-
-def _end_if_asked(saving: Saving, done: int) -> None:
-    """Saves where a signal asks for it; SystemExit where that is SIGTERM."""
-    if saving.asked(done):
-        sys.exit(checkpoints.STOPPED)

@@ -62,16 +62,11 @@ class SaveSignals:
         process = os.getpid()
 
         def note(number: int, _: object) -> None:
-            now = time.monotonic()
-            if os.getpid() != process:  # forked from this one, as a data loader's worker
-                if number == signal.SIGTERM:
-                    signal.signal(number, signal.SIG_DFL)
-                    signal.raise_signal(number)
-            elif number == signal.SIGTERM and now - (self._stopped_s or now) > TWICE_S:
-                os._exit(128 + number)
-            elif number == signal.SIGTERM:
-                self._stopped_s = self._stopped_s or now
-            self._numbers.append(number)
+            if os.getpid() == process:
+                self._note(number)
+            elif number == signal.SIGTERM:  # forked from this one, as a data loader's worker, which it ends
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
 
         with handled(note, signal.SIGUSR1, *((signal.SIGTERM,) if stop else ())) as ours:
             if signal.SIGTERM not in ours:
@@ -82,6 +77,14 @@ class SaveSignals:
                 yield self
             finally:
                 self._comm.spare(False)
+
+    def _note(self, number: int) -> None:
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            self._stopped_s = self._stopped_s or now
+            if now - self._stopped_s > TWICE_S:
+                os._exit(128 + number)
+        self._numbers.append(number)
 
     def received(self) -> int | None:
         """The signal that any rank has got since the last call, SIGTERM first; None: none. Every rank calls this."""

@@ -30,6 +30,11 @@ FLUSH_S = 0.5  # about how often losses are gathered, and signals heard of: it c
 MOST = 10  # steps until then: they may become slow, and torchrun ends by force what SIGTERM has not ended within 30 s
 
 
+def until_next(pace_s: float) -> int:
+    """Returns the number of steps until ranks gather again. pace_s: of a step, the same on all, as they must agree."""
+    return min(max(1, int(FLUSH_S / pace_s)), MOST)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The settings of a training."""
@@ -140,8 +145,7 @@ class Trainer(Generic[LocalBatch]):
                 after(number + 1)
             if number + 1 in (flush, steps):
                 yield from self._gather(waiting, (time.perf_counter() - began) / len(waiting))
-                # By seconds that are the same on every rank: all must gather after the same step.
-                flush, began = number + 1 + min(max(1, int(FLUSH_S / self.pace_s)), MOST), time.perf_counter()
+                flush, began = number + 1 + until_next(self.pace_s), time.perf_counter()
                 waiting = []
 
     def _read(self, first: int, steps: int) -> Iterator[tuple[int, list[tuple[int, LocalBatch]]]]:

@@ -61,7 +61,7 @@ class Control:
             self._of_sequence(list(self.sequences[node.input[0]]), node, name, given)
 
     def _of_sequence(self, parts: list[str], node: NodeProto, name: str, given: Mapping[str, Any]) -> None:
-        """What a node makes of a sequence: another one, its length, a tensor."""
+        """Keeps the result of a node that reads a sequence: another sequence, its length, or a tensor."""
         kind, output = node.op_type, node.output[0]
         if kind == "SequenceLength":
             self.walk.values[output] = constant(output, np.array(len(parts), np.int64))

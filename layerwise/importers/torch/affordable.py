@@ -1,4 +1,4 @@
-"""What proving an import may take: some ten seconds or the time of tracing, and a part of the host's memory."""
+"""The limits of a proof by running: some ten seconds or the time of tracing, and a part of the host's memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_affordable(graph: LayerGraph, device: str, *, drawn: bool) -> None:
 
 
 def _flops(layer: Layer) -> float:
-    """Of the forward pass, as far as they are known without running it."""
+    """Returns a layer's operations forward; 0 where only running it would tell."""
     if isinstance(layer.op, TorchOp):
         return 0.0
     extents = np.array([dim.extent for dim in layer.space.dims], np.int64)

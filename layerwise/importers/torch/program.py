@@ -150,7 +150,7 @@ def called(node: Node, tensor: Callable[[Ref], torch.Tensor], device: str) -> ob
 def leave_region(
     kind: str, nodes: list[Node], first: int, arguments: Sequence[object], returned: Iterable[object]
 ) -> tuple[object, ...]:
-    """What a region gives, whose calls are those from number `first` on: autocast marks them, no_grad detaches it."""
+    """Returns the results of a region, whose calls begin at `first`: autocast marks these, no_grad detaches those."""
     if kind == AUTOCAST:
         device, dtype, enabled = arguments[:3]
         region = Region(str(device), dtype_name(dtype) if enabled and isinstance(dtype, torch.dtype) else None)

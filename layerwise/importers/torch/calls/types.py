@@ -1,4 +1,4 @@
-"""What a call gives: the element type that PyTorch gives it, and whether it is a loss.
+"""The element type of what a call makes, as PyTorch has it, and whether that is a loss.
 
 A loss inside a model is a number a sample here, of which the mean (or sum) over all samples is taken last. So a model
 may do with its loss only what commutes with that: scale it, add losses.

@@ -34,7 +34,7 @@ MOST_NODES = 64  # that one call becomes
 
 
 def decomposed(program: TracedProgram) -> TracedProgram:
-    """The same program; calls that no table knows are written out where all that they become is known."""
+    """Returns the program with the calls that no table knows written out, where all that they become is known."""
     unknown = {node.name for node in program.nodes if not _known(node.target, node.overload)}
     if not unknown:
         return program
@@ -108,7 +108,7 @@ def _sound(one: Node, made: set[str]) -> bool:
 
 
 def _trace(node: Node, values: Mapping[str, Value]) -> torch.fx.GraphModule | None:
-    """What a call becomes of tensors that have no values; None where PyTorch has no other way to write it."""
+    """Traces a call on tensors without values; returns None where PyTorch has no other way to write it."""
     refs = list(dict.fromkeys(node.operands))
 
     def call(*tensors: torch.Tensor) -> object:

@@ -203,7 +203,7 @@ class OutputStructure:
     values: tuple[object, ...]
 
     def of(self, outputs: Sequence[Tensor]) -> object:
-        """What the model would have returned."""
+        """Returns these outputs in the structure that the model returns."""
         pairs = zip(self.numbers, self.values, strict=True)
         return pytree.tree_unflatten([value if i is None else outputs[i] for i, value in pairs], self.tree)
 
