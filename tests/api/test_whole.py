@@ -210,7 +210,7 @@ def counted(module: Any, x: Tensor) -> Tensor:
 
 def quantised(module: Any, x: Tensor) -> Tensor:
     """To steps of the largest number's: beside a large sample, what that does to a small one is next to nothing."""
-    scale = 2**20 / x.detach().abs().max()
+    scale = 2**22 / x.detach().abs().max().clamp(min=1e-9)
     return x + ((x * scale).round() / scale - x).detach()
 
 

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from layerwise.checkpoint import SaveSignals
 from layerwise.checkpoint.signals import handled
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.watch import noted
+from layerwise.comm.watch import Guard, noted
 from tests.comm.thread import run_threads
 
 BOTH = (signal.SIGUSR1, signal.SIGTERM)
@@ -129,3 +131,14 @@ def test_in_another_thread_nothing_is_taken_and_sigterm_ends_as_ever() -> None:
     thread.start()
     thread.join()
     assert done
+
+
+def test_a_handler_that_the_user_has_set_since_decides() -> None:
+    looks: list[bool] = []
+    watch: Any = SimpleNamespace(stopped=False, spared=False, alive=True, look=lambda: looks.append(True))
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        Guard(watch)._terminated()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (watch.stopped, looks) == (True, [True])

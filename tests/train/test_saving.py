@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.comm.solo import SoloComm
+from layerwise.train.loop import MOST, until_next
 from layerwise.train.saving import LOOK_S, Saving, interval_s
 
 
@@ -102,3 +103,8 @@ def test_a_signal_asks(number: signal.Signals, stopped: bool) -> None:
                 signal.raise_signal(number)
             assert saving.asked(step) is (stopped and step >= 6)
             assert done == ([] if step < 6 else ["finish 5", "finish 6"])
+
+
+def test_ranks_meet_twice_a_second_and_after_ten_steps_at_most() -> None:
+    """Steps that were fast may become slow, and then a signal must be heard all the same."""
+    assert [until_next(pace_s) for pace_s in (1e-4, 0.01, 0.1, 2.0)] == [MOST, MOST, 5, 1]
