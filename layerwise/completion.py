@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from layerwise.__main__ import COMMANDS
 from layerwise.cli import Parser, run_main
 from layerwise.errors import LayerwiseError
+from layerwise.machine import names
+from layerwise.machine.catalogue import devices
+from layerwise.models import names as model_names
 
+WORDS = {"model": "_layerwise_models", "profile": "_layerwise_machines"}  # shell functions, by the argument
 EPILOG = """examples:
   layerwise completion bash > \\
     ~/.local/share/bash-completion/completions/layerwise
@@ -42,12 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(module).parser()
         for action in command._actions:
             if action.nargs != 0 and not action.choices:
-                action.complete = shtab.FILE
+                words = WORDS.get(action.dest)
+                action.complete = shtab.FILE if words is None else dict.fromkeys(("bash", "zsh"), words)
         command.description = summary
         commands.add_parser(name, help=summary)
         commands.choices[name] = command
-    print(shtab.complete(root, args.shell))
+    print(shtab.complete(root, args.shell, preamble=_functions()))
     return 0
+
+
+def _functions() -> dict[str, str]:
+    """Shell functions that complete the names of models, or of machines, and files, by shell."""
+    lists = {"model": model_names(), "profile": [*names(), *devices()]}
+    bash = [f"{WORDS[dest]}() {{ compgen -W '{' '.join(of)}' -- $1; compgen -f -- $1; }}" for dest, of in lists.items()]
+    zsh = [f"{WORDS[dest]}() {{ compadd -- {' '.join(of)}; _files; }}" for dest, of in lists.items()]
+    return {"bash": "\n".join(bash), "zsh": "\n".join(zsh)}
 
 
 if __name__ == "__main__":

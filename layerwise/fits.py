@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from layerwise.cli import (
@@ -28,8 +27,8 @@ from layerwise.cli import (
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import HELP, load_model, network_of
+from layerwise.importers.sizes import sizes_of_model, sizes_of_module
 from layerwise.importers.with_loss import LOSSES, model_with
 from layerwise.machine import DEFAULT, MAX_GPUS, load, precision
 from layerwise.quantities import parse_bytes
@@ -37,10 +36,6 @@ from layerwise.search.fits import FitQuestion, Fits, fits
 
 if TYPE_CHECKING:
     from torch import nn
-
-CUBES = ("cosmoflow", "unet3d")
-SMALLEST = (8, 64)  # sides of built-in networks: the first that a network takes is its smallest
-Sized = tuple[Callable[[int], LayerGraph], int, int]
 
 EPILOG = """examples:
   layerwise fits resnet50 --gpu t4 --optimizer adam
@@ -105,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     kind="inference" if args.inference else "training",
                 ),
                 _limit(args.profile, args.memory_limit),
-                _sized(name, batch, args.input_shape),
+                sizes_of_model(name, batch, args.input_shape),
                 search_space(args, spread=False),
             )
         ).report(),
@@ -163,40 +158,15 @@ def memory(
     options = CostOptions(optimizer=optimizer, dtype=precision(dtype), kind="inference" if inference else "training")
     powers = {2**i for i in range(gpus.bit_length())} | {gpus}
     limit = _limit(gpu, memory_limit)
-    return fits(FitQuestion(network.graph.name, fuse(network.graph), profile, tuple(sorted(powers)), options, limit))
+    sizes = sizes_of_module(model, (positional, named), None, type(model).__name__)
+    graph = fuse(network.graph)
+    return fits(FitQuestion(network.graph.name, graph, profile, tuple(sorted(powers)), options, limit, sizes))
 
 
 def _limit(profile: str | os.PathLike[str], memory_limit: float | str | None) -> float:
     if memory_limit is not None:
         return parse_bytes(memory_limit, "--memory-limit")
     return load(profile).device_graph(1, 1).usable_bytes
-
-
-def _sized(name: str, batch: int, input_shape: tuple[int, ...] | None) -> Sized | None:
-    """The model with another side of its inputs, its side, and the least; None where it has but one size.
-
-    Built-in networks of cubes have any; a callable's is that of --input-shape, where its spatial sizes are equal.
-    """
-    network, plus, loss = name.partition("+")
-    family, colon, side = network.partition(":")
-    if input_shape is not None and len(set(input_shape[1:])) == 1:
-        channels, *sides = input_shape
-
-        def resized(n: int) -> LayerGraph:
-            return fuse(load_model(name, batch, (channels, *[n] * len(sides))))
-
-        return resized, sides[0], 8
-    if family not in CUBES or (colon and not side.isdigit()):  # any other name with a colon is code to import
-        return None
-
-    def sided(n: int) -> LayerGraph:
-        return fuse(load_model(f"{family}:{n}{plus}{loss}", batch))
-
-    for least in SMALLEST:
-        with suppress(LayerwiseError):
-            sided(least)
-            return sided, load_model(name, batch).layers[0].out.shape[-1], least
-    return None
 
 
 if __name__ == "__main__":

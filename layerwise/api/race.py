@@ -43,11 +43,16 @@ WARM_UP, STEPS = 2, 5
 
 @dataclass(frozen=True, slots=True)
 class RaceRun:
-    """A plan's step: predicted, and measured on the slowest rank."""
+    """A plan's step: predicted, and measured on the slowest rank: the median, and how far off it steps usually are."""
 
     chosen: str
     predicted_s: float
     measured_s: float
+    error_s: float
+
+    def beats(self, other: RaceRun) -> bool:
+        """Whether it is faster by more than both are uncertain."""
+        return self.measured_s + self.error_s + other.error_s < other.measured_s
 
 
 def contenders(choice: Choice, count: int) -> list[Choice]:
@@ -90,7 +95,7 @@ def agreed_plans(comm: Comm, make: Callable[[], list[Plan]]) -> list[Plan]:
 
 
 def timed(plans: Sequence[Plan], comm: Comm, steps_s: Callable[[Plan], list[float]]) -> tuple[int, list[RaceRun]]:
-    """The fastest of the plans, and every one's step: the same on all ranks, which call it alike.
+    """The fastest of the plans, of ties the first, and every one's step: the same on all ranks, which call it alike.
 
     steps_s: seconds of this rank's steps of a plan.
     """
@@ -98,8 +103,12 @@ def timed(plans: Sequence[Plan], comm: Comm, steps_s: Callable[[Plan], list[floa
     for plan in plans:
         slowest = [max(step) for step in zip(*comm.all_gather_object(steps_s(plan)), strict=True)]
         measured_s = statistics.median(slowest[WARM_UP:])
-        runs.append(RaceRun(str(plan.provenance["chosen"]), plan.predicted["timeline_s"], measured_s))
-    return min(range(len(runs)), key=lambda i: runs[i].measured_s), runs
+        error_s = statistics.median(abs(step - measured_s) for step in slowest[WARM_UP:])
+        runs.append(RaceRun(str(plan.provenance["chosen"]), plan.predicted["timeline_s"], measured_s, error_s))
+    winner = 0
+    for number, run in enumerate(runs):
+        winner = number if run.beats(runs[winner]) else winner
+    return winner, runs
 
 
 def race(
@@ -139,6 +148,8 @@ def line(winner: int, runs: Sequence[RaceRun], what: str = "forward and backward
         for run in runs
     )
     why = "the predicted best" if winner == 0 else f"number {winner + 1} by prediction"
+    if min(runs, key=lambda run: run.measured_s) is not runs[winner]:
+        why += ", as another is faster by less than their steps vary"
     return f"race ({what}): {'; '.join(said)}: kept {why}"
 
 

@@ -93,8 +93,7 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     suffix = Path(spec).suffix.lower()
     if names_code(spec):
-        module, _, name = spec.partition(":")
-        return _from_callable(spec, module, name, batch, input_shape)
+        return network_of(*called(spec, input_shape), batch, spec.partition(":")[2])
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
     if suffix == ".onnx":
@@ -298,11 +297,12 @@ def _names(graph: LayerGraph) -> list[str]:
     return [name for layer in graph.layers for name, _ in layer.own_parameters()]
 
 
-def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: tuple[int, ...] | None) -> Network:
-    """Runs the user's own function, which is code that the user names on purpose."""
+def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Module, tuple[object, ...]]:
+    """The module and the example inputs of package.module:callable, which is code that the user names on purpose."""
     import torch
     from torch import nn
 
+    module, _, name = spec.partition(":")
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
         build = _attribute(spec, _imported(spec, module), name)
         try:
@@ -321,8 +321,7 @@ def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: t
     if inputs is None:
         first = next(network.parameters(), torch.empty(0))
         inputs = torch.randn(2, *(input_shape or ()), device=first.device, dtype=first.dtype)
-    examples = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    return network_of(network, examples, batch, name)
+    return network, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
 
 def _imported(spec: str, module: str) -> ModuleType:

@@ -50,6 +50,8 @@ def composed(spec: str) -> str:
     """
     name, *stated = spec.split(",")
     options = dict(option.partition("=")[::2] for option in stated)
+    if len(options) < len(stated):
+        raise LayerwiseError(f"machine {spec!r}: an option is given twice")
     for option in options:
         if option not in OPTIONS:
             raise LayerwiseError(

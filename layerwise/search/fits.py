@@ -1,4 +1,4 @@
-"""Whether a model fits: the memory of one device by kind, of plans on several, and the largest batch and cube."""
+"""Whether a model fits: the memory of one device by kind, of plans on several, and the largest batch and input."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from math import inf
 
 from layerwise.cli import console
 from layerwise.config import ORDER, Config, SearchSpace, States, is_legal
@@ -16,6 +17,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.sizes import Sizes
 from layerwise.machine import DeviceGraph, Profile
 from layerwise.partition.sharding import held_configurations, why_not_held
 from layerwise.quantities import samples, units
@@ -23,11 +25,11 @@ from layerwise.report.content import Column, Lines, Part, Report, Table, Value, 
 from layerwise.report.html import fragment
 from layerwise.report.text import text
 from layerwise.search.baselines import baseline
-from layerwise.search.capacity import Limits, Tried, largest_side, least_devices
+from layerwise.search.capacity import STEP, Limits, Tried, largest_side, least_devices
 from layerwise.search.limit.variants import OFFERS, Forms, Strategy
 from layerwise.search.remedies import least_plan
 
-LARGEST_SIDE, LARGEST_BATCH = 4096, 2**20
+LARGEST_SIDE, LARGEST_LENGTH, LARGEST_BATCH = 4096, 2**17, 2**20
 FINE = 32  # a batch is found to within this share of it
 # What data parallelism may save memory by: whether it recomputes, and what it does with states.
 FORMS: Mapping[str, tuple[bool, States]] = {
@@ -49,7 +51,7 @@ class FitQuestion:
         gpus: Numbers of devices.
         options: What the cost model assumes; `io` "sample" is "free" where there are fewer samples than devices.
         limit_bytes: That a plan may take of a device.
-        sized: The model with another side of its inputs, its side, and the least; None: it has one size.
+        sizes: The model at other sizes of its inputs; None: it has one.
         space: What may be split.
     """
 
@@ -59,7 +61,7 @@ class FitQuestion:
     gpus: tuple[int, ...]
     options: CostOptions
     limit_bytes: float
-    sized: tuple[Callable[[int], LayerGraph], int, int] | None = None
+    sizes: Sizes | None = None
     space: SearchSpace = field(default_factory=lambda: SearchSpace(1))
 
     def devices(self, gpus: int) -> DeviceGraph:
@@ -139,7 +141,8 @@ class Fits:
     devices: Limits  # the least number that holds it
     most: int  # devices, of which all below is
     samples: Limits | None  # a largest batch, by the plans of `gpus`; None: the batch cannot be another
-    side: Limits | None  # likewise a largest side of a cube
+    size: Limits | None  # likewise a largest sequence, or side of an image or a cube
+    sizes: Sizes | None = field(repr=False)  # what has that size
 
     @property
     def bytes(self) -> float:
@@ -165,7 +168,7 @@ class Fits:
 
     def values(self) -> dict[str, object]:
         """For programs."""
-        told = {f.name: getattr(self, f.name) for f in fields(self)}
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sizes"}
         rows = {
             n: {**row.forms, "least": row.least, "fits": row.fits(self.limit_bytes)} for n, row in self.gpus.items()
         }
@@ -199,7 +202,8 @@ def fits(question: FitQuestion) -> Fits:
         least_devices(lambda gpus: row(gpus).least, q.limit_bytes, most),
         most,
         _samples(q, most, row(most).plan),
-        None if q.sized is None else _side(q, *q.sized, most, row(most).plan),
+        None if q.sizes is None else _size(q, q.sizes, most, row(most).plan),
+        q.sizes,
     )
 
 
@@ -218,12 +222,24 @@ def _samples(q: FitQuestion, gpus: int, plan: Strategy | None) -> Limits | None:
     return None
 
 
-def _side(
-    q: FitQuestion, sided: Callable[[int], LayerGraph], side: int, least: int, gpus: int, plan: Strategy | None
-) -> Limits | None:
-    start = int(side * (q.limit_bytes / q.need(q.graph, gpus, plan)) ** (1 / 3))
+def _size(q: FitQuestion, sizes: Sizes, gpus: int, plan: Strategy | None) -> Limits | None:
+    @cache
+    def need(size: int) -> float:
+        try:
+            return q.need(sizes.at(size), gpus, plan)
+        except LayerwiseError:
+            if size <= sizes.size:
+                raise
+            return inf  # the model takes none so large, as where positions have a table
+
+    most = LARGEST_LENGTH if sizes.dims == 1 else LARGEST_SIDE
     with suppress(LayerwiseError):  # its layers want one size
-        return largest_side(lambda n: q.need(sided(n), gpus, plan), q.limit_bytes, start, least, LARGEST_SIDE)
+        start = int(sizes.size * (q.limit_bytes / q.need(q.graph, gpus, plan)) ** (1 / sizes.dims))
+        step = STEP * max(1, min(start, most) // (STEP * FINE)) if sizes.dims < 3 else STEP
+        limits = largest_side(need, q.limit_bytes, start, sizes.least, most, step)
+        if limits.fits is not None and limits.beyond is not None and limits.beyond.bytes == inf:
+            return largest_side(need, q.limit_bytes, limits.fits.number, sizes.least, most)
+        return limits
     return None
 
 
@@ -252,8 +268,8 @@ def _largest(fits: Fits) -> list[str]:
     lines, on = list[str](), _gpus(fits.most)
     if (largest := fits.samples) is not None:
         lines.append(_bounded(largest, f"On {on} at least", lambda n: f"{samples(n)} a step"))
-    if (side := fits.side) is not None:
-        lines.append(_bounded(side, f"On {on} at least", lambda n: f"cubes of {n:,}³ = {n**3:,} voxels"))
+    if fits.size is not None and fits.sizes is not None:
+        lines.append(_bounded(fits.size, f"On {on} at least", fits.sizes.text))
     return lines
 
 
@@ -261,7 +277,10 @@ def _bounded(limits: Limits, bound: str, named: Callable[[int], str]) -> str:
     if limits.fits is None:
         assert limits.beyond is not None
         return f"{bound} nothing: {named(limits.beyond.number)} take {units(limits.beyond.bytes, 'B')}."
-    beyond = "" if limits.beyond is None else f"; {limits.beyond.number:,} take {units(limits.beyond.bytes, 'B')}"
+    beyond = ""
+    if limits.beyond is not None:
+        takes = "are more than it takes" if limits.beyond.bytes == inf else f"take {units(limits.beyond.bytes, 'B')}"
+        beyond = f"; {limits.beyond.number:,} {takes}"
     return f"{bound} {named(limits.fits.number)}: {_need(limits.fits)}{beyond}."
 
 

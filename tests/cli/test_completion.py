@@ -34,6 +34,8 @@ def test_bash_completes_commands_flags_choices_and_files(run: Run, here: Path) -
     assert completed("search", "--optimizer", "m") == {"momentum"}
     assert completed("measure", "li") == {"links"}
     assert completed("run", "pl") == {"plan.json"}
+    assert completed("search", "resnet1") == {"resnet18", "resnet152"}
+    assert completed("fits", "vgg16", "--gpu", "a100-8") >= {"a100-80"}
 
 
 def test_zsh_and_a_missing_library(run: Run, refuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:

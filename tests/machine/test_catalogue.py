@@ -42,6 +42,7 @@ def test_the_machine_is_the_one_that_was_asked_for() -> None:
     [
         ("a100", "did you mean a100-40 or a100-40-pcie"),
         ("rtx4080", "did you mean rtx4090"),
+        ("l4,link=1Gb/s,link=200Gb/s", "an option is given twice"),
         ("l4,lnk=200Gb/s", r"unknown option 'lnk' \(did you mean 'link'\?\)"),
         ("l4,link=200", "give bits or bytes a second"),
         ("l4,link=3x100Gb/s", "3 ports do not serve 8 devices"),

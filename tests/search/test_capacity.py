@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import layerwise
 from layerwise.__main__ import dispatch
@@ -63,9 +64,9 @@ def answer(capsys: pytest.CaptureFixture[str], command: str) -> Any:
 def test_as_a_user_asks(capsys: pytest.CaptureFixture[str]) -> None:
     """A search finds a plan for what fits, with the memory that was said."""
     said = answer(capsys, f"fits {ASKED} --gpus 1,3")
-    devices, side, samples = (said[name]["fits"]["number"] for name in ("devices", "side", "samples"))
+    devices, side, samples = (said[name]["fits"]["number"] for name in ("devices", "size", "samples"))
     assert said["devices"]["beyond"]["number"] == devices - 1 > 0
-    assert said["side"]["beyond"]["number"] == side + STEP
+    assert said["size"]["beyond"]["number"] == side + STEP
     assert said["samples"]["beyond"]["number"] == samples + 1
     assert said["gpus"]["1"]["least"] > 60e6 >= said["gpus"]["3"]["least"]
     assert (said["gpus"]["1"]["fits"], said["gpus"]["3"]["fits"]) == ("no", "a plan")
@@ -86,7 +87,7 @@ def test_no_code_is_imported_that_nobody_named(
 ) -> None:
     (tmp_path / "lenet5.py").write_text("open('it was run', 'w')")
     monkeypatch.chdir(tmp_path)
-    assert answer(capsys, "fits lenet5 --gpus 2 --gpu cpu --json")["side"] is None
+    assert answer(capsys, "fits lenet5 --gpus 2 --gpu cpu --json")["size"] is None
     assert not (tmp_path / "it was run").exists()
 
 
@@ -111,6 +112,45 @@ def test_memory_of_a_module_is_what_a_search_says() -> None:
     assert answers.at == "forward of 0"
     with pytest.raises(layerwise.LayerwiseError, match="did you mean a100-40"):
         layerwise.memory(net, torch.randn(16, 64), gpu="a100")
+
+
+class Positions(nn.Module):
+    """A token is looked up, and its position in a table of 100 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(50, 8), nn.Embedding(100, 8), nn.Linear(8, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "line"),
+    [
+        (Positions(), torch.randint(0, 50, (2, 24)), "sequences of 96: a plan takes .*; 104 are more than it takes"),
+        (nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), torch.randn(2, 12, 16), "sequences of"),
+        (nn.Conv1d(4, 4, 3), torch.randn(2, 4, 100), "sequences of"),
+        (nn.Conv2d(1, 4, 3), torch.randn(2, 1, 32, 32), "images of .*²"),
+        (nn.Conv3d(1, 4, 3), torch.randn(2, 1, 16, 16, 16), "cubes of .*³"),
+    ],
+)
+def test_the_largest_input(model: nn.Module, example: Tensor, line: str) -> None:
+    """Of any kind of which the model takes another size; what is longer than its table of positions does not count."""
+    said = layerwise.memory(model, example, gpu="t4", memory_limit="1MB")
+    assert said.size is not None
+    assert said.size.fits is not None
+    assert said.size.beyond is not None
+    assert said.size.fits.bytes <= 1e6 < said.size.beyond.bytes
+    assert re.search(line, " ".join(str(said).split()))
+
+
+@pytest.mark.parametrize(
+    ("model", "example"), [(nn.Conv2d(1, 4, 3), torch.randn(2, 1, 32, 16)), (nn.Linear(64, 4), torch.randn(2, 64))]
+)
+def test_no_size_is_said_where_there_is_none(model: nn.Module, example: Tensor) -> None:
+    assert layerwise.memory(model, example, gpu="t4", memory_limit="1MB").size is None
 
 
 SPACE = SearchSpace(2)

@@ -1,0 +1,115 @@
+"""Sizes: a network at other sizes of its inputs than those that it is imported with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.load import Network, called, load_model, names_code, network_of
+from layerwise.ops.base import Role
+from layerwise.ops.nn.linear import Embedding
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from layerwise.importers.torch.read.arguments import Call
+
+CUBES = ("cosmoflow", "unet3d")
+SMALLEST = (8, 64)  # sides of built-in networks: the first that a network takes is its smallest
+NAMES = {1: "sequences of {:,}", 2: "images of {:,}²", 3: "cubes of {:,}³"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A network that takes other sizes.
+
+    Attributes:
+        at: Its fused layers at a size. LayerwiseError where it takes none such.
+        dims: How many dimensions of its inputs have the size: 1 of a sequence, 2 of an image, 3 of a volume.
+        size: That of its example.
+        least: The least that is asked for.
+    """
+
+    at: Callable[[int], LayerGraph]
+    dims: int
+    size: int
+    least: int
+
+    def text(self, size: int) -> str:
+        """`sequences of 2,048`."""
+        return NAMES[self.dims].format(size)
+
+
+def sizes_of_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Sizes | None:
+    """The sizes of what `load_model` loads; None where it has but one."""
+    if input_shape is not None:
+        channels, *sides = input_shape
+        if len(sides) not in NAMES or len(set(sides)) > 1:
+            return None
+        return Sizes(lambda n: fuse(load_model(spec, batch, (channels, *[n] * len(sides)))), len(sides), sides[0], 8)
+    if names_code(spec):
+        module, examples = called(spec)
+        return sizes_of_module(module, (examples, {}), batch, spec)
+    network, plus, loss = spec.partition("+")
+    family, colon, side = network.partition(":")
+    if family not in CUBES or (colon and not side.isdigit()):
+        return None
+
+    def cube(n: int) -> LayerGraph:
+        return fuse(load_model(f"{family}:{n}{plus}{loss}", batch))
+
+    for least in SMALLEST:
+        with suppress(LayerwiseError):
+            cube(least)
+            return Sizes(cube, 3, load_model(spec, batch).layers[0].out.shape[-1], least)
+    return None
+
+
+def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str) -> Sizes | None:
+    """The sizes of a module that is called so: of the first kind of which it takes another one, too.
+
+    Images and volumes have all sides equal. What is longer than an example repeats its values, so they stay valid.
+    """
+    import torch
+    from torch import Tensor
+    from torch.utils import _pytree as pytree
+
+    def candidates() -> Iterator[Sizes]:
+        tensors = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
+        for first, dims, ranks in ((1, 1, (2, 3)), (2, 1, (3,)), (2, 2, (4,)), (2, 3, (5,))):
+            sides = {side for x in tensors for side in x.shape[first : first + dims]}
+            if len(sides) == 1 and all(x.dim() in ranks for x in tensors):
+                yield Sizes(partial(graph, range(first, first + dims)), dims, sides.pop(), 8)
+
+    def graph(dims: range, n: int) -> LayerGraph:
+        def resized(x: Tensor) -> Tensor:
+            for dim in dims:
+                x = x.index_select(dim, torch.arange(n, device=x.device) % x.shape[dim])
+            return x
+
+        positional, named = pytree.tree_map_only(Tensor, resized, call)
+        network = network_of(module, positional, batch, name, named, trusted=True)
+        _check_positions(network)
+        return fuse(network.graph)
+
+    for each in candidates():
+        with suppress(LayerwiseError):
+            each.at(each.size + 8 if each.size < 16 else each.size // 16 * 8)
+            return each
+    return None
+
+
+def _check_positions(network: Network) -> None:
+    """LayerwiseError where a position has no row in its table, which no trace shows."""
+    for layer in network.graph.layers:
+        source = network.graph[layer.inputs[0]] if isinstance(layer.op, Embedding) else None
+        if isinstance(layer.op, Embedding) and source is not None and source.role is Role.CONSTANT:
+            positions = network.constant(source.name)
+            if getattr(positions, "is_meta", True) or int(positions.max()) >= layer.op.count:  # type: ignore[attr-defined]
+                raise LayerwiseError(f"table {layer.name!r} has {layer.op.count:,} rows, too few for such a size")
