@@ -57,7 +57,7 @@ class Stragglers:
             return None
         slowest = max(told, key=lambda rank: told[rank][2])
         host, seconds, ratio = told.pop(slowest)
-        others_s, others = (median(look[i] for look in told.values()) for i in (1, 2))
+        others_s, others = median(look[1] for look in told.values()), median(look[2] for look in told.values())
         # The smallest part of a layer has the largest ratio, by what every call takes, but nobody waits for it.
         slow = ratio > FACTOR * others and seconds > FACTOR * others_s
         self._looks = self._looks + 1 if slow and slowest == self._rank else int(slow)
