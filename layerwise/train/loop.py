@@ -211,7 +211,7 @@ class Trainer(Generic[LocalBatch]):
         row = [pace_s, self.stragglers.look(), [local.summary() for local in waiting]]
         paces, looks, summaries = zip(*module.comm.all_gather_object(row), strict=True)
         self.pace_s = max(paces)
-        if (slow := self.stragglers.named(looks)) is not None and module.comm.rank == 0:
+        if (slow := self.stragglers.named(looks, self.pace_s)) is not None and module.comm.rank == 0:
             print(f"layerwise: {slow}", file=sys.stderr)
         steps = []
         for local, ranks in zip(waiting, zip(*summaries, strict=True), strict=True):

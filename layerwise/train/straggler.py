@@ -15,6 +15,7 @@ from layerwise.run.trace import Span, Trace
 EVERY, FIRST, STEPS = 50, 10, 3  # of 50 steps, those from the tenth to the twelfth are timed, and the fastest counts
 LOOKS = 3  # in a row that name the same rank
 FACTOR = 1.25  # of the other ranks' median
+MATTERS = 0.02  # of a step: what is less slows nobody
 Look = tuple[str, float, float]  # a rank's host, its layers' measured seconds, and their ratio to predicted ones
 
 
@@ -50,8 +51,8 @@ class Stragglers:
         times, self._times = self._times, []
         return platform.node(), *min(times)
 
-    def named(self, looks: Sequence[Look | None]) -> str | None:
-        """Returns a sentence on the rank that was slowest at the last looks, once; looks: of all ranks."""
+    def named(self, looks: Sequence[Look | None], step_s: float) -> str | None:
+        """Returns a sentence on the rank that was slowest at the last looks, once. looks: of all ranks."""
         told = {rank: look for rank, look in enumerate(looks) if look is not None and look[1] > 0}
         if len(told) < 2:
             return None
@@ -59,7 +60,7 @@ class Stragglers:
         host, seconds, ratio = told.pop(slowest)
         others_s, others = median(look[1] for look in told.values()), median(look[2] for look in told.values())
         # The smallest part of a layer has the largest ratio, by what every call takes, but nobody waits for it.
-        slow = ratio > FACTOR * others and seconds > FACTOR * others_s
+        slow = ratio > FACTOR * others and seconds > FACTOR * others_s and seconds - others_s > MATTERS * step_s
         self._looks = self._looks + 1 if slow and slowest == self._rank else int(slow)
         self._rank = slowest
         if self._looks != LOOKS:

@@ -30,11 +30,11 @@ sys.exit(run_main(main, sys.argv[1:]))
 """
 
 
-def said(times: list[tuple[float, float]]) -> list[str | None]:
+def said(times: list[tuple[float, float]], step_s: float = 4.0) -> list[str | None]:
     """What is said at each look, where these are the ranks' seconds and ratios at all of them."""
     stragglers = Stragglers(module=None)  # type: ignore[arg-type]
     looks: list[Look | None] = [(f"node{rank}", *each) for rank, each in enumerate(times)]
-    return [stragglers.named(looks) for _ in range(LOOKS + 2)]
+    return [stragglers.named(looks, step_s) for _ in range(LOOKS + 2)]
 
 
 def test_it_is_named_once() -> None:
@@ -56,10 +56,14 @@ def test_nobody_is_named(times: list[tuple[float, float]]) -> None:
     assert said(times) == [None] * (LOOKS + 2)
 
 
+def test_what_nobody_feels_is_not_named() -> None:
+    assert said([(1.0, 1.0), (2.0, 2.0)], step_s=100.0) == [None] * (LOOKS + 2)
+
+
 def test_looks_must_agree() -> None:
     stragglers = Stragglers(module=None)  # type: ignore[arg-type]
     slow: list[Look | None] = [("a", 1.0, 1.0), ("b", 2.0, 2.0)]
-    lines = [stragglers.named(looks) for looks in (slow, slow, slow[::-1], slow, slow, [None, None], slow)]
+    lines = [stragglers.named(looks, 4.0) for looks in (slow, slow, slow[::-1], slow, slow, [None, None], slow)]
     assert [line is not None for line in lines] == [False] * 6 + [True]
 
 
