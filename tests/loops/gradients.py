@@ -180,6 +180,29 @@ def gradient_penalty_with_batch_norm(setting: Setting) -> Numbers:
 
 
 @row
+def laplacian(setting: Setting) -> Numbers:
+    """second derivatives of inputs (physics-informed networks)"""
+    model = setting.net(smooth=True)
+
+    def loss(x: Tensor, _: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = model(x).sum(1)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(g.sum(), x, create_graph=True)
+        return (second.flatten(1).sum(1) + out).square().mean()
+
+    return minimise(setting, model, loss, 1e-3)
+
+
+@row
+def transformed(setting: Setting) -> Numbers:
+    """`torch.func.jvp`, `vmap` of the model"""
+    model = setting.net(smooth=True)
+    (x, _), *_ = setting.batches()
+    return {"rows.slope": torch.func.jvp(model, (x,), (x,))[1].detach()}
+
+
+@row
 def penalty_on_gradients(setting: Setting) -> Numbers:
     """a penalty on `p.grad` (`create_graph=True`)"""
     model = setting.net(smooth=True)

@@ -33,6 +33,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "data": "would give the gradient of this rank's samples only",
         "split": "was asked for by torch.autograd.grad or by inputs= of backward()",
     },
+    "transformed": dict.fromkeys(("data", "split"), "was called within a transform of torch.func"),
     "some_inputs": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
     "some_inputs_twice": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
     "torch_save_by_one_rank": {"split": "alone, as torch.save(model.state_dict()) writes them"},
@@ -139,7 +140,7 @@ SOON = {
         "unused_output",
         "optimizer_in_hooks",
     ],
-    "fewer": ["clip_norm", "penalty_on_weights", "ema", "dcp_resume", "scaler", "full_model_state"],
+    "fewer": ["clip_norm", "penalty_on_weights", "ema", "dcp_resume", "scaler", "full_model_state", "laplacian"],
 }
 
 

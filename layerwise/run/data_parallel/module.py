@@ -32,7 +32,7 @@ from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.facade import ModuleFacade
-from layerwise.run.guards.hooks import in_backward
+from layerwise.run.guards.hooks import check_transforms, in_backward
 from layerwise.run.inputs import Batch
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.schedule import Schedule
@@ -129,6 +129,7 @@ class DataParallelModule(ModuleFacade):
         if self._plain and "batch" not in named:
             self.__dict__["steps"] += self.training  # checkpoints are named so
             return self._called(*inputs, **named)
+        check_transforms()
         batch = None if self._arguments.takes("batch") else named.pop("batch", None)
         call = self._call(inputs, named, batch)
         if self._moved is not None:

@@ -3,7 +3,9 @@
 Autograd knows only what a rank has itself, and would communicate when that suits this rank. All ranks must communicate
 in one order. So an *order token*, a tensor of one element, goes through everything that communicates: a backward pass
 meets it in exactly the reverse order, also on a rank that has no part of a layer, and so does the backward pass of a
-backward pass (a gradient penalty), because each backward function here is made of these functions again.
+backward pass (a gradient penalty), because each backward function here is made of these functions again. Where a pass
+begins within the graph of a pass (a Laplacian), it goes on with the token that it finds there (`_token`): so the passes
+of all orders are one chain, which a last pass goes through from its end.
 """
 
 from __future__ import annotations
@@ -62,13 +64,13 @@ def ordered(
     backward pass frees it, and PyTorch refuses one after it was written to. What it returns is saved likewise by the
     graph of that backward pass, where it is to be differentiated once more.
     """
-    result: tuple[Tensor, ...] = _Ordered.apply(at_backward, saved, token, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _Ordered.apply(at_backward, saved, False, token, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
 def moved(token: Tensor, x: Tensor | None, there: TimedTransfer, back: TimedTransfer) -> tuple[Tensor, Tensor | None]:
     """The token, and what `there` makes of x. Its adjoint is `back`, whose adjoint is `there`."""
-    result: tuple[Tensor, Tensor | None] = _Moved.apply(token, x, there, back)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor | None] = _Moved.apply(token, x, there, back, False)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -77,13 +79,13 @@ def issued(token: Tensor, x: Tensor | None, link: IssuedTransfer) -> tuple[Tenso
 
     The way back begins where the ticket was handed in, and ends here. Its order is that of the token, too.
     """
-    result: tuple[Tensor, Tensor] = _Issued.apply(token, x, link)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _Issued.apply(token, x, link, False)  # type: ignore[no-untyped-call]
     return result
 
 
 def awaited(token: Tensor, ticket: Tensor, link: IssuedTransfer) -> tuple[Tensor, Tensor | None]:
     """The token, and what was sent ahead."""
-    result: tuple[Tensor, Tensor | None] = _Awaited.apply(token, ticket, link)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor | None] = _Awaited.apply(token, ticket, link, False)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -112,8 +114,25 @@ def ends(
     return result
 
 
-def _gradient_of(token: Tensor | None) -> Tensor:
-    return torch.zeros(()) if token is None else token
+def _token(ctx: Any, token: Tensor | None) -> Tensor:
+    """A pass's token at a function; where it begins there, another, or that of the pass whose graph the function is in.
+
+    The latter is an output of the function, so that whoever differentiates both passes comes by this one first.
+    """
+    if token is not None:
+        return token
+    found: Tensor = ctx.saved_tensors[-1].clone() if ctx.in_backward else torch.zeros(())
+    return found
+
+
+def _passed(ctx: Any, token: Tensor, in_backward: bool) -> Tensor:
+    """The token as it is. in_backward: a backward pass makes this, to be differentiated once more."""
+    ctx.in_backward = in_backward
+    ctx.set_materialize_grads(False)
+    token = token.view_as(token)
+    if in_backward:
+        ctx.save_for_backward(token)
+    return token
 
 
 class _Begins(torch.autograd.Function):
@@ -142,88 +161,92 @@ class _Ordered(torch.autograd.Function):
         ctx: Any,
         at_backward: Callable[..., Sequence[Tensor] | None] | None,
         saved: Sequence[Tensor | None],
+        in_backward: bool,
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        ctx.at_backward = at_backward
+        ctx.at_backward, ctx.in_backward = at_backward, in_backward
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        return tuple(None if x is None else x.view_as(x) for x in tensors)
+        made = tuple(None if x is None else x.view_as(x) for x in tensors)
+        ctx.save_for_backward(*saved, *made[: int(in_backward)])
+        return made
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = None if ctx.at_backward is None else ctx.at_backward(*ctx.saved_tensors)
-        token = _gradient_of(token)
+        token = _token(ctx, token)
         if torch.is_grad_enabled():  # to be differentiated once more, in the order of this pass
-            return None, None, *_Ordered.apply(None, saved or (), token, *gradients)  # type: ignore[no-untyped-call]
-        return None, None, token, *gradients
+            passed = _Ordered.apply(None, saved or (), True, token, *gradients)  # type: ignore[no-untyped-call]
+            return None, None, None, *passed
+        return None, None, None, token, *gradients
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, x: Tensor | None, there: TimedTransfer, back: TimedTransfer
+        ctx: Any, token: Tensor, x: Tensor | None, there: TimedTransfer, back: TimedTransfer, in_backward: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.there, ctx.back, ctx.has_input = there, back, x is not None
-        ctx.set_materialize_grads(False)
-        return token.view_as(token), there(x)
+        return _passed(ctx, token, in_backward), there(x)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        token = _gradient_of(token)
+        token = _token(ctx, token)
         if torch.is_grad_enabled():
-            token, result = moved(token, gradient, ctx.back, ctx.there)
+            token, result = _Moved.apply(token, gradient, ctx.back, ctx.there, True)  # type: ignore[no-untyped-call]
         else:
             result = ctx.back(gradient)
-        return token, result if ctx.has_input else None, None, None
+        return token, result if ctx.has_input else None, None, None, None
 
 
 class _Issued(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, x: Tensor | None, link: IssuedTransfer) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, token: Tensor, x: Tensor | None, link: IssuedTransfer, in_backward: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.link, ctx.has_input = link, x is not None
-        ctx.set_materialize_grads(False)
         link.begin(x)
-        return token.view_as(token), token.new_zeros(())
+        return _passed(ctx, token, in_backward), token.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        token = _gradient_of(token)
+        token = _token(ctx, token)
         returning, ctx.link.returning = ctx.link.returning, None
         if torch.is_grad_enabled():
-            token, result = awaited(token, ticket, returning)
+            token, result = _Awaited.apply(token, ticket, returning, True)  # type: ignore[no-untyped-call]
         else:
             result = returning.finish()
-        return token, result if ctx.has_input else None, None
+        return token, result if ctx.has_input else None, None, None
 
 
 class _Awaited(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, ticket: Tensor, link: IssuedTransfer) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, token: Tensor, ticket: Tensor, link: IssuedTransfer, in_backward: bool
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.link = link
-        ctx.set_materialize_grads(False)
-        return token.view_as(token), link.finish()
+        return _passed(ctx, token, in_backward), link.finish()
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        token = _gradient_of(token)
+        token = _token(ctx, token)
         link = ctx.link
         link.returning = returning = IssuedTransfer(link.back, link.there)
         if torch.is_grad_enabled():
-            return *issued(token, gradient, returning), None
+            return *_Issued.apply(token, gradient, returning, True), None, None  # type: ignore[no-untyped-call]
         returning.begin(gradient)
-        return token, token, None
+        return token, token, None, None
 
 
 class _ZerosFor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
+        ctx.like, ctx.in_backward = [(x.shape, x.dtype, x.device) for x in tensors], False
         ctx.set_materialize_grads(False)
         return token.view_as(token)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
-        token = _gradient_of(token)
+        token = _token(ctx, token)
         zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
         wanted = ctx.needs_input_grad[1:]
         return token, *(zero if needed else None for zero, needed in zip(zeros, wanted, strict=True))

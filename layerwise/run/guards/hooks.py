@@ -225,8 +225,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def check_transforms() -> None:
+    """LayerwiseError within a transform of torch.func, to which what communicates is unknown."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise LayerwiseError(
+            "the parallel module was called within a transform of torch.func (grad, vjp, jvp, vmap, jacrev, hessian): "
+            "take torch.autograd.grad(..., create_graph=True) or torch.autograd.functional"
+        )
+
+
 def check_call() -> None:
-    """LayerwiseError where torch.utils.checkpoint calls the module again, within a backward pass."""
+    """LayerwiseError where torch.func or torch.utils.checkpoint calls the module, the latter within a backward pass."""
+    check_transforms()
     if in_backward() and torch.is_grad_enabled():
         raise LayerwiseError(
             "torch.utils.checkpoint around the parallel module is not supported: call the module itself; "
