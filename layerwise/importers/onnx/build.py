@@ -73,6 +73,7 @@ class OnnxImporter:
         self.model, self.folder, self.title, self.inputs, self.known = model, folder, title, inputs, known
         self.opset = opset_of(model, title)
         self.placer = OnnxPlacer(GraphBuilder(title), sharing)
+        self.placer.builder.parameters = {initializer.name for initializer in model.graph.initializer}
         self.values: dict[str, FoldedConstant | Operand | Rows] = {}  # by name of the tensor
         self.merged: dict[str, Operand] = {}  # those of rows that had to be merged after all
         self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them

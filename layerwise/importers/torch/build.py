@@ -57,6 +57,7 @@ class _Importer:
         uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
         self.placer = placer = TorchPlacer(GraphBuilder(title), uses)
         placer.builder.traced = program.device
+        placer.builder.parameters = {s.target for s in program.sources if s.kind == "parameter"}
         inputs = [s for s in program.sources if s.kind == "input"]
         if dims is not None and len(dims) != len(inputs):
             raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")

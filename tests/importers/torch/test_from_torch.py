@@ -113,6 +113,21 @@ def test_convolutional_network_and_its_names() -> None:
     assert graph["layers.0.bn1"].parameters[2:] == ("layers.0.bn1.running_mean", "layers.0.bn1.running_var")
 
 
+def test_a_parameter_keeps_its_name_where_an_operator_has_the_same() -> None:
+    """Else it would have another one in the parallel model, and in its state dict."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.t, self.mean = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.t().t().mean(1, keepdim=True) * self.t.exp() * self.mean.exp()
+
+    graph = imported(Scaled().double(), (numbers(4, 3),))
+    assert {layer.name for layer in graph.layers if layer.role is Role.TIED} == {"t", "mean"}
+
+
 def test_strict_export_gives_the_same_layers() -> None:
     x = torch.randn(4, 3, 16, 16)
     graph = from_torch(torch.export.export(zoo.ConvNet(), (x,), strict=True))
