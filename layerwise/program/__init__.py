@@ -8,8 +8,20 @@ from layerwise.program.instructions import (
     Kind,
     Program,
     StrategyFacts,
+    Table,
     fold,
     gradient_order,
 )
 
-__all__ = ["Bucket", "Gradient", "Instruction", "Kind", "Program", "StrategyFacts", "fold", "gradient_order", "program"]
+__all__ = [
+    "Bucket",
+    "Gradient",
+    "Instruction",
+    "Kind",
+    "Program",
+    "StrategyFacts",
+    "Table",
+    "fold",
+    "gradient_order",
+    "program",
+]

@@ -11,6 +11,7 @@ from layerwise.partition.ahead import EdgeEnd, begun_before
 from layerwise.partition.blocks import recomputed_layers
 from layerwise.partition.buckets import ALONE, fill, flushed_after
 from layerwise.program.instructions import (
+    AllGather,
     Arrive,
     Begin,
     Bucket,
@@ -19,7 +20,6 @@ from layerwise.program.instructions import (
     Fill,
     Forget,
     Free,
-    Gather,
     Instruction,
     Keep,
     Kind,
@@ -95,13 +95,13 @@ class _Builder:
         # What stays full for the step is gathered before it, in the reverse of the order of the sums.
         for b in reversed([b for leaving in self.flushed.values() for b in leaving]):
             if self.buckets[b].states == "sharded":
-                self.out.append(Gather(b))
+                self.out.append(AllGather(b))
                 self.arriving.setdefault(self.buckets[b].first, []).append(b)
 
     def _gather(self, name: str) -> None:
         if name not in self.issued:
             self.issued.add(name)
-            self.out.append(Gather(name))
+            self.out.append(AllGather(name))
 
     def _arrive(self, name: str) -> None:
         if name in self.facts.gathered:

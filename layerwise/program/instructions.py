@@ -5,7 +5,7 @@ What autograd saves for the backward pass is no instruction, but a fact of a lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -21,7 +21,7 @@ Part = Literal["forward", "recompute", "backward", "weights"]
 Pass = Literal["forward", "recompute", "backward"]  # in which a tensor travels
 
 
-class Gather(NamedTuple):
+class AllGather(NamedTuple):
     """Sharded parameters are sent for: those of a layer, by its name, or those of a bucket, by its number."""
 
     what: str | int
@@ -108,7 +108,11 @@ class Update(NamedTuple):
     """All sums are awaited, and the optimizer steps."""
 
 
-Instruction = Gather | Arrive | Release | Begin | End | Move | Keep | Compute | Output | Fill | Free | Forget | Update
+Instruction = (
+    AllGather | Arrive | Release | Begin | End | Move | Keep | Compute | Output | Fill | Free | Forget | Update
+)
+# What a consumer of a program does with each kind of instruction; None: that means nothing to it.
+Table = Mapping[type[Instruction], Callable[..., None] | None]
 
 
 class Bucket(NamedTuple):
@@ -157,18 +161,15 @@ class Program(NamedTuple):
         return groups
 
 
-def fold(program: Program, *states: object) -> None:
-    """Goes through a program: each instruction is given to the states' methods of its name, `begin` for a Begin.
+def fold(program: Program, *tables: Table) -> None:
+    """Goes through a program: each instruction is handed to what the tables have for its kind, in their order.
 
-    An instruction that no state has a method for means nothing to them.
+    KeyError where a table lacks a kind, also one that the program does not have.
     """
-    does: dict[type[Instruction], list[Callable[[Instruction], None]]] = {}
-    for kind in get_args(Instruction):
-        methods = (getattr(state, kind.__name__.lower(), None) for state in states)
-        does[kind] = [method for method in methods if method is not None]
+    does = {kind: [act for table in tables if (act := table[kind]) is not None] for kind in get_args(Instruction)}
     for one in program.instructions:
-        for method in does[type(one)]:
-            method(one)
+        for act in does[type(one)]:
+            act(one)
 
 
 class Gradient(NamedTuple):

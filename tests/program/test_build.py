@@ -15,6 +15,7 @@ from layerwise.machine import load
 from layerwise.ops.base import Role
 from layerwise.program import Instruction, Kind, Program, StrategyFacts, program
 from layerwise.program.instructions import (
+    AllGather,
     Arrive,
     Begin,
     Compute,
@@ -22,7 +23,6 @@ from layerwise.program.instructions import (
     Fill,
     Forget,
     Free,
-    Gather,
     Keep,
     Move,
     Output,
@@ -54,7 +54,7 @@ def positions(step: Program, kind: type[Instruction]) -> list[Instruction]:
 def test_transfers_gathers_and_sums_are_paired(
     network: LayerGraph, profile: str, io: Literal["sample", "free", "boxes"], data: st.DataObject
 ) -> None:
-    """Each Begin has its End, each Gather its Arrive; every gradient is in one bucket, and that in one Fill."""
+    """Each Begin has its End, each AllGather its Arrive; every gradient is in one bucket, and that in one Fill."""
     _, facts, step = made(network, profile, io, data, "training")
     under_way, gathering, full = Counter[object](), Counter[object](), Counter[str]()
     for one in step.instructions:
@@ -62,7 +62,7 @@ def test_transfers_gathers_and_sums_are_paired(
             under_way[one.layer, one.slot, one.way] += 1
         elif isinstance(one, End):
             under_way[one.layer, one.slot, one.way] -= 1
-        elif isinstance(one, Gather):
+        elif isinstance(one, AllGather):
             gathering[one.what] += 1
         elif isinstance(one, Arrive):
             gathering[one.what] -= 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 
@@ -12,8 +11,12 @@ from layerwise.cost.memory.allocations import KINDS, AllocationTracker, Kind
 from layerwise.cost.memory.step import peak_bytes, tracked
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
+from layerwise.program import Table
 from layerwise.program.instructions import (
+    AllGather,
+    Arrive,
     Begin,
+    Compute,
     End,
     Fill,
     Forget,
@@ -21,8 +24,10 @@ from layerwise.program.instructions import (
     Instruction,
     Keep,
     Move,
+    Output,
     Release,
-)  # fmt: skip
+    Update,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,14 @@ class _Log(AllocationTracker):
         super().__init__(devices)
         self.logged: list[tuple[Floats, Kind, bool]] = []
         self.instants: list[tuple[str, int]] = []
-        for kind in set(get_args(Instruction)) - {Free, Forget, Keep, Release}:  # they belong to the next one
-            setattr(self, kind.__name__.lower(), lambda one: self.instants.append((_title(one), len(self.logged))))
+        timed = AllGather, Arrive, Begin, End, Move, Compute, Output, Fill, Update
+        self.does: Table = {
+            **dict.fromkeys(timed, self._done),
+            **dict.fromkeys((Free, Forget, Keep, Release)),  # they belong to the next one
+        }
+
+    def _done(self, instruction: Instruction) -> None:
+        self.instants.append((_title(instruction), len(self.logged)))
 
     def _note(self, size: Floats, kind: Kind, *, stays: bool) -> None:
         self.logged.append((size, kind, stays))
@@ -53,7 +64,7 @@ def course(model: CostModel, strategy: Strategy) -> Course:
     """The course of the fullest device's memory. strategy: with the configurations of inputs and sink."""
     device = int(peak_bytes(model, strategy).argmax())
     log = _Log(model.devices.count)
-    tracked(model, strategy, log, log)
+    tracked(model, strategy, log, log.does)
     sizes = np.array([size[device] for size, *_ in log.logged])
     stays = np.array([stay for *_, stay in log.logged])
     of_kind = np.array([[one == kind for _, one, _ in log.logged] for kind in KINDS])

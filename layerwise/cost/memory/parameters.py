@@ -22,8 +22,8 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Parameter
 from layerwise.partition.place import Boxes, Place
 from layerwise.partition.sharding import sharded, states_of
-from layerwise.program import Program, StrategyFacts
-from layerwise.program.instructions import Arrive, Fill, Gather, Release, Update
+from layerwise.program import Program, StrategyFacts, Table
+from layerwise.program.instructions import AllGather, Arrive, Fill, Release, Update
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +122,14 @@ class ParameterStorages:
 
     # ---- instructions ----
 
-    def gather(self, instruction: Gather) -> None:
+    @property
+    def does(self) -> Table:
+        """The instructions that concern them, and what each does."""
+        return {
+            AllGather: self.gather, Arrive: self.arrive, Release: self.release, Fill: self.fill, Update: self.update,
+        }  # fmt: skip
+
+    def gather(self, instruction: AllGather) -> None:
         """Room for what arrives; and where it is for one layer, for what that computes with."""
         what = instruction.what
         shares = self._members[what] if isinstance(what, int) else self._shares[what]

@@ -31,7 +31,7 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.moved import Moved
-from layerwise.program import Program, fold, program
+from layerwise.program import Program, Table, fold, program
 from layerwise.program.instructions import Begin, Compute, End, Forget, Free, Keep, Move, Output
 
 Tracker = TypeVar("Tracker", bound=AllocationTracker)
@@ -50,14 +50,14 @@ def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[Kind, float]:
     return {kind: float(size[device]) for kind, size in tracker.peak_by_kind.items()}
 
 
-def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: object) -> Tracker:
+def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: Table) -> Tracker:
     """The tracker, after all of a step. Observers see each instruction when it is done, as `fold` has it."""
     facts, sums = step_facts(model, strategy)
     step = program(model.graph, model.options.io, facts, model.options.kind)
     parameters = ParameterStorages(model, tracker, model.options.kind == "training")
     storages = _Storages(model, strategy, tracker, step, parameters)
     parameters.bucket(step, facts, sums)
-    fold(step, storages, parameters, *observers)
+    fold(step, {**storages.does, **parameters.does}, *observers)
     return tracker
 
 
@@ -88,6 +88,10 @@ class _Storages:
         self.in_flight: dict[EdgeEnd, TransferStorage] = {}
         self.sources: dict[str, dict[str, Ref]] = {}  # by block, what it is recomputed from
         self.waiting: list[Ref] = []  # what the gradient of weights is made of, where it is yet to be made
+        self.does: Table = {
+            Begin: self.begin, End: self.end, Move: self.move, Keep: self.keep, Compute: self.compute,
+            Output: self.output, Free: self.free, Forget: self.forget,
+        }  # fmt: skip
 
     # ---- transfers ----
 

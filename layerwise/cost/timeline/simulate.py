@@ -27,8 +27,24 @@ from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import AGAIN
 from layerwise.partition.buckets import BUCKET_BYTES
-from layerwise.program import Bucket, Program, fold, program
-from layerwise.program.instructions import Arrive, Begin, Compute, End, Fill, Gather, Move, Output, Part, Pass, Update
+from layerwise.program import Bucket, Program, Table, fold, program
+from layerwise.program.instructions import (
+    AllGather,
+    Arrive,
+    Begin,
+    Compute,
+    End,
+    Fill,
+    Forget,
+    Free,
+    Keep,
+    Move,
+    Output,
+    Part,
+    Pass,
+    Release,
+    Update,
+)
 
 UPDATE = " (update)"  # how a span of the optimizer ends
 SUFFIX: dict[Part | Pass, str] = {
@@ -105,7 +121,7 @@ def _simulated(model: CostModel, strategy: Strategy, record: Record | None, buck
     facts, sums = step_facts(model, strategy, bucket_bytes)
     step = program(model.graph, model.options.io, facts, model.options.kind)
     clocks = _Clocks(model, strategy, step, sums, record)
-    fold(step, clocks)  # what only frees memory takes no time
+    fold(step, clocks.does)
     return Timeline(float(clocks.clock.max()), clocks.forward_s, clocks.backward_s, clocks.exposed_s)
 
 
@@ -125,10 +141,15 @@ class _Clocks:
         self.in_flight: dict[EdgeEnd, Flow] = {}
         self.gathering: dict[str | int, list[Flow]] = {}
         self.last_gathered: Flow | None = None  # the sum of a gathered layer's gradients
+        self.does: Table = {
+            AllGather: self.gather, Arrive: self.arrive, Begin: self.begin, End: self.end, Move: self.move,
+            Compute: self.compute, Output: self.output, Fill: self.fill, Update: self.update,
+            **dict.fromkeys((Release, Keep, Free, Forget)),  # what only frees memory takes no time
+        }  # fmt: skip
 
     # ---- parameters and their gradients ----
 
-    def gather(self, instruction: Gather) -> None:
+    def gather(self, instruction: AllGather) -> None:
         """Beside computation, as sums of gradients are."""
         what = instruction.what
         if isinstance(what, int):

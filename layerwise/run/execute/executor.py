@@ -19,12 +19,12 @@ from layerwise.ops.base import Role
 from layerwise.program import Instruction
 from layerwise.program import Kind as ProgramKind
 from layerwise.program.instructions import (
+    AllGather,
     Arrive,
     Begin,
     Compute,
     End,
     Free,
-    Gather,
     Keep,
     Move,
     Output,
@@ -103,7 +103,7 @@ class _Forward:
         self.block_of = dict[str, Block]()  # of recomputed layers
         self.gathered: str | None = None  # the layer whose parameters come before the next one's in the backward pass
         self.does: dict[type[Instruction], Callable[..., None]] = {
-            Gather: self.gather,
+            AllGather: self.gather,
             Arrive: self.arrive,
             Release: self.release,
             Begin: self.begin,
@@ -127,7 +127,7 @@ class _Forward:
 
     # ---- parameters that are full while their layer computes only ----
 
-    def gather(self, instruction: Gather) -> None:
+    def gather(self, instruction: AllGather) -> None:
         if instruction.what in self.run.gathers:
             self.run.gathers[str(instruction.what)].begin()
 

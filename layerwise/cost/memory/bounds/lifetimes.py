@@ -21,8 +21,22 @@ from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.program import fold
-from layerwise.program.instructions import Begin, Compute, End, Move, Update
+from layerwise.program import Table, fold
+from layerwise.program.instructions import (
+    AllGather,
+    Arrive,
+    Begin,
+    Compute,
+    End,
+    Fill,
+    Forget,
+    Free,
+    Keep,
+    Move,
+    Output,
+    Release,
+    Update,
+)
 
 
 class Lifetimes(Forward):
@@ -30,7 +44,12 @@ class Lifetimes(Forward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fold(self.program, self)
+        does: Table = {
+            Begin: self.begin, End: self.end, Move: self.move, Keep: self.keep, Compute: self.compute,
+            Output: self.output, Free: self.free, Forget: self.forget, Update: self.update,
+            **dict.fromkeys((AllGather, Arrive, Release, Fill)),  # claims of parameters are made with their layer's
+        }  # fmt: skip
+        fold(self.program, does)
 
     # ---- instructions ----
 

@@ -1,0 +1,13 @@
+"""Every consumer of a program says what each instruction is to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerwise.program import Program, fold
+from layerwise.program.instructions import Free, Update
+
+
+def test_an_instruction_that_a_table_lacks_is_no_instruction_without_effect() -> None:
+    with pytest.raises(KeyError):
+        fold(Program([Update()], []), {Free: lambda _: None})
