@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +31,7 @@ from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, of_g
 from layerwise.checkpoint.reader import SEAL, Reader
 from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
 from layerwise.comm.base import Comm
-from layerwise.comm.together import agree, patiently, settle
+from layerwise.comm.together import agree, in_thread, patiently
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import JSON
 from layerwise.geometry import Box
@@ -154,9 +153,8 @@ def begin_saving(
         "progress": copy.deepcopy(dict(progress)),
         "optimizer": None if optimizer is None else type(optimizer).__qualname__,
     }
-    write_local, future = partial(write, temporary, comm.rank, entries), Future[JSON]() if beside else None
-    if future is not None:  # a daemon: Ctrl-C must not wait for it
-        Thread(target=settle, args=(future, write_local), name="layerwise checkpoint", daemon=True).start()
+    write_local: Callable[[], JSON] = partial(write, temporary, comm.rank, entries)
+    future = in_thread(write_local, "layerwise checkpoint") if beside else None
     return Writing(comm, temporary, steps, about, keep, failed, lock, write_local, future)
 
 

@@ -1,4 +1,4 @@
-"""Comm: what the runtime asks of a network of ranks, bytes counted; MessageComm: collectives by messages."""
+"""Comm: what the runtime asks of a network of ranks, bytes counted."""
 
 from __future__ import annotations
 
@@ -73,6 +73,8 @@ class Comm(ABC):
     counts so that its ranks' shares, 2(r-1)/r of the buffer each, are whole numbers with an exact sum
     (`all_reduce_bytes`).
 
+    Collectives, all-reduce apart, are an exchange here, with sums in the order of the ranks.
+
     Traffic of kind "sync" has a stream of its own, and that of kind "gathers" another: they never wait for the other
     kinds, nor these for them.
     """
@@ -122,14 +124,17 @@ class Comm(ABC):
         elements: both sides leave it out. `what` is for error messages.
         """
 
-    @abstractmethod
     def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """Writes (len(group), *mine.shape) into `out`: row i is what the i-th rank of the group brings.
 
         Counts len(group) - 1 times `mine`.
         """
+        others = self._others(group)
+        out[group.index(self.rank)] = mine
+        return self.exchange(
+            [(rank, mine) for _, rank in others], [(rank, out[row]) for row, rank in others], kind, what
+        )
 
-    @abstractmethod
     def reduce_scatter(
         self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str, stream: Kind | None = None
     ) -> Handle:
@@ -137,15 +142,34 @@ class Comm(ABC):
 
         stream: the kind whose stream it goes through, if not its own.
 
-        Counts the rows of the others.
+        Counts the rows of the others. (gloo's own is an all-reduce in disguise, which sends twice the bytes.)
         """
+        mine, others = group.index(self.rank), self._others(group)
+        received = list(parts.new_empty((len(group) - 1, *out.shape)))
+        rows = [*received[:mine], parts[mine], *received[mine:]]
 
-    @abstractmethod
+        def add_up() -> None:
+            out.copy_(rows[0])
+            for row in rows[1:]:
+                out.add_(row)
+
+        sends = [(rank, parts[row]) for row, rank in others]
+        receives = [(rank, rows[row]) for row, rank in others]
+        return Then(self.exchange(sends, receives, kind, what, stream), add_up)
+
     def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
-        """Row i of `parts` goes to the i-th rank of the group; row i of `out` comes from it.
+        """Sends row i of `parts` to the i-th rank of the group; row i of `out` comes from it.
 
         Counts the rows of the others.
         """
+        mine, others = group.index(self.rank), self._others(group)
+        out[mine] = parts[mine]
+        sends = [(rank, parts[row]) for row, rank in others]
+        return self.exchange(sends, [(rank, out[row]) for row, rank in others], kind, what)
+
+    def _others(self, group: Group) -> list[tuple[int, int]]:
+        """The other ranks of a group, each with its number there."""
+        return [(row, rank) for row, rank in enumerate(group) if rank != self.rank]
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
@@ -234,16 +258,11 @@ class Then:
         self._handle.when_done(call)
 
 
-def all_reduce_bytes(tensor: Tensor, members: int, index: int) -> int:
-    """What the `index`-th of `members` ranks hands over in an all-reduce: 2(r-1)/r of the buffer.
+def all_reduce_bytes(size_bytes: int, members: int, index: int) -> int:
+    """What the `index`-th of `members` ranks hands over in an all-reduce of a buffer: 2(r-1)/r of it.
 
     Rounded so that every count is a whole number and the sum over the ranks is 2(r-1) buffers exactly.
     """
-    return all_reduce_share(tensor.numel() * tensor.element_size(), members, index)
-
-
-def all_reduce_share(size_bytes: int, members: int, index: int) -> int:
-    """`all_reduce_bytes` of a buffer of that many bytes."""
     total = 2 * (members - 1) * size_bytes
     return total * (index + 1) // members - total * index // members
 
@@ -263,41 +282,3 @@ def reason(error: BaseException) -> str:
     """The words of one of torch's errors, without the places in its source and the stack trace."""
     first = str(error).partition("\n")[0]
     return re.sub(r"^\[/[^\]]*\] ", "", first) or type(error).__name__
-
-
-class MessageComm(Comm):
-    """A Comm whose collectives, all-reduce apart, are an exchange. Sums are taken in the order of the ranks."""
-
-    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> Handle:
-        """An exchange of `mine` with everybody."""
-        others = [(row, rank) for row, rank in enumerate(group) if rank != self.rank]
-        out[group.index(self.rank)] = mine
-        return self.exchange(
-            [(rank, mine) for _, rank in others], [(rank, out[row]) for row, rank in others], kind, what
-        )
-
-    def reduce_scatter(
-        self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str, stream: Kind | None = None
-    ) -> Handle:
-        """An exchange of rows, then a sum. (gloo's own is an all-reduce in disguise, which sends twice the bytes.)"""
-        mine = group.index(self.rank)
-        received = list(parts.new_empty((len(group) - 1, *out.shape)))
-        rows = [*received[:mine], parts[mine], *received[mine:]]
-
-        def add_up() -> None:
-            out.copy_(rows[0])
-            for row in rows[1:]:
-                out.add_(row)
-
-        others = [(row, rank) for row, rank in enumerate(group) if rank != self.rank]
-        sends = [(rank, parts[row]) for row, rank in others]
-        receives = [(rank, rows[row]) for row, rank in others]
-        return Then(self.exchange(sends, receives, kind, what, stream), add_up)
-
-    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
-        """An exchange of rows."""
-        others = [(row, rank) for row, rank in enumerate(group) if rank != self.rank]
-        mine = group.index(self.rank)
-        out[mine] = parts[mine]
-        sends = [(rank, parts[row]) for row, rank in others]
-        return self.exchange(sends, [(rank, out[row]) for row, rank in others], kind, what)

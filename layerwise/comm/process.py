@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, Members, MessageComm, all_reduce_bytes, reason
-from layerwise.comm.connect import bounded
+from layerwise.comm.base import Comm, CommError, Done, Group, Handle, Kind, Members, all_reduce_bytes, reason
+from layerwise.comm.together import in_thread
 from layerwise.comm.under_way import UnderWay, Waitable
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
@@ -44,7 +44,7 @@ _all_gather: Collective = getattr(dist, "all_gather_single", None) or dist.all_g
 _reduce_scatter: Collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class ProcessComm(MessageComm):
+class ProcessComm(Comm):
     """A rank that is a process; `start` makes it. Needs torch.distributed's default group, of which it has some ranks.
 
     device: where its tensors are. timeout_s: how long an operation may take. members: of the default group, ascending;
@@ -123,7 +123,7 @@ class ProcessComm(MessageComm):
             return Done()
         assert all(tensor.is_contiguous() for _, tensor in (*sends, *receives)), what
         self._end_given_up()
-        self.sent[kind] += sum(_bytes(tensor) for _, tensor in sends)
+        self.sent[kind] += sum(tensor.nbytes for _, tensor in sends)
         numbered = self._stream(stream or kind)
         group = numbered[self._everyone]
         if self.collectives:
@@ -163,7 +163,7 @@ class ProcessComm(MessageComm):
         """NCCL's own, else an exchange."""
         if not self.collectives or len(group) == 1 or not mine.numel():
             return super().all_gather(out, mine, group, kind, what)
-        self.sent[kind] += (len(group) - 1) * _bytes(mine)
+        self.sent[kind] += (len(group) - 1) * mine.nbytes
         return self._collective(_all_gather, out.view(-1), mine.contiguous().view(-1), group, kind, what)
 
     def reduce_scatter(
@@ -172,14 +172,14 @@ class ProcessComm(MessageComm):
         """NCCL's own, else an exchange and a sum."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().reduce_scatter(out, parts, group, kind, what, stream)
-        self.sent[kind] += (len(group) - 1) * _bytes(out)
+        self.sent[kind] += (len(group) - 1) * out.nbytes
         return self._collective(_reduce_scatter, out.view(-1), parts.contiguous().view(-1), group, stream or kind, what)
 
     def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """NCCL's own, else an exchange."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().all_to_all(out, parts, group, kind, what)
-        self.sent[kind] += (len(group) - 1) * _bytes(parts) // len(group)
+        self.sent[kind] += (len(group) - 1) * parts.nbytes // len(group)
         return self._collective(dist.all_to_all_single, out, parts.contiguous(), group, kind, what)
 
     def _collective(self, do: Collective, out: Tensor, given: Tensor, group: Group, kind: Kind, what: str) -> Handle:
@@ -194,7 +194,7 @@ class ProcessComm(MessageComm):
         assert tensor.is_contiguous(), what
         if len(group) == 1 or not tensor.numel():
             return Done()
-        self.sent[kind] += all_reduce_bytes(tensor, len(group), group.index(self.rank))
+        self.sent[kind] += all_reduce_bytes(tensor.nbytes, len(group), group.index(self.rank))
         tensor = tensor.detach()
         staged = tensor if self.collectives else _on_cpu(tensor, copy=True)
         with self._joint(what, group):
@@ -278,7 +278,7 @@ class ProcessComm(MessageComm):
                 return _group_of_members(global_ranks, timedelta(seconds=seconds), backend, self._ranks, self._made)
 
             try:  # no guard ends a process that made the default group itself
-                made = bounded(make, self._timeout_s + SLACK_S)
+                made = in_thread(make).result(self._timeout_s + SLACK_S)
             except TimeoutError:
                 raise RuntimeError("overdue") from None
             if backend == "nccl" and self.rank in group:  # it connects at the first use: now
@@ -340,10 +340,6 @@ def _sure(work: dist.Work | None) -> dist.Work:
     """What only a rank outside of the group does not have."""
     assert work is not None
     return work
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _on_cpu(tensor: Tensor, *, copy: bool) -> Tensor:

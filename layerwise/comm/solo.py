@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Done, Group, Handle, Kind, MessageComm
+from layerwise.comm.base import Comm, Done, Group, Handle, Kind
 
 
-class SoloComm(MessageComm):
+class SoloComm(Comm):
     """One rank alone: collectives of the group (0,) copy."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -61,8 +61,7 @@ def _reason(error: Exception) -> str:
 
 def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tuple[T, list[Any]]:
     """`agree`, however long a rank takes: it acts in a thread, while all meet every second, as in `alone`."""
-    future: Future[tuple[T, JSON]] = Future()
-    threading.Thread(target=settle, args=(future, act), daemon=True).start()
+    future = in_thread(act)
     while True:
         wait([future], timeout=BEAT_S)
         if "busy" not in comm.all_gather_text("done" if future.done() else "busy"):
@@ -74,9 +73,7 @@ def alone(comm: Comm, work: Callable[[], T]) -> T | None:
 
     Returns its result on rank 0, None elsewhere; a LayerwiseError of it is raised on every rank.
     """
-    future: Future[T] = Future()
-    if comm.rank == 0:  # a daemon: Ctrl-C must not wait for it
-        threading.Thread(target=settle, args=(future, work), daemon=True).start()
+    future = in_thread(work) if comm.rank == 0 else Future[T]()
     while True:
         text = ""
         if comm.rank == 0:
@@ -93,9 +90,15 @@ def alone(comm: Comm, work: Callable[[], T]) -> T | None:
         return None
 
 
-def settle(future: Future[T], work: Callable[[], T]) -> None:
-    """Gives the future what the work returns or raises."""
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
+def in_thread(work: Callable[[], T], name: str = "layerwise") -> Future[T]:
+    """The future of what `work` returns or raises, in a thread of its own: a daemon, as Ctrl-C must not wait for it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from layerwise.comm.together import in_thread
+
+if TYPE_CHECKING:
+    from layerwise.comm.process import ProcessComm
 
 
 class Waitable(Protocol):
@@ -18,16 +20,6 @@ class Waitable(Protocol):
 
     def wait(self) -> object:
         """Until it has ended. RuntimeError where it fails or takes too long."""
-
-
-class Owner(Protocol):
-    """What it asks of its ProcessComm."""
-
-    collectives: bool
-    device: torch.device
-    given_up: list[UnderWay]
-
-    def during(self, what: str) -> AbstractContextManager[list[str]]: ...
 
 
 class UnderWay:
@@ -39,7 +31,7 @@ class UnderWay:
 
     def __init__(
         self,
-        comm: Owner,
+        comm: ProcessComm,
         what: str,
         works: Sequence[tuple[str, Waitable]],
         tensors: Sequence[Tensor],
@@ -86,19 +78,9 @@ class _Waiter:
     """A thread that waits for works, and then calls."""
 
     def __init__(self, works: Sequence[Waitable], call: Callable[[], None]) -> None:
-        self._works, self._call = works, call
-        self._end: Future[None] = Future()
-        threading.Thread(target=self._run, name="layerwise messages", daemon=True).start()
-
-    def wait(self) -> object:
-        """The works' time-outs hold."""
-        return self._end.result()
-
-    def _run(self) -> None:
-        try:
-            for work in self._works:
+        def run() -> None:
+            for work in works:
                 work.wait()
-            self._call()
-            self._end.set_result(None)
-        except BaseException as error:
-            self._end.set_exception(error)
+            call()
+
+        self.wait = in_thread(run, "layerwise messages").result  # the works' time-outs hold

@@ -26,8 +26,7 @@ from layerwise.cli import (
     training_arguments,
 )
 from layerwise.comm.base import Comm
-from layerwise.comm.connect import read_environment
-from layerwise.comm.start import leave, start
+from layerwise.comm.start import leave, read_environment, start
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable

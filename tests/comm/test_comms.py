@@ -105,7 +105,7 @@ def test_handshake_names_the_fact_and_the_ranks() -> None:
 @pytest.mark.parametrize("elements", [0, 1, 7, 1000])
 def test_all_reduce_bytes_are_whole_and_add_up(members: int, elements: int) -> None:
     tensor = torch.empty(elements, dtype=torch.bfloat16)
-    counts = [all_reduce_bytes(tensor, members, index) for index in range(members)]
+    counts = [all_reduce_bytes(tensor.nbytes, members, index) for index in range(members)]
     assert sum(counts) == 2 * (members - 1) * elements * 2
     assert max(counts) - min(counts) <= 1
 

@@ -9,9 +9,8 @@ import torch
 
 from layerwise.comm.base import Members
 from layerwise.comm.board import Sign, gone_text, unpack
-from layerwise.comm.connect import read_environment
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.start import start
+from layerwise.comm.start import read_environment, start
 from layerwise.errors import LayerwiseError
 from tests.comm.launch import launch
 

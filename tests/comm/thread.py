@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, MessageComm, all_reduce_bytes, ranks
+from layerwise.comm.base import Comm, CommError, Done, Group, Handle, Kind, all_reduce_bytes, ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class _Hub:
                 queue.put(STOP)
 
 
-class ThreadComm(MessageComm):
+class ThreadComm(Comm):
     """A rank that is a thread; `run_threads` makes them. A message other than the one expected: AssertionError."""
 
     def __init__(self, hub: _Hub, rank: int, size: int, *, collectives: bool) -> None:
@@ -112,7 +112,7 @@ class ThreadComm(MessageComm):
         if len(group) == 1 or not tensor.numel():
             return Done()
         assert group == self._everyone or (kind, group) in self._prepared, f"{what}: {group} was not prepared"
-        self.sent[kind] += all_reduce_bytes(tensor, len(group), group.index(self.rank))
+        self.sent[kind] += all_reduce_bytes(tensor.nbytes, len(group), group.index(self.rank))
         self._started[kind, group] += 1
         use = f"all-reduce {self._started[kind, group]} of {kind}"  # a queue each: they may be waited for in any order
         mine = tensor.detach().clone()

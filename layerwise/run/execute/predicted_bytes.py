@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from layerwise.comm.base import Kind, all_reduce_share
+from layerwise.comm.base import Kind, all_reduce_bytes
 from layerwise.config import Config
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
@@ -94,7 +94,7 @@ def _statistics(
             member = len(group), group.index(schedule.comm.rank)
             real_bytes = schedule.options.element_type(out.dtype, schedule.graph).itemsize
             by_plan, real = (
-                [all_reduce_share(elements * item_bytes, *member) for item_bytes in statistics.item_bytes(of_output)]
+                [all_reduce_bytes(elements * item_bytes, *member) for item_bytes in statistics.item_bytes(of_output)]
                 for of_output in (same.space.out.item_bytes, real_bytes)
             )
             sent = [ways[0] * n + ways[1] * back for ways, n in zip((by_plan, real), times, strict=True)]
@@ -121,8 +121,8 @@ def _of_parameters(
             times = [1 + bucket.gathered + (bucket.gathered and once_more) for once_more in again[name]]
             yield ("gathers", by_plan * times[0], real * times[1]), True
             continue
-        real = all_reduce_share(p.numel() * p.element_size(), *member)
-        yield ("sync", all_reduce_share(p.numel() * planned[name], *member), real), False
+        real = all_reduce_bytes(p.nbytes, *member)
+        yield ("sync", all_reduce_bytes(p.numel() * planned[name], *member), real), False
 
 
 def _sent(schedule: Schedule, layer: Layer) -> int:
