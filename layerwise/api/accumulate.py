@@ -7,7 +7,6 @@ user's loop stays as it is. The k-th step is that of a batch k times as large.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,10 +16,6 @@ from torch.utils import _pytree as pytree
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.refusals import AS_WRITTEN
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.trace import now_s
-
-SHARE = 0.1  # of a step's time that communication may take with sync_every="auto"
-MOST = 64  # steps between synchronisations that "auto" goes to
 
 
 class Accumulate:
@@ -34,8 +29,8 @@ class Accumulate:
                 f"too: {AS_WRITTEN}, or leave ParallelOptions' sync_every out"
             )
         self.module, self.every, self.done = module, every, 0
-        self._kept: dict[nn.Parameter, Tensor] = {}
-        self._within: AbstractContextManager[None] | None = None
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._no_sync: AbstractContextManager[None] | None = None
         self._running = False
         module.register_forward_hook(self._forward)
 
@@ -45,8 +40,11 @@ class Accumulate:
         return pytree.tree_map_only(Tensor, self._mark, outputs)
 
     def _mark(self, x: Tensor) -> Tensor:
-        marked: Tensor = _MarkedOutput.apply(x, self) if x.requires_grad else x  # type: ignore[no-untyped-call]
-        return marked
+        """An output as it is, whose gradient comes here before it comes to the module."""
+        if x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda _: self.begin())  # type: ignore[no-untyped-call]
+        return x
 
     def begin(self) -> None:
         """Begins a backward pass, before the module's own."""
@@ -54,9 +52,9 @@ class Accumulate:
             return
         self._running = True
         if self.done + 1 < self.every:
-            self._within = self.module.no_sync()
-            self._within.__enter__()
-        for parameter, gradient in self._kept.items():
+            self._no_sync = self.module.no_sync()
+            self._no_sync.__enter__()
+        for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         self.module.begin()  # its end comes before this one's
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -64,54 +62,14 @@ class Accumulate:
     def _end(self) -> None:
         self._running = False
         self.done = (self.done + 1) % self.every
-        if self._within is not None:
-            self._within.__exit__(None, None, None)
-            self._within = None
-            self._kept = {p: p.grad for p in self.module.parameters() if p.grad is not None}
-            for parameter in self._kept:
+        if self._no_sync is not None:
+            self._no_sync.__exit__(None, None, None)
+            self._no_sync = None
+            self._gradients = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+            for parameter in self._gradients:
                 parameter.grad = None
             return
-        self._kept = {}
+        self._gradients = {}
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad /= self.every
-
-
-class _MarkedOutput(torch.autograd.Function):
-    """An output as it is; its backward comes before the module's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, state: Accumulate) -> Tensor:
-        ctx.state = state
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.state.begin()
-        return gradient, None
-
-
-def auto(module: ParallelModule, compute_s: float) -> tuple[int, str]:
-    """The smallest number of steps for which synchronisation is below `SHARE` of the time, and a line that says so.
-
-    The sum of all gradients over all ranks is measured, here and now; `compute_s` is a step's forward and backward
-    pass. Every rank calls it; rank 0's answer holds.
-    """
-    comm, everyone = module.comm, tuple(range(module.comm.size))
-    size = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    buffer = torch.zeros(size, dtype=module.options.dtype, device=module.device)
-    seconds = []
-    for _ in range(4):  # the first connects
-        comm.barrier()
-        started = now_s(module.device)
-        comm.all_reduce(buffer, everyone, "io", "measuring synchronisation").wait()
-        seconds.append(now_s(module.device) - started)
-    sync_s = median(seconds[1:])
-    every = next((k for k in range(1, MOST) if sync_s <= SHARE * (k * compute_s + sync_s)), MOST)
-    every = int(comm.broadcast_text(str(every)))
-    batch = module.plan.batch
-    grows = f". The effective batch grows from {batch:,} to {every * batch:,}" if every > 1 else ""
-    return every, (
-        f"sync_every={every}: adding up gradients takes {1e3 * sync_s:.3g} ms, the computation of a step "
-        f"{1e3 * compute_s:.3g} ms; {SHARE:.0%} may be communication{grows}"
-    )

@@ -39,7 +39,7 @@ class ParallelOptions:
         effort: How long the plan is improved by its simulated step; quick: not at all.
         local_batch_norm: Statistics are of each rank's own samples, as with DistributedDataParallel.
         sync_every: k, for data parallelism only: gradients travel and the optimizer steps every k-th time, for a batch
-            k times as large. "auto": the least k whose communication takes below 10 % of the time.
+            k times as large.
         seed: Of dropout, and of the initial values of a model on the meta device.
         timeout_s: Seconds after which a rank that does not come is named.
         compare_ranks: In some of the first steps and every 100th, ranks that have the same parameters compare a sample
@@ -56,7 +56,7 @@ class ParallelOptions:
     race: int = 1
     effort: Literal["quick", "normal", "thorough"] = "normal"
     local_batch_norm: bool = False
-    sync_every: int | Literal["auto"] = 1
+    sync_every: int = 1
     seed: int = 0
     timeout_s: float = 30.0
     compare_ranks: bool = True
@@ -76,8 +76,7 @@ def check(
             "parallelize is called within torch.autocast, where the model cannot be traced: call it before, and the "
             "model that it returns within"
         )
-    if sync_every != "auto" and not _whole(sync_every):
-        raise LayerwiseError(f"sync_every is {sync_every!r}; it must be 'auto' or a whole number of at least 1")
+    at_least_1("sync_every", sync_every)
     if optimizer not in OPTIMIZERS:
         raise LayerwiseError(f"memory is planned for optimizers {', '.join(OPTIMIZERS)}, not for {optimizer!r}")
     if memory_limit is not None:
@@ -113,7 +112,7 @@ def check_io(io: object, plan: Plan | None, loaders: tuple[object, ...]) -> None
 
 def at_least_1(name: str, value: object) -> None:
     """LayerwiseError for what is not a whole number of at least 1."""
-    if not _whole(value):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise LayerwiseError(f"{name} is {value!r}; it must be at least 1, and a whole number")
 
 
@@ -139,7 +138,3 @@ def _described(example: object) -> str:
     if isinstance(example, Tensor):
         return f"{dtype_name(example.dtype)} {list(example.shape)}"
     return "a list" if isinstance(example, LISTS) else ""
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

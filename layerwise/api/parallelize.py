@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from layerwise.api import loaders as loaders_of
-from layerwise.api.accumulate import Accumulate, auto
+from layerwise.api.accumulate import Accumulate
 from layerwise.api.arguments import ParallelOptions, at_least_1, check, check_autocast, check_io, facts
 from layerwise.api.build import Task
 from layerwise.api.planner import Request, Strategy
@@ -189,9 +189,12 @@ def parallelize(
         module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:
         module.eval().requires_grad_(False)
-    notes = _accumulate(module, options.sync_every)
+    if (every := options.sync_every) > 1:
+        Accumulate(module, every)
+        batch_of_step = f"the effective batch is {every * module.plan.batch:,}"
+        shown += (Text(f"sync_every={every}: the optimizer steps every {every} batches; {batch_of_step}"),)
     if verbose and world.comm.rank == 0:
-        for line in (*shown, *map(Text, notes)):
+        for line in shown:
             console().print(line)
     return (module, *loaders_of.shared(loaders, module)) if loaders else module
 
@@ -209,25 +212,6 @@ def _loaders(first: object, held_out: tuple[DataLoader[Any], ...], batch: int | 
     for loader in held_out:
         loaders_of.check(loader)
     return (first, *held_out)
-
-
-def _accumulate(module: ParallelModule, every: int | Literal["auto"]) -> tuple[str, ...]:
-    """Sets it up; what to say of it."""
-    if every == 1 or (module.comm.size == 1 and every == "auto"):
-        return ()
-    if every == "auto":
-        predicted = module.plan.predicted
-        if not predicted:
-            raise LayerwiseError(
-                "sync_every='auto' rests on a predicted step, and the model is run as it is written, of which nothing "
-                "is predicted: give a whole number"
-            )
-        every, note = auto(module, predicted.get("forward_s", 0.0) + predicted.get("backward_s", 0.0))
-    else:
-        batch = f"the effective batch is {every * module.plan.batch:,}"
-        note = f"sync_every={every}: the optimizer steps every {every} batches; {batch}"
-    Accumulate(module, every)
-    return (note,)
 
 
 def _batch(batch: int | None, counted: int, plan: Plan | None) -> int:

@@ -178,9 +178,8 @@ def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
         return store, store.clone()  # type: ignore[attr-defined]
 
     try:
-        return in_thread(do).result(
-            timeout_s + ANSWER_S
-        )  # torch waits for up to twice that, and for ever for who is silent
+        # Torch itself waits for up to twice that, and for ever where somebody accepts and says nothing.
+        return in_thread(do).result(timeout_s + ANSWER_S)
     except (TimeoutError, RuntimeError) as error:
         if serves:
             said = f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason(error)}; the port is taken?"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from layerwise.api.accumulate import auto
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.fit import Epoch, fit
 from layerwise.api.machine import cache_file
@@ -170,13 +169,6 @@ def smooth() -> nn.Module:
     """Without batch norm, whose statistics are those of a batch."""
     torch.manual_seed(SEED)
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)).double()
-
-
-@once()
-def automatic(comm: Comm, compute_s: float) -> tuple[int, str]:
-    """What "auto" finds."""
-    example = data().tensors[0][: BATCH // comm.size]
-    return auto(parallelize(smooth(), example, **quiet(comm, strategy="data")), compute_s)
 
 
 class Named(nn.Module):

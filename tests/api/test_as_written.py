@@ -86,13 +86,6 @@ def test_one_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
 def test_another_strategy_is_refused_and_this_one_is_named() -> None:
     with pytest.raises(LayerwiseError, match=r"depend on data.*\. strategy='data' runs the model as it is written"):
         parallelize(Branching(), IMAGES[:4].float(), strategy="owt", options=ParallelOptions(comm=CPU), verbose=False)
-    with pytest.raises(LayerwiseError, match="sync_every='auto' rests on a predicted step"):
-        run_threads(
-            2,
-            lambda comm: parallelize(
-                Branching(), IMAGES[:4].float(), options=ParallelOptions(sync_every="auto", comm=comm)
-            ),
-        )
     with pytest.raises(LayerwiseError, match=r"torch\.export fails.*check that the model runs"):  # nor does DDP run it
         parallelize(Branching(), torch.ones(4, 3), strategy="data", options=ParallelOptions(comm=CPU), verbose=False)
 

@@ -141,7 +141,7 @@ def test_files_train_from_their_weights(tmp_path: Path) -> None:
         ({"batch": 0}, "it must be at least 1"),
         ({"batch": 4.0}, "batch is 4.0; it must be at least 1, and a whole number"),
         ({"batch": True}, "batch is True"),
-        ({"sync_every": True}, "must be 'auto' or a whole number"),
+        ({"sync_every": True}, "sync_every is True; it must be at least 1, and a whole number"),
         ({"memory_limit": "1KB"}, "use more ranks or a smaller batch"),
         ({"memory_limit": -1}, "memory_limit is -1: it must be at least 1 B, and finite"),
         ({"memory_limit": "2GByte"}, "memory_limit is '2GByte': the unit 'GByte' is none of"),
