@@ -320,10 +320,7 @@ class LayeredModule(SplitFacade):
         return made.train(self.training)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns tensors by the model's names; DTensors where the plan splits them, which dcp saves.
-
-        Where no DTensor says which box a rank holds: this rank's boxes, as `fc.weight[0:8 of 16, :]`.
-        """
+        """Returns tensors by the model's names; DTensors where the plan splits them, which dcp saves."""
         if args or kwargs.get("destination") is not None:
             raise LayerwiseError(
                 "the parallel module is inside another module, whose state dict cannot have it: save its own"
@@ -331,7 +328,7 @@ class LayeredModule(SplitFacade):
         return {prefix + name: tensor for name, tensor in self._state.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes a full state dict, also one of DTensors, or this rank's; another rank's boxes are refused."""
+        """Takes a full state dict, also one of DTensors."""
         self._may_change()
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)

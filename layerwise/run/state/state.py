@@ -47,14 +47,6 @@ class Shard:
         """Whether the box is all of it."""
         return self.box.shape == self.shape
 
-    @property
-    def key(self) -> str:
-        """Its name in this rank's state dict: with the box where it is not all, as in `fc.weight[0:8 of 16, :]`."""
-        if self.full:
-            return self.name
-        ends = zip(self.box.lo, self.box.hi, self.shape, strict=True)
-        return f"{self.name}[{', '.join(':' if b - a == n else f'{a}:{b} of {n}' for a, b, n in ends)}]"
-
 
 COUNT = "num_batches_tracked"
 
@@ -62,8 +54,8 @@ COUNT = "num_batches_tracked"
 class State:
     """tree: parameters and buffers in modules as the model has them. boxes: of every rank, by name.
 
-    Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; without a DTensor
-    that says all of the boxes, each rank has its own boxes as tensors.
+    Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; ranks that are no
+    processes have their own boxes as tensors.
     shardings: how they lie on the ranks, by name; empty where they are no DTensors.
     extra: what the network does not compute with (counters), full, on every rank, on the CPU.
     types: the element types of the values that the network came with, by name.
@@ -211,29 +203,25 @@ class State:
     def state_dict(self) -> dict[str, Tensor]:
         """Returns tensors by the model's names, as the model's own does; what ranks have shards of are DTensors.
 
-        Where no DTensor says all boxes: this rank's, by names with the box where it is not all (`Shard.key`).
+        On ranks that are no processes these are this rank's boxes.
         """
-        shapes = self._shapes()
-        partly = (box is None or box.shape != shapes[name] for name, each in self.boxes.items() for box in each)
-        if not self.shardings and any(partly):
-            return {shard.key: shard.tensor for shard in self.shards()}
-        held = self.tree.tensors()
         every = {
-            name: like(t, local_tensor(t)) if is_dtensor(t) else local_tensor(t).detach() for name, t in held.items()
+            name: like(t, local_tensor(t)) if is_dtensor(t) else local_tensor(t).detach()
+            for name, t in self.tree.tensors().items()
+            if name in self.shardings or self.boxes[name][self.comm.rank] is not None
         }
         names = self._keys | {name: name for name in every if name not in self._keys.values()}
         found = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        """Takes full tensors, DTensors or boxes of this rank; returns names that are missing, and those of nothing.
+        """Takes full tensors or DTensors; returns names that are missing, and those of nothing.
 
-        LayerwiseError before anything is changed, also where it has other boxes of what this rank holds.
+        LayerwiseError before anything is changed. Ranks that are no processes also take what `state_dict` gave them.
         """
         if not all(isinstance(key, str) for key in state_dict):
             raise LayerwiseError("the state dict has keys that are no names: give one of parameters by name")
         shards, aliases = {shard.name: shard for shard in self.shards()}, self._aliases()
-        named = {name: key for key in state_dict if (name := _without_box(key)) != key}
         missing, values = [], list[tuple[Shard, Tensor]]()
         extra = [name for name in shards if name not in self.boxes]
         constants = self.boxes.keys() - set(self._keys.values())  # made by the forward pass: no state dict has them
@@ -241,21 +229,15 @@ class State:
             shard = shards.get(name)
             if shard is None and name not in self.shardings:
                 continue  # this rank has none of it, and gives none in its state dict
-            keys = (name, *aliases.get(name, ())) if shard is None else (shard.key, name, *shard.aliases)
-            key = next((key for key in keys if key in state_dict), None)
+            key = next((key for key in (name, *aliases.get(name, ())) if key in state_dict), None)
             if key is not None:
                 part = self._part(key, state_dict[key], name, shard)
                 if shard is not None:
                     values.append((shard, part))
-            elif shard is not None and name in named:
-                raise LayerwiseError(
-                    f"the state dict has {named[name]!r}, but this rank holds {shard.key!r}: it is another "
-                    "rank's, or of another plan. Give each rank its own, or all of them full_state_dict()"
-                )
             elif name not in constants:
                 missing.append(name)
         known = set(self._keys) | set(self.boxes)
-        odd = [key for key in state_dict if key not in known and _without_box(key) not in known]
+        odd = [key for key in state_dict if key not in known]
         if strict and (missing or odd):
             what = f"lacks {missing[0]!r}" if missing else f"has {odd[0]!r}, which the model does not have"
             raise LayerwiseError(f"the state dict {what}: give strict=False to ignore it")
@@ -269,8 +251,9 @@ class State:
         shape = self._shapes()[name] if shard is None else shard.shape
         if not hasattr(value, "shape") or isinstance(value, np.ndarray):  # values may be read when they are needed
             raise LayerwiseError(f"{key!r} is of type {type(value).__name__} in the state dict: give tensors")
-        boxed = shard is not None and key == shard.key and not shard.full
-        if tuple(value.shape) != (shard.box.shape if boxed and shard is not None else shape):
+        if shard is not None and not (self.shardings or shard.full) and tuple(value.shape) == shard.box.shape:
+            return value
+        if tuple(value.shape) != shape:
             raise LayerwiseError(f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {shape}")
         if is_dtensor(value):
             if name in self.shardings and self.shardings[name].says(value):
@@ -280,12 +263,7 @@ class State:
                 raise LayerwiseError(
                     f"{key!r} is on some ranks only, and not those of the plan: give full_state_dict()"
                 )
-        return value if boxed or shard is None or shard.full else value[shard.box.slices()]
-
-
-def _without_box(key: str) -> str:
-    """The name of a parameter, of which this is a `Shard.key`."""
-    return key.partition("[")[0]
+        return value if shard is None or shard.full else value[shard.box.slices()]
 
 
 def _types(network: Network) -> dict[str, str]:
