@@ -22,7 +22,7 @@ def move(comm: Comm, x: Tensor | None, owned: Each, needed: Each, like: Tensor, 
     plan = transfer(owned, needed, comm.rank)
     if plan.pattern != "local":
         plan = _as_messages(plan)
-    return Redistribution(plan, comm, what).forward(x, like)
+    return Redistribution(plan, comm, what).begin(x, like).finish()
 
 
 def _as_messages(plan: Transfer) -> Transfer:

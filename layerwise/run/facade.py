@@ -1,9 +1,9 @@
-"""What a parallel module has of the user's model: parameters, buffers, modules, attributes and methods."""
+"""SplitFacade: what the module of a split plan has of the user's model, whose modules it cannot call."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -18,67 +18,6 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.state import State
 from layerwise.run.state.tree import skeleton
-
-
-class ModuleFacade(ParallelModule):
-    """Its tensors and modules are those of `_model`, from which it reads what it has not itself, too."""
-
-    _model: nn.Module
-
-    def _share(self, model: nn.Module) -> None:
-        """Makes this its model."""
-        self.__dict__["_model"] = model  # not registered: its modules are this one's
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-
-    @property
-    def training(self) -> bool:
-        """The model's."""
-        return self._model.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_model" in self.__dict__:  # nn.Module sets it when it is made, too
-            self._model.training = mode
-
-    def train(self, mode: bool = True) -> Self:
-        """Sets the mode as the model's own class does."""
-        self._model.train(mode)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_model":
-            raise AttributeError(name)
-        return getattr(self._model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "_made" not in self.__dict__:
-            super().__setattr__(name, value)
-        else:
-            self._set(name, value)
-
-    def _set(self, name: str, value: Any) -> None:
-        """Sets what is not this class's own."""
-        setattr(self._model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(self._model, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._model[index]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self._model)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The model and all in it."""
-        yield from self._model.named_modules(*args, **kwargs)
 
 
 class LentParameter(RefusedParameter):
@@ -138,7 +77,7 @@ def _like(part: Tensor, full: Tensor) -> Tensor:
 Function = Callable[[nn.Module], object]
 
 
-class SplitFacade(ModuleFacade):
+class SplitFacade(ParallelModule):
     """Its modules hold this rank's tensors, and compute nothing: see `layerwise.run.state.tree`.
 
     Methods of the user's model see these modules: one that calls a layer raises there, and then.

@@ -22,7 +22,6 @@ from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
-from layerwise.run.data_parallel.model_state import settle_values
 from layerwise.run.data_parallel.module import DataParallelModule, Facts
 from layerwise.run.data_parallel.replacements import replacements
 from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
@@ -30,6 +29,7 @@ from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm, whole_of
 from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.state.initial import broadcast_values
+from layerwise.run.state.model_state import settle_values
 from layerwise.run.state.tree import collect
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,24 +26,11 @@ from layerwise.run.local_tensor import local_tensor
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.run.shapes import Sized, Sizes
-from layerwise.run.state.state import Shard
+from layerwise.run.state.model_state import ModelState
+from layerwise.run.state.state import Shard, State
 from layerwise.run.trace import Trace
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-
-
-class RankState(Protocol):
-    """What a rank holds of the model."""
-
-    def shards(self) -> list[Shard]: ...
-
-    def full_state_dict(self) -> dict[str, Tensor]: ...
-
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Returns them by the network's names."""
-
-    def sharing(self, name: str) -> Group:
-        """The ranks that hold the same box of a parameter as this one."""
 
 
 class ParallelModule(nn.Module):
@@ -57,7 +44,8 @@ class ParallelModule(nn.Module):
     only, and `LayeredModule` goes through the plan's layers.
     """
 
-    _state: RankState
+    _state: State | ModelState
+    _model: nn.Module  # whose tensors and modules are this one's; what this has not itself is read from it, too
     _arguments: Arguments  # how the model is called
     _reducer: GradientReducer
     loss: LossFunction | None = None  # with which it is called, where it makes that itself
@@ -71,6 +59,61 @@ class ParallelModule(nn.Module):
         self.steps = 0  # training forwards done: the random numbers of each step follow from it
         self._synchronise = True
         self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
+
+    def _share(self, model: nn.Module) -> None:
+        """Makes this its model."""
+        self.__dict__["_model"] = model  # not registered: its modules are this one's
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+
+    @property
+    def training(self) -> bool:
+        """The model's."""
+        return self._model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:  # nn.Module sets it when it is made, too
+            self._model.training = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode as the model's own class does."""
+        self._model.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_model":
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "_made" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            self._set(name, value)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Sets what is not this class's own."""
+        setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._model[index]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self._model)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The model and all in it."""
+        yield from self._model.named_modules(*args, **kwargs)
 
     @property
     @abstractmethod

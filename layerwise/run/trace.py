@@ -31,7 +31,7 @@ _Mark = float | torch.cuda.Event
 
 MOST_SPANS = 100_000  # a rank; then recording stops: rank 0 holds all ranks' spans when it writes
 _ROUNDS = 9  # barriers by which clocks are compared
-_NOTHING: AbstractContextManager[None] = nullcontext()
+NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +45,22 @@ class Span:
 
 
 class Trace:
-    """Collects spans; safe to use from several threads. Switched off (`on` False) it costs an attribute and a call.
+    """Collects spans; safe to use from several threads. `on`: until there are `MOST_SPANS`.
 
     `device`: where it is a GPU, spans are the time of the work on its current stream (events), not of the launches.
     """
 
-    def __init__(self, *, on: bool = True, device: torch.device | None = None) -> None:
-        self.on = on
+    def __init__(self, *, device: torch.device | None = None) -> None:
+        self.on = True
         self._lock = threading.Lock()
         self._spans: list[tuple[str, Category, _Mark, _Mark]] = []
         self._open: dict[int, tuple[str, Category, _Mark]] = {}
         self._begun = 0
-        self._clock = _Clock(device if on and device is not None and device.type == "cuda" else None)
+        self._clock = _Clock(device if device is not None and device.type == "cuda" else None)
 
-    def span(self, name: str, category: Category) -> AbstractContextManager[None]:
+    def span(self, name: str, category: Category) -> AbstractContextManager[object]:
         """Records the time of a `with` block."""
-        return self._span(name, category) if self.on else _NOTHING
+        return self._span(name, category) if self.on else NOTHING
 
     @contextmanager
     def _span(self, name: str, category: Category) -> Iterator[None]:
@@ -173,9 +173,6 @@ def _machine() -> str:
     """This boot of this machine; names of machines are not unique."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.exists() else f"{platform.node()} {os.getpid()}"
-
-
-NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Spans:

@@ -65,9 +65,9 @@ def test_a_transfer_and_its_adjoint(case, collectives: bool) -> None:
         if comm.collectives:
             comm.prepare(sorted(groups_of(owned, need)), "transfers")
         mine = owned[comm.rank] and whole[owned[comm.rank].slices()].clone()
-        got = part.forward(mine, like)
+        got = part.begin(mine, like).finish()
         sent = comm.sent["transfers"]
-        back = part.adjoint(weights[comm.rank], like)
+        back = part.begin_adjoint(weights[comm.rank], like).finish()
         return got, back, sent, comm.sent["transfers"] - sent
 
     results = run_threads(RANKS, run, collectives=collectives)
@@ -91,7 +91,7 @@ def test_nothing_travels_where_all_have_what_they_need() -> None:
     part = transfer(cells, cells, 2)
     assert part == Transfer(cells[2], cells[2], cells[2], (), (), "local")
     x = torch.arange(2.0)
-    assert Redistribution(part, SoloComm(), "").forward(x, x) is x
+    assert Redistribution(part, SoloComm(), "").begin(x, x).finish() is x
 
 
 def test_equal_parts_for_all_are_gathered_and_equal_blocks_go_all_to_all() -> None:

@@ -91,16 +91,6 @@ def test_ranks_spans_and_tracks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_nothing_is_recorded_where_it_is_off(tmp_path: Path) -> None:
-    trace = Trace(on=False)
-    assert trace.span("a", "compute") is trace.span("b", "sync")
-    with trace.span("a", "compute"):
-        trace.end(trace.begin("b", "sync"))
-    assert trace.spans() == []
-    trace.write(tmp_path / "t.json", SoloComm())
-    check_sound(read(tmp_path / "t.json"), 1)
-
-
 def test_spans_of_several_threads() -> None:
     trace = Trace()
 

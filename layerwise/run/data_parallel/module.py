@@ -26,17 +26,17 @@ from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.compiling import compiled, limits
 from layerwise.run.data_parallel.gradients import AveragedParameters
-from layerwise.run.data_parallel.model_state import Buffers, ModelState, map_kept_losses
 from layerwise.run.data_parallel.replaced_modules import Calls, FedSamples, GlobalBatchNorm, ModelCall, replaced_modules
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.facade import ModuleFacade
 from layerwise.run.guards.hooks import check_transforms, in_backward
 from layerwise.run.inputs import Batch
 from layerwise.run.options import RuntimeOptions
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
+from layerwise.run.state.model_state import Buffers, ModelState, map_kept_losses
 from layerwise.run.trace import ModuleSpans, Trace
 from layerwise.tensorfile import dtype_name
 
@@ -59,7 +59,7 @@ class Facts:
     dtype: str  # of the network, before the options
 
 
-class DataParallelModule(ModuleFacade):
+class DataParallelModule(ParallelModule):
     """The user's module, called as it is: on one device plain PyTorch, on several as with DistributedDataParallel.
 
     On several ranks gradients are averaged over them, beside the backward pass; those of outputs are scaled so that the

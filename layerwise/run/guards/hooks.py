@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,6 @@ OUTSIDE = (
 
 class NotByLayersError(LayerwiseError):
     """The model cannot be run layer by layer, for what its layers do not show."""
-
-
-class Guarded(Protocol):
-    """What a hook asks of a parallel module."""
-
-    @property
-    def summed(self) -> bool: ...
 
 
 Hook = Callable[[nn.Parameter], None]
@@ -72,10 +65,11 @@ def take_hooks(p: nn.Parameter, own: Hook) -> None:
 class OutsideGradients:
     """A hook of parameters: for gradients that autograd makes, which are not those of the module's backward pass.
 
-    A backward pass through the module comes to each parameter with no gradient, too: `seen` tells these apart.
+    A backward pass through the module comes to each parameter with no gradient, too: `seen` tells these apart. module:
+    a ParallelModule, held weakly.
     """
 
-    def __init__(self, module: Guarded, name: str) -> None:
+    def __init__(self, module: Any, name: str) -> None:
         self._module, self._name = weakref.ref(module), name
         self._seen: tuple[int, int] | None = None
 

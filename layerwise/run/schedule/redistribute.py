@@ -108,22 +108,11 @@ class Redistribution:
             return None
         return like.new_empty(t.need.shape) if t.kept is None else _part(x, t.own, t.kept)
 
-    def forward(self, x: Tensor | None, like: Tensor) -> Tensor | None:
-        """Moves x from the box `own` to the box `need`; `like` has the element type and device of what is received.
+    def begin(self, x: Tensor | None, like: Tensor) -> Flight:
+        """Starts to move x from the box `own` to the box `need`; `like` has the type and device of what is received.
 
         None is a box of zeros.
         """
-        return self.begin(x, like).finish()
-
-    def adjoint(self, g: Tensor | None, like: Tensor) -> Tensor | None:
-        """The way back: gradients of `need` are added up in `own`, in the order of the ranks after this one's.
-
-        None is a gradient of zeros.
-        """
-        return self.begin_adjoint(g, like).finish()
-
-    def begin(self, x: Tensor | None, like: Tensor) -> Flight:
-        """Starts `forward`."""
         t = self.transfer
         if t.pattern == "local":
             return landed(self.kept(x, like))
@@ -149,7 +138,10 @@ class Redistribution:
         return Flight(self._move(x, [(peer, _part(x, t.own, box)) for peer, box in t.sends], received, self.what), land)
 
     def begin_adjoint(self, g: Tensor | None, like: Tensor) -> Flight:
-        """Starts `adjoint`."""
+        """Starts the way back: gradients of `need` are added up in `own`, in the order of the ranks after this one's.
+
+        None is a gradient of zeros.
+        """
         t = self.transfer
         if t.pattern == "local":
             return landed(None if t.own is None else self._own_part(g, t.need, like, own_only=True))

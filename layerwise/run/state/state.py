@@ -189,7 +189,7 @@ class State:
             part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
             mine = local_tensor(held[name]).detach() if lowest[self.comm.rank] is not None else None
             like = torch.empty(0, dtype=self._type(name), device=self.options.device)
-            full = Redistribution(part, self.comm, f"state of {name}", "io").forward(mine, like)
+            full = Redistribution(part, self.comm, f"state of {name}", "io").begin(mine, like).finish()
             assert full is not None
             tensors[name] = full.detach().cpu().clone()
         return tensors
