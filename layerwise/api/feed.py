@@ -18,7 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from layerwise.checkpoint.workers import WorkerStart
+from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.train.sources import inputs_and_target
 

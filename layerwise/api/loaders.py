@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from layerwise.api.split import SplitDataset
-from layerwise.checkpoint.workers import WorkerStart
+from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input
 from layerwise.run.parallel import ParallelModule

@@ -1,4 +1,7 @@
-"""SaveSignals: what SIGUSR1 and SIGTERM ask of a training, which all ranks learn at one step."""
+"""SaveSignals: what SIGUSR1 and SIGTERM ask of a training, which all ranks learn at one step.
+
+WorkerStart: they end no DataLoader's worker, as a signal to all processes of a job would: its rank is about to save.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 from layerwise.comm.base import Comm
@@ -92,3 +96,31 @@ class SaveSignals:
         del self._numbers[: len(new)]  # not those that have come meanwhile
         everyone: list[list[int]] = self._comm.all_gather_object(new)
         return max((number for numbers in everyone for number in numbers), default=None)  # SIGTERM is the greater
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """A DataLoader's worker_init_fn, which then calls the user's. The rank makes it.
+
+    SIGUSR1 and SIGTERM do nothing in the worker, unless its rank sends the latter: multiprocessing does so where a
+    worker is to end, and waits for it. (Where the rank itself is gone, torch's worker ends.) Processes that the worker
+    starts ignore SIGTERM likewise, and end by SIGKILL.
+    """
+
+    then: Callable[[int], None] | None = None
+    rank: int = field(default_factory=os.getpid)
+
+    def __call__(self, worker: int) -> None:
+        """Called in the worker, once torch's handlers, which would end it, are set."""
+        if hasattr(signal, "sigwaitinfo"):  # macOS has none
+            signal.signal(signal.SIGUSR1, lambda *_: None)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_obey, args=(self.rank,), name="layerwise worker signals", daemon=True).start()
+        if self.then is not None:
+            self.then(worker)
+
+
+def _obey(rank: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+        pass
+    os._exit(0)  # as torch's handler

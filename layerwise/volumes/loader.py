@@ -8,7 +8,7 @@ from typing import Any, get_args
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from layerwise.checkpoint.workers import WorkerStart
+from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.run.parallel import ParallelModule

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from layerwise.checkpoint.workers import WorkerStart
+from layerwise.checkpoint.signals import WorkerStart
 
 STARTED = []
 

@@ -29,7 +29,7 @@ from layerwise.partition.groups import sharing
 from layerwise.partition.moved import transfer
 from layerwise.partition.place import Boxes, data_parallel, of_all_classes, place
 from layerwise.partition.sharding import Sharding, held_configurations, may_shard, shardings, states_of
-from layerwise.run.state.placements import placement
+from layerwise.run.state.dtensors import placement
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.examples import examples

@@ -27,7 +27,7 @@ from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import parameter_boxes, places
-from layerwise.run.state.placements import placement, placements
+from layerwise.run.state.dtensors import placement, placements
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 

@@ -22,7 +22,6 @@ from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.state.initial import drawn_as, initial
-from layerwise.run.state.placements import placement, placements
 from layerwise.run.state.tree import Tree
 from layerwise.tensorfile import dtype_name
 
@@ -84,14 +83,14 @@ class State:
         full = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
         if self.comm.size == 1 or all(box == full[name] for name, each in self.boxes.items() for box in each):
             return {}
+        from layerwise.run.state.dtensors import placement, placements, shardings  # imports torch.distributed.tensor
+
         placed, everyone = placements(self.boxes, shapes, order), placement((Box((), ()),) * self.comm.size, (), order)
         if placed is None or everyone is None:
             raise LayerwiseError(
                 f"the plan's devices are ranks {tuple(order)}, and PyTorch cannot share out the parameters in that "
                 "order: number the ranks of a node one after the other, as torchrun does"
             )
-        from layerwise.run.state.dtensors import shardings  # imports torch.distributed.tensor
-
         return shardings(placed, everyone, self.comm)
 
     def _fill(self, network: Network) -> None:
