@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.api.feed import Feed
 from layerwise.errors import LayerwiseError
 from layerwise.run.parallel import ParallelModule
-from layerwise.train.score import filled_batches
+from layerwise.train.score import evaluating, filled_batches
 
 IGNORED = -100  # ignore_index of torch's cross_entropy and nll_loss, by default
 
@@ -77,23 +76,18 @@ def evaluate(
     """
     batches = list(filled_batches(module, held_out.count))
     totals: dict[str, float] = {}
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            loaded = held_out.batches([numbers.tolist() for numbers, _ in batches])
-            for (_, counts), (inputs, target) in zip(batches, loaded, strict=True):
-                check_targets(loss, target[counts], held_out.name)
-                out = module(*inputs, batch=module.plan.batch)
-                after()
-                counted, targets = _counted(out, counts), target.to(module.device)[counts]
-                if not int(counts.sum()):
-                    continue
-                default = {"accuracy": accuracy} if classes(counted, targets) else {}
-                for name, metric in {**default, **metrics, "loss": loss}.items():
-                    totals[name] = totals.get(name, 0.0) + float(metric(counted, targets)) * int(counts.sum())
-    finally:
-        module.train(training)
+    with evaluating(module):
+        loaded = held_out.batches([numbers.tolist() for numbers, _ in batches])
+        for (_, counts), (inputs, target) in zip(batches, loaded, strict=True):
+            check_targets(loss, target[counts], held_out.name)
+            out = module(*inputs, batch=module.plan.batch)
+            after()
+            counted, targets = _counted(out, counts), target.to(module.device)[counts]
+            if not int(counts.sum()):
+                continue
+            default = {"accuracy": accuracy} if classes(counted, targets) else {}
+            for name, metric in {**default, **metrics, "loss": loss}.items():
+                totals[name] = totals.get(name, 0.0) + float(metric(counted, targets)) * int(counts.sum())
     everyone = module.comm.all_gather_object(totals)
     names = dict.fromkeys(name for of_rank in everyone for name in of_rank)
     ranks = everyone[:1] if module.io == "free" else everyone

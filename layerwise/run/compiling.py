@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,11 +74,3 @@ def limits(parts: int) -> AbstractContextManager[object]:
         accumulated_recompile_limit=max(config.accumulated_recompile_limit, 2 * most),
     )
     return patch
-
-
-def refuse() -> NoReturn:
-    """LayerwiseError for torch.compile of a parallel module, which would trace what communicates."""
-    raise LayerwiseError(
-        "torch.compile of the parallel module is not supported: give parallelize compile=True, which compiles what "
-        "each rank computes by itself, or call the module's own compile()"
-    )

@@ -156,6 +156,7 @@ class Batch:
         return self._agreed()[1]
 
     def _agreed(self) -> tuple[int, slice]:
+        # No cached_property: until Python 3.12 ranks that are threads share its lock, and this communicates.
         if self._agreement is None:
             self._agreement = self._checked()
         return self._agreement

@@ -19,7 +19,6 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
-from layerwise.run.compiling import refuse
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.local_tensor import local_tensor
@@ -200,9 +199,12 @@ class ParallelModule(nn.Module):
 
     @property
     def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
-        if not self._plain:
-            refuse()
-        raise AttributeError("_initialize_hook")
+        if self._plain:
+            raise AttributeError("_initialize_hook")
+        raise LayerwiseError(  # it would trace what communicates
+            "torch.compile of the parallel module is not supported: give parallelize compile=True, which compiles what "
+            "each rank computes by itself, or call the module's own compile()"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """LayerwiseError: a pickle has no ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,6 +72,18 @@ class TaskObjective:
         return torch.stack([cross_entropy(out, target) for out in outputs]).sum()
 
 
+@contextmanager
+def evaluating(module: ParallelModule) -> Iterator[None]:
+    """Returns a context in which the module is in evaluation mode and makes no gradients."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(training)
+
+
 def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's samples of each batch of `count`, and which of them count: the last is filled up with sample 0."""
     size = module.plan.batch
@@ -126,23 +139,21 @@ def evaluate(module: ParallelModule, data: Data) -> Score | None:
     if held_out is None or training_task.has_loss:
         return None
     counts = torch.zeros(3, training_task.classes, dtype=torch.float64, device=module.device)
-    loss, training = module.loss, module.training
+    loss = module.loss
     gathered = module.io == "free" and loss is None  # then every rank has all of it
     module.loss = None
-    module.eval()
     try:
-        for numbers, real in filled_batches(module, held_out.count):
-            inputs_read, target = full_or_boxes(module, training_task, held_out, numbers)
-            target[~real[_target_samples(module)]] = -1
-            inputs, left = training_task.feed(inputs_read, target, module.options.dtype)
-            assert left is not None
-            with torch.no_grad():
+        with evaluating(module):
+            for numbers, real in filled_batches(module, held_out.count):
+                inputs_read, target = full_or_boxes(module, training_task, held_out, numbers)
+                target[~real[_target_samples(module)]] = -1
+                inputs, left = training_task.feed(inputs_read, target, module.options.dtype)
+                assert left is not None
                 out = tensors(module(*(x.to(module.device) for x in inputs)))[0]
-            if not gathered or module.comm.rank == 0:
-                counts += _counted(out, _local_target(module, left).to(module.device), training_task)
+                if not gathered or module.comm.rank == 0:
+                    counts += _counted(out, _local_target(module, left).to(module.device), training_task)
     finally:
         module.loss = loss
-        module.train(training)
     if module.comm.size > 1:
         module.comm.all_reduce(counts, tuple(range(module.comm.size)), "io", "held-out counts").wait()
     return Score(*counts.cpu().long().unbind())
@@ -153,14 +164,10 @@ def held_out_loss(module: ParallelModule, data: Data) -> float | None:
     training_task, held_out, size = data.task, data.held_out, module.plan.batch
     if held_out is None or not training_task.has_loss or held_out.count < size:
         return None
-    objective, training, count = TaskObjective(module, training_task, held_out), module.training, held_out.count // size
+    objective, count = TaskObjective(module, training_task, held_out), held_out.count // size
     batches = [torch.arange(i * size, (i + 1) * size) for i in range(count)]
-    module.eval()
-    try:
-        with torch.no_grad():
-            loss = sum(float(objective.loss(local, size)) for local in objective.read(batches))
-    finally:
-        module.train(training)
+    with evaluating(module):
+        loss = sum(float(objective.loss(local, size)) for local in objective.read(batches))
     share = module.share(size)
     weight = 1.0 if objective.summed or module.io != "sample" else (share.stop - share.start) / size
     everyone: list[float] = module.comm.all_gather_object(loss * weight)

@@ -8,7 +8,7 @@ every parameter is given what one device's would have.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,28 +27,62 @@ from layerwise.run.guards.refusals import Structure, check_frozen
 from layerwise.run.state.initial import digest
 
 
-class ParameterGradients:
-    """The parameters whose gradients are averaged, by name.
+class AveragedParameters:
+    """The parameters of the user's module as they are now, on one of several ranks.
 
-    unknown: those that the trace has not met, whose gradients must be the same on all ranks, as a weight penalty's are.
-    summed: whether gradients are averaged at present.
+    parameters: those whose gradients are averaged, by name. unknown: those that the trace has not met, whose gradients
+    must be the same on all ranks, as a weight penalty's are. summed: whether gradients are averaged at present.
+    reducer: sums gradients up. comparison: of the ranks' values, where wanted.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
-        unknown: Mapping[str, nn.Parameter],
+        module: nn.Module,
+        graph: LayerGraph,
         comm: Comm,
+        *,
+        compare: bool,
         summed: Callable[[], bool],
+        bucket_bytes: int,
     ) -> None:
-        self.parameters, self.unknown, self.comm, self.summed = parameters, unknown, comm, summed
+        """compare: whether the ranks' values are."""
+        everyone, held = tuple(range(comm.size)), module.state_dict(keep_vars=True)
+        order = [name for layer in reversed(graph.layers) for name in reversed(layer.parameters)]
+        order += [layer.name for layer in reversed(graph.layers) if layer.role is Role.TIED]
+        last = dict.fromkeys(reversed([name for name in order if isinstance(held.get(name), nn.Parameter)]))
+        untrained = {name for layer in graph.layers for name in layer.frozen}
+        names = [name for name in reversed(last) if held[name].requires_grad and name not in untrained]
+        self.parameters: dict[str, nn.Parameter] = {name: held[name] for name in names}
+        groups = dict.fromkeys(names, everyone)
+        self.reducer = GradientReducer(self.parameters, names, groups, scale=1 / comm.size, bucket_bytes=bucket_bytes)
+        followed = {id(p) for p in self.parameters.values()}
+        self.unknown = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in followed}
+        holders = dict.fromkeys(names, [everyone] * comm.size)
+        self.comparison = RankComparison(self.parameters, holders, comm.members) if compare else None
+        self.comm, self.summed = comm, summed
+        self._structure = Structure(module, buffers=False)
+        self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
         self._before: dict[str, Tensor | None] = {}  # what parameters had when the pass began, and have not yet again
         self._gradients: Gradients | None = None
         self._astray: list[str] = []  # had a gradient before a pass through the model's call began
-        self._nodes = {name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad}
+        self._nodes = {name: get_gradient_edge(p).node for name, p in self.parameters.items()}
         me = weakref.ref(self)
-        for name, p in {**parameters, **unknown}.items():
+        for name, p in {**self.parameters, **self.unknown}.items():
             take_hooks(p, partial(_made, me, name))
+
+    def check(self) -> None:
+        """LayerwiseError where gradients would be lost: of other parameters, of frozen ones, by hooks."""
+        self.check_hooks()
+        if self._structure.changed():
+            raise LayerwiseError(
+                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
+                "averages: change the model before, or make it parallel again; leave fully_shard out"
+            )
+        check_frozen(self._frozen)
+
+    def check_hooks(self) -> None:
+        """LayerwiseError where a parameter has a hook that would be called before the sum."""
+        check_parameters(self.parameters.items())
 
     def begin(self, gradients: Gradients) -> None:
         """A backward pass comes through the model."""
@@ -136,7 +170,7 @@ class ParameterGradients:
             call_hooks(held[name])
 
 
-def _made(leaves: weakref.ref[ParameterGradients], name: str, _: nn.Parameter) -> None:
+def _made(leaves: weakref.ref[AveragedParameters], name: str, _: nn.Parameter) -> None:
     held = leaves()
     if held is not None:
         held.made(name)
@@ -149,52 +183,3 @@ def _only_returned(node: Any) -> bool:
     except RuntimeError:  # it says that it cannot answer for a leaf of autograd.grad
         return True
     return False
-
-
-class AveragedParameters:
-    """The parameters of the user's module as they are now, on one of several ranks.
-
-    leaves: what autograd makes of them. reducer: sums that up. comparison: of the ranks' values, where wanted.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        graph: LayerGraph,
-        comm: Comm,
-        *,
-        compare: bool,
-        summed: Callable[[], bool],
-        bucket_bytes: int,
-    ) -> None:
-        """compare: whether the ranks' values are. summed: whether gradients are averaged at present."""
-        everyone, held = tuple(range(comm.size)), module.state_dict(keep_vars=True)
-        order = [name for layer in reversed(graph.layers) for name in reversed(layer.parameters)]
-        order += [layer.name for layer in reversed(graph.layers) if layer.role is Role.TIED]
-        last = dict.fromkeys(reversed([name for name in order if isinstance(held.get(name), nn.Parameter)]))
-        untrained = {name for layer in graph.layers for name in layer.frozen}
-        names = [name for name in reversed(last) if held[name].requires_grad and name not in untrained]
-        parameters = {name: held[name] for name in names}
-        groups = dict.fromkeys(names, everyone)
-        self.reducer = GradientReducer(parameters, names, groups, scale=1 / comm.size, bucket_bytes=bucket_bytes)
-        followed = {id(p) for p in parameters.values()}
-        unknown = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in followed}
-        self.gradients = ParameterGradients(parameters, unknown, comm, summed)
-        holders = dict.fromkeys(names, [everyone] * comm.size)
-        self.comparison = RankComparison(parameters, holders, comm.members) if compare else None
-        self._structure = Structure(module, buffers=False)
-        self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
-
-    def check(self) -> None:
-        """LayerwiseError where gradients would be lost: of other parameters, of frozen ones, by hooks."""
-        self.check_hooks()
-        if self._structure.changed():
-            raise LayerwiseError(
-                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
-                "averages: change the model before, or make it parallel again; leave fully_shard out"
-            )
-        check_frozen(self._frozen)
-
-    def check_hooks(self) -> None:
-        """LayerwiseError where a parameter has a hook that would be called before the sum."""
-        check_parameters(self.reducer.parameters.items())

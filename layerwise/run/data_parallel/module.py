@@ -261,11 +261,11 @@ class DataParallelModule(ParallelModule):
             assert self._pass is not None
             self._averaged.check_hooks()
             self.comm.at(self.steps, "the model (backward)")
-            self._averaged.gradients.begin(self._pass[1])
+            self._averaged.begin(self._pass[1])
 
     def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
         if self._averaged is not None:
-            self._averaged.gradients.finish()
+            self._averaged.finish()
         super()._finish(gradients, differentiable=differentiable)
         if self._sent is not None and self._synchronise:
             self._sent.send()
@@ -273,7 +273,7 @@ class DataParallelModule(ParallelModule):
     def _failed(self, gradients: Gradients) -> None:
         super()._failed(gradients)
         if self._averaged is not None:
-            self._averaged.gradients.fail()
+            self._averaged.fail()
 
     @property
     def schedule(self) -> Schedule:
@@ -307,17 +307,13 @@ class DataParallelModule(ParallelModule):
         return self._state.load(state_dict, strict=strict, assign=assign)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModule:
-        made = DataParallelModule(copy.deepcopy(self.module, memo), self._facts)
-        memo[id(self)] = made
-        made.__dict__["steps"] = self.steps
+        made = memo[id(self)] = _made(copy.deepcopy(self.module, memo), self._facts, self.steps)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (
-            super().__reduce_ex__(protocol)
-            if self.comm.size > 1
-            else (_unpickled, (self.module, self._facts, self.steps))
-        )
+        if self.comm.size > 1:
+            return super().__reduce_ex__(protocol)
+        return _made, (self.module, self._facts, self.steps)
 
     def compile(self, **settings: Any) -> None:
         """The model from now on, with torch.compile's arguments; what communicates is between the compiled parts."""
@@ -332,7 +328,7 @@ class DataParallelModule(ParallelModule):
         for replaced in self._replaced:
             replaced.remove()
         if self._averaged is not None:
-            self._averaged.gradients.release()
+            self._averaged.release()
 
 
 def _returned_shapes(
@@ -348,7 +344,7 @@ def _returned_shapes(
     return tuple(tuple(x.shape) for x in pytree.tree_leaves(made) if isinstance(x, Tensor))
 
 
-def _unpickled(module: nn.Module, facts: Facts, steps: int) -> DataParallelModule:
+def _made(module: nn.Module, facts: Facts, steps: int) -> DataParallelModule:
     made = DataParallelModule(module, facts)
     made.__dict__["steps"] = steps
     return made
