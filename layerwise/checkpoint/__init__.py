@@ -4,14 +4,4 @@ from layerwise.checkpoint.save_and_load import Writing, begin_saving, load, mode
 from layerwise.checkpoint.signals import STOPPED, SaveSignals
 from layerwise.checkpoint.step_folders import latest
 
-__all__ = [
-    "STOPPED",
-    "SaveSignals",
-    "Writing",
-    "begin_saving",
-    "latest",
-    "load",
-    "model_digest",
-    "resume",
-    "save",
-]
+__all__ = ["STOPPED", "SaveSignals", "Writing", "begin_saving", "latest", "load", "model_digest", "resume", "save"]

@@ -198,11 +198,7 @@ def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
 
 
 def _print(
-    args: argparse.Namespace,
-    started: Table,
-    session: Session,
-    result: Result,
-    times: compare_times.Comparison | None,
+    args: argparse.Namespace, started: Table, session: Session, result: Result, times: compare_times.Comparison | None
 ) -> None:
     """The end of a run; with --html the whole of it as a page."""
     out, plan, notes = console(stderr=args.json), result.plan, session.notes()

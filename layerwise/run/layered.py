@@ -29,13 +29,7 @@ from layerwise.run.facade import SplitFacade
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.original import OriginalModel
-from layerwise.run.guards.refusals import (
-    Places,
-    check_frozen,
-    check_unwritten,
-    check_values,
-    versions,
-)
+from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, check_values, versions
 from layerwise.run.inputs import Batch
 from layerwise.run.local_tensor import Version
 from layerwise.run.options import RuntimeOptions, check_types
@@ -240,10 +234,7 @@ class LayeredModule(SplitFacade):
         check_frozen(self._frozen)
 
     def _backward_begins(
-        self,
-        graph: LayerGraph,
-        versions_then: Mapping[str, Version],
-        has_gradient: Sequence[bool],
+        self, graph: LayerGraph, versions_then: Mapping[str, Version], has_gradient: Sequence[bool]
     ) -> None:
         """A backward pass comes to the outputs of a call. versions_then: versions of its parameters."""
         self._original.make_stale()

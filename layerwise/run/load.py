@@ -128,12 +128,7 @@ def build_module(
 
 
 def _module(
-    network: Network,
-    graph: LayerGraph,
-    plan: Plan,
-    comm: Comm,
-    options: RuntimeOptions,
-    loss: LossFunction | None,
+    network: Network, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None
 ) -> ParallelModule:
     """The network's own module where it can run the plan, else one that goes through the plan's layers."""
     to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)

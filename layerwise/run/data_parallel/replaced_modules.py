@@ -209,10 +209,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
     """Normalises by the statistics of all ranks' samples."""
 
     def __init__(
-        self,
-        module: nn.modules.batchnorm._BatchNorm,
-        calls: Calls,
-        all_reduce: Callable[[Tensor], Tensor],
+        self, module: nn.modules.batchnorm._BatchNorm, calls: Calls, all_reduce: Callable[[Tensor], Tensor]
     ) -> None:
         """all_reduce: sums over all ranks, whose samples must have one size."""
         super().__init__(module, calls)

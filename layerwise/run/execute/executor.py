@@ -18,18 +18,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.program import Instruction
 from layerwise.program import Kind as ProgramKind
-from layerwise.program.instructions import (
-    AllGather,
-    Arrive,
-    Begin,
-    Compute,
-    End,
-    Free,
-    Keep,
-    Move,
-    Output,
-    Release,
-)
+from layerwise.program.instructions import AllGather, Arrive, Begin, Compute, End, Free, Keep, Move, Output, Release
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import IssuedTransfer, awaited, issued, moved, zeros_for
 from layerwise.run.execute.deferred_weights import DeferredWeights, defer_weights

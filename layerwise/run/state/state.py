@@ -61,12 +61,7 @@ class State:
     """
 
     def __init__(
-        self,
-        network: Network,
-        boxes: Mapping[str, Each],
-        order: Sequence[int],
-        comm: Comm,
-        options: RuntimeOptions,
+        self, network: Network, boxes: Mapping[str, Each], order: Sequence[int], comm: Comm, options: RuntimeOptions
     ) -> None:
         """order: the rank that each device of the plan is."""
         self.graph, self.boxes, self.comm, self.options = network.graph, boxes, comm, options
