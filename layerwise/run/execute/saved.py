@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from layerwise.errors import LayerwiseError
 from layerwise.partition.blocks import AGAIN
-from layerwise.program.instructions import Arrive, Compute, Free, Instruction, Move, Release
+from layerwise.program.instructions import AllGather, Arrive, Compute, Forget, Free, Instruction, Move, Release
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass
 from layerwise.run.schedule.redistribute import TimedTransfer as Way
@@ -123,11 +123,14 @@ class Block:
                 received = []
             elif isinstance(one, Free):
                 values.pop(one.value)
-            elif isinstance(one, Arrive | Release) and one.layer in run.gathers:
-                if isinstance(one, Arrive):
+            elif isinstance(one, Arrive):
+                if one.layer in run.gathers:
                     run.gathers[one.layer].finish_once_more()
-                else:
+            elif isinstance(one, Release):
+                if one.layer in run.gathers:
                     run.gathers[one.layer].drop(values[one.layer])
+            else:  # a gather begins with its arrival; what was saved for the block goes with autograd's graph
+                assert isinstance(one, AllGather | Forget), one
 
     def _received(self, edge: ScheduledEdge, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         way, like = edge.redistribution, self._run_by.empty(dtype)
