@@ -27,7 +27,7 @@ from layerwise.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
-    """How a model is planned and run in parallel, beside what most users have to say. All ranks give the same.
+    """The options of planning a model and running it in parallel that are needed seldom. All ranks give the same.
 
         model = layerwise.parallelize(model, x, options=layerwise.ParallelOptions(measure_s=0, seed=7))
 

@@ -40,7 +40,7 @@ Built = tuple[ParallelModule, tuple[RenderableType, ...]]  # and what rank 0 sho
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be made parallel, and how. Every rank has the same."""
+    """A model that is to be made parallel, and the way to. Every rank has the same."""
 
     model: Model
     call: Call  # what one rank calls it with
@@ -73,7 +73,7 @@ class Task:
 
     @property
     def _planned_as_written(self) -> bool:
-        """Whether the user's plan is one of `_data_plan`."""
+        """True if the user's plan is one of `_data_plan`."""
         return self.plan is not None and self.plan.strategy.keys() == {LAYER}
 
     def _import(self) -> tuple[Network, torch.dtype]:
@@ -180,7 +180,7 @@ def _data_plan(graph: LayerGraph, world: World, request: Request) -> Plan:
 
 
 def _as_written_lines(plan: Plan, world: World, why: LayerwiseError) -> Iterator[str]:
-    """What is run, why, and whose samples its code sees."""
+    """Yields what is run, why, and whose samples its code sees."""
     yield f"layerwise: {plan.model} on {world}, {samples(plan.batch)} a step: data parallelism"
     yield f"the model is run as it is written, and samples alone are split, because {why}"
     if world.size > 1:

@@ -57,7 +57,7 @@ def accuracy(out: Tensor, target: Tensor) -> Tensor:
 
 
 def classes(out: object, target: Tensor) -> bool:
-    """Whether these are scores of classes and their numbers."""
+    """True if these are scores of classes and their numbers."""
     fits = isinstance(out, Tensor) and out.is_floating_point() and out.dim() == target.dim() + 1
     return fits and not target.is_floating_point()
 

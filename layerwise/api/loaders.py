@@ -27,7 +27,7 @@ OTHERWISE = "give parallelize what one rank calls the model with, and split the 
 
 
 def example_of(loader: DataLoader[Any]) -> tuple[Tensor | tuple[Tensor, ...] | Mapping[str, Tensor], int]:
-    """What the model is called with, of two samples, and how many a batch has. LayerwiseError for unfit loaders."""
+    """Returns what the model is called with, of two samples, and a batch's number. LayerwiseError for unfit loaders."""
     check(loader)
     count = len(_sized(loader.dataset))
     if count < 1:
@@ -87,7 +87,7 @@ def shared(loaders: Iterable[DataLoader[Any]], module: ParallelModule) -> list[D
 
 
 class Feeding:
-    """What the module may be called with. live: of each loop over a loader, the latest last, its batch's samples.
+    """The batches that the module may be called with. live: of each loop over a loader, the latest last, its samples.
 
     full: every rank has all of it, not its share: without gradients each then computes its share only, and gets all
     outputs, where they have a row a sample. Else all ranks compute all of it, with the same result; so, too, where it

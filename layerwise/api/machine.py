@@ -65,7 +65,7 @@ def named_profile(profile: Profile | str | os.PathLike[str]) -> Machine:
 
 
 def built_in(world: World) -> Machine:
-    """What fits the devices best without a measurement."""
+    """Returns the built-in profile that fits the devices best, without a measurement."""
     name = next((profile for part, profile in KNOWN.items() if part in world.device.lower()), None)
     device = catalogue.reported(world.device)
     if device is not None and "profile" not in catalogue.devices()[device]:
@@ -92,7 +92,7 @@ def cache_file(world: World) -> Path:
 def machine_of(
     graph: LayerGraph, world: World, request: Request, options: ParallelOptions, *, measure: bool
 ) -> Machine:
-    """What is known of these ranks, or (measure) is measured now. On ranks other than 0, which do not plan, any."""
+    """Returns what is known of these ranks, or (measure) measured now; any on ranks other than 0, which do not plan."""
     if options.profile is not None:
         return named_profile(options.profile)
     base, comm = built_in(world), world.comm
@@ -106,7 +106,7 @@ def machine_of(
 
 
 def _cached(base: Machine, path: Path) -> Machine:
-    """What the cache's file says of these ranks, else the base. A file that is no profile counts as not there."""
+    """Returns what the cache's file says of these ranks; the base where there is none, or it is no profile."""
     try:
         return Machine(load_profile(path), MEASURED.format(path)) if path.exists() else base
     except (LayerwiseError, OSError) as error:
@@ -114,7 +114,7 @@ def _cached(base: Machine, path: Path) -> Machine:
 
 
 def _measured(planner: Planner, base: Machine, budget_s: float) -> Machine:
-    """What is known of these ranks, with what the best plans need. `base` is where to begin.
+    """Returns what is known of these ranks, with what the best plans need. `base` is where to begin.
 
     Every rank calls it; the base on all but rank 0, which plans. LayerwiseError on all ranks where it cannot be.
     """

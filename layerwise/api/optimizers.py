@@ -80,7 +80,7 @@ def planned(optimizer: OptimizerLike) -> str:
 
 
 def _check_kind(kind: type) -> None:
-    """What suits the plan is asked once there is one."""
+    """LayerwiseError for optimizers that suit no plan; what suits the plan is asked once there is one."""
     for base in kind.__mro__:
         if base.__name__ in UNFIT:
             raise LayerwiseError(

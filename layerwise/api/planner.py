@@ -55,7 +55,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to plan for."""
+    """The demands on a plan."""
 
     name: str  # the model's
     dtype: torch.dtype  # the model's
@@ -70,7 +70,7 @@ class Request:
 
     @property
     def precision(self) -> str:
-        """What a step computes in."""
+        """The element type that a step computes in."""
         return precision(dtype_name(self.autocast or self.dtype))
 
 
@@ -85,7 +85,7 @@ class Planner:
 
     @property
     def options(self) -> CostOptions:
-        """What the cost model assumes: each rank feeds its own samples where there are enough."""
+        """The cost model's options: each rank feeds its own samples where there are enough."""
         dtype = self.request.precision
         return CostOptions(
             io=self.request.io or ("sample" if self.graph.batch >= self.world.size else "free"),
@@ -231,7 +231,7 @@ def report(choice: Choice, world: World, machine: str) -> Report:
 
 
 def lines(choice: Choice, world: World, machine: str) -> Iterator[str]:
-    """What it gains over data parallelism, and what that rests on."""
+    """Yields what a plan gains over data parallelism, and what that rests on."""
     best, data = choice.best, choice.data
     time, other = best.timeline.total_s, data.timeline.total_s
     if world.size == 1:

@@ -51,7 +51,7 @@ class RaceRun:
     error_s: float
 
     def beats(self, other: RaceRun) -> bool:
-        """Whether it is faster by more than both are uncertain."""
+        """True if it is faster by more than both are uncertain."""
         return self.measured_s + self.error_s + other.error_s < other.measured_s
 
 
@@ -142,7 +142,7 @@ def kept(plan: Plan, runs: Sequence[RaceRun]) -> Plan:
 
 
 def line(winner: int, runs: Sequence[RaceRun], what: str = "forward and backward, without the optimizer") -> str:
-    """What a user is told of a race. what: was measured."""
+    """Returns what a user is told of a race. what: was measured."""
     said = (
         f"{run.chosen} {units(run.measured_s, 's')} a step measured, {units(run.predicted_s, 's')} predicted"
         for run in runs

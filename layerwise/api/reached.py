@@ -17,7 +17,7 @@ from layerwise.train.saving import Saving
 
 @dataclass(slots=True)
 class Reached:
-    """How far a training has come: whole epochs, and what of the next is done."""
+    """The progress of a training: full epochs, and what of the next is done."""
 
     epochs: int = 0
     steps: int = 0
@@ -52,7 +52,7 @@ class Reached:
 
 
 class Look:
-    """Called after every batch of an evaluation: it saves, and may end the training, where a signal asks for it."""
+    """A callback after every batch of an evaluation: it saves, and may end the training, where a signal asks for it."""
 
     def __init__(self, saving: Saving, done: int) -> None:
         self._saving, self._done = saving, done

@@ -75,7 +75,7 @@ def unbatched(call: Call, comm: Comm) -> Unbatched | None:
 
 
 def _unlike(samples: Sequence[Any], lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether these items can be no batch: each has a dict beside it, or they are tensors of unlike extents."""
+    """True if these items can be no batch: each has a dict beside it, or they are tensors of unlike extents."""
     described = any(
         x is not samples and len(x) == len(samples) and all(isinstance(item, Mapping) for item in x) for x in lists
     )
@@ -91,7 +91,7 @@ def _tensors(call: Call) -> list[Tensor]:
 
 
 def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tensor, ...]]:
-    """What one rank calls the model with, and the tensors in that. LayerwiseError for anything else."""
+    """Returns what one rank calls the model with, and the tensors in that. LayerwiseError for anything else."""
     if example_inputs is None and not isinstance(model, nn.Module):
         return ((), {}), ()
     call = call_of(model, example_inputs)

@@ -41,11 +41,11 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return self.comm.size
 
     def __str__(self) -> str:
-        """As `4 × cpu, in 2 replicas`."""
+        """Returns `4 × cpu, in 2 replicas`."""
         return f"{self.size} × {self.device}" + (f", in {self.replicas} replicas" if self.replicas > 1 else "")
 
 
@@ -57,7 +57,7 @@ class _Joined:
 
 
 def joined() -> Comm | None:
-    """How this process talks to all other ranks, where it does already."""
+    """Returns this process's communicator of all ranks, where it has one already."""
     alive = dist.is_available() and dist.is_initialized() and _Joined.group is dist.group.WORLD
     return _Joined.comms.get(None) if alive else None
 
@@ -143,7 +143,7 @@ def _leave(comm: Comm, process: int, *, wait: bool) -> None:
 
 
 def _here(device: torch.device, ranks: int) -> dict[str, str | int]:
-    """What this rank says of itself. Where torchrun's agents differ, so do the nodes, whatever their names."""
+    """Returns what this rank says of itself. Where torchrun's agents differ, so do the nodes, whatever their names."""
     node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)

@@ -87,7 +87,7 @@ class Writing:
     future: Future[JSON] | None
 
     def written(self) -> bool:
-        """Whether this rank's part is, so that it need not be waited for."""
+        """True if this rank's part is, so that it need not be waited for."""
         return self.future is not None and self.future.done()
 
     def finish(self) -> Path:

@@ -111,7 +111,7 @@ class WorkerStart:
     rank: int = field(default_factory=os.getpid)
 
     def __call__(self, worker: int) -> None:
-        """Called in the worker, once torch's handlers, which would end it, are set."""
+        """Sets the worker's own way with signals, once torch's handlers, which would end it, are set."""
         if hasattr(signal, "sigwaitinfo"):  # macOS has none
             signal.signal(signal.SIGUSR1, lambda *_: None)
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

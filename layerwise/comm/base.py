@@ -45,8 +45,9 @@ class Members:
 
 
 class Handle(Protocol):
-    """What is under way. It keeps its tensors; until it has ended, what is sent is not to be written to, what is
-    received not to be read.
+    """An operation that is under way. It keeps its tensors.
+
+    Until it has ended, what is sent is not to be written to, what is received not to be read.
     """
 
     def wait(self) -> None:
@@ -232,10 +233,10 @@ class Done:
     """The handle of what has ended already."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Now."""
+        """Calls it at once."""
         call()
 
 
@@ -259,7 +260,7 @@ class Then:
 
 
 def all_reduce_bytes(size_bytes: int, members: int, index: int) -> int:
-    """What the `index`-th of `members` ranks hands over in an all-reduce of a buffer: 2(r-1)/r of it.
+    """Returns what the `index`-th of `members` ranks hands over in an all-reduce of a buffer: 2(r-1)/r of it.
 
     Rounded so that every count is a whole number and the sum over the ranks is 2(r-1) buffers exactly.
     """

@@ -93,7 +93,7 @@ class ProcessComm(Comm):
                 stream[group] = self._new_group(group)
 
     def device_mesh(self, ranks: NDArray[np.int64]) -> DeviceMesh:
-        """Its collectives go over the process groups of kind "io"."""
+        """Returns a mesh whose collectives go over the process groups of kind "io"."""
         lines = [np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ranks.shape)]
         groups, stream = [tuple(line) for axis in lines for line in axis], self._stream("io")
         for group in groups:
@@ -204,7 +204,7 @@ class ProcessComm(Comm):
         return UnderWay(self, what, [(f"in {what}", work)], [staged], belongs)
 
     def all_gather_text(self, text: str) -> list[str]:
-        """By way of the CPU."""
+        """Goes by way of the CPU."""
         texts: list[str] = [""] * self.size
         with self._joint("an agreement of all ranks"):
             dist.all_gather_object(texts, text, group=self._texts)
@@ -228,7 +228,7 @@ class ProcessComm(Comm):
         return told
 
     def barrier(self) -> None:
-        """By way of the CPU."""
+        """Goes by way of the CPU."""
         with self._joint("a barrier"):
             dist.barrier(group=self._texts)
 
@@ -291,7 +291,7 @@ class ProcessComm(Comm):
             self._last = work, what, time.monotonic()
 
     def _overdue(self) -> str:
-        """What NCCL has not done within the time-out, though nobody waits for it on the CPU."""
+        """Returns what NCCL has not done within the time-out, though nobody waits for it on the CPU."""
         if self._last is None:
             return ""
         work, what, since_s = self._last
@@ -337,7 +337,7 @@ def _group_of_members(ranks: Group, timeout: timedelta, backend: str, members: G
 
 
 def _sure(work: dist.Work | None) -> dist.Work:
-    """What only a rank outside of the group does not have."""
+    """Returns the work, which only a rank outside of the group does not have."""
     assert work is not None
     return work
 

@@ -21,7 +21,7 @@ class SoloComm(Comm):
         self.sent: Counter[Kind] = Counter()
 
     def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def exchange(
         self,
@@ -42,5 +42,5 @@ class SoloComm(Comm):
         return Done()
 
     def all_gather_text(self, text: str) -> list[str]:
-        """What it says itself."""
+        """Returns its own text."""
         return [text]

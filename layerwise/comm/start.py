@@ -36,7 +36,7 @@ FATAL: Final = 3  # of c10's levels: it aborts
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What torchrun's environment says of this process."""
+    """This process's place among the ranks, as torchrun's environment says it."""
 
     rank: int
     size: int

@@ -19,7 +19,7 @@ class Waitable(Protocol):
     """A work of torch's, or what stands for some."""
 
     def wait(self) -> object:
-        """Until it has ended. RuntimeError where it fails or takes too long."""
+        """Returns when it has ended. RuntimeError where it fails or takes too long."""
 
 
 class UnderWay:

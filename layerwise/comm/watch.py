@@ -34,7 +34,7 @@ ANSWER_S: Final = SILENT_S + HEAR_S + 3 * BEAT_S  # the longest that it takes to
 
 @dataclass(eq=False, slots=True)
 class _Question:
-    """What the main thread asks the watch.
+    """A question of the main thread to the watch.
 
     Without a claim: to find out what failed; where all ranks are alive, who was stopped or what keeps them.
     """
@@ -74,7 +74,7 @@ class Watch:
         atexit.register(self.stop)
 
     def at(self, step: int, layer: str) -> None:
-        """What this rank computes."""
+        """Notes what this rank computes."""
         first = step != self._step and step <= FIRST
         self._step, self._layer, self._since_s = step, layer, time.monotonic()
         if first:
@@ -103,7 +103,7 @@ class Watch:
 
     @property
     def verdict(self) -> str | None:
-        """What failed, once that is known."""
+        """The sentence that says what failed, once that is known."""
         return self._board.verdict
 
     @property
@@ -122,7 +122,7 @@ class Watch:
         return self._sign().where
 
     def find(self, reason: str) -> str:
-        """Who is at fault for a communication that failed for this `reason`. Takes up to `ANSWER_S`."""
+        """Finds out who is at fault for a communication that failed for this `reason`. Takes up to `ANSWER_S`."""
         return self._ask(_Question(reason=reason)) or self._board.silent_text(reason)
 
     def look(self) -> None:
@@ -135,7 +135,7 @@ class Watch:
 
     @property
     def alive(self) -> bool:
-        """Until it is told to stop."""
+        """True until it is told to stop."""
         return self._thread.is_alive()
 
     def end(self) -> None:
@@ -171,7 +171,7 @@ class Watch:
                 question.answered.set()
 
     def _waits_in_vain(self) -> bool:
-        """Whether this rank waits for one that has ended, and will not come."""
+        """True if this rank waits for one that has ended, and will not come."""
         waits = self.waits_for and not self._ended and time.monotonic() - self._since_s > BEAT_S / 2
         last = self._board.ended() if waits and self.verdict is None else None
         return last is not None and last.joint < self.joint

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _first() -> bool:
-    """Whether this is rank 0, the one that speaks."""
+    """True if this is rank 0, the one that speaks."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -250,7 +250,7 @@ def _grid(args: argparse.Namespace) -> Plan:
 
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:
-    """What can be said before other ranks are waited for."""
+    """LayerwiseError for what is wrong whatever the other ranks say, before they are waited for."""
     world = _world()
     if world != plan.gpus and not args.replan:
         raise LayerwiseError(
@@ -282,8 +282,9 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
 
 
 def _flags(args: argparse.Namespace) -> dict[str, str]:
-    """What every rank must be given alike. Not the names of files that are compared by what is in them, nor --json and
-    --html, of which rank 0 alone takes note.
+    """Returns the flags that every rank must be given alike.
+
+    Not --json and --html, which are rank 0's, nor the names of files, whose contents are compared.
     """
     said = {True: "yes", False: "no", None: ""}
     own = ("plan", "weights", "json", "html")

@@ -40,7 +40,7 @@ def _(p: float, seed: Tensor, lo: Sequence[int], hi: Sequence[int], shape: Seque
 
 
 def settings_of(compile: bool | Settings) -> Settings | None:
-    """What `compile=` says: False is None, True torch.compile's defaults. LayerwiseError for what it does not take."""
+    """Returns torch.compile's arguments of `compile=`: None for False. LayerwiseError for what it does not take."""
     if isinstance(compile, bool):
         return {} if compile else None
     if not isinstance(compile, Mapping):

@@ -78,7 +78,7 @@ Function = Callable[[nn.Module], object]
 
 
 class SplitFacade(ParallelModule):
-    """Its modules hold this rank's tensors, and compute nothing: see `layerwise.run.state.tree`.
+    """A parallel module whose modules hold this rank's tensors, and compute nothing: see `layerwise.run.state.tree`.
 
     Methods of the user's model see these modules: one that calls a layer raises there, and then.
     """
@@ -141,7 +141,7 @@ class SplitFacade(ParallelModule):
         self.__dict__[name] = value
 
     def _save_pretrained(self, *args: Any, **named: Any) -> Any:
-        """What the model's own makes of the full model on rank 0, which writes; every rank calls it."""
+        """Has rank 0 write the full model by the model's own `save_pretrained`; every rank calls it."""
         state = self.full_state_dict()
 
         def write() -> tuple[Any, None]:

@@ -20,7 +20,7 @@ from layerwise.tensorfile import dtype_name
 
 
 class Inputs:
-    """What the layers of a rank begin with."""
+    """The inputs and constants that the layers of a rank begin with."""
 
     def __init__(self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self.plan, self.comm, self.options = plan, comm, options
@@ -42,7 +42,7 @@ class Inputs:
         }
 
     def fed_samples(self, inputs: Sequence[Tensor], *, target: bool) -> int:
-        """How many samples these have. LayerwiseError where there are too many inputs, or other things than tensors."""
+        """Returns the number of samples. LayerwiseError for too many inputs, or other things than tensors."""
         if len(inputs) != len(self._layers):
             raise LayerwiseError(
                 f"the model takes {len(self._layers)} inputs ({', '.join(layer.name for layer in self._layers)})"

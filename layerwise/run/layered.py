@@ -99,7 +99,7 @@ class LayeredModule(SplitFacade):
         self._made = True
 
     def _executor(self, batch: int, shaped: Shaped, differentiated: frozenset[str] = frozenset()) -> Executor:
-        """The one for a global batch of that many samples. differentiated: inputs whose gradient is wanted."""
+        """Returns the executor of so many samples of all ranks. differentiated: inputs whose gradient is wanted."""
         options = self.options.here()
         few = not torch.is_grad_enabled() and batch < max(config["n"] for config in shaped.plan.strategy.values())
         key = batch, id(shaped), differentiated, options.autocast, few  # the module keeps every `shaped`
@@ -114,7 +114,7 @@ class LayeredModule(SplitFacade):
 
     @property
     def schedule(self) -> Schedule:
-        """What this rank does of the plan, at the plan's batch and sizes."""
+        """This rank's schedule at the plan's batch and sizes."""
         return self._executor(self.graph.batch, self._shapes.first).schedule
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
@@ -174,7 +174,7 @@ class LayeredModule(SplitFacade):
         return returned(executor.schedule, outputs, shaped.structure, local)
 
     def _agreed(self, inputs: tuple[Any, ...], batch: int | None, *, target: bool) -> tuple[int, Shaped]:
-        """How many samples all ranks feed together, as they tell each other, and the network at their sizes."""
+        """Returns how many samples all ranks feed together, as they tell each other, and the network at their sizes."""
         samples, sizes = self._shapes.inputs.fed_samples(inputs, target=target), self._shapes.sizes
         if self.io != "boxes":
             sizes = self._shapes.sizes_of(inputs)
@@ -185,7 +185,7 @@ class LayeredModule(SplitFacade):
     def _run(
         self, executor: Executor, fed: dict[str, Tensor], differentiated: Sequence[str], scales: Sequence[float]
     ) -> Any:
-        """What the layers make of this rank's boxes of the inputs. scales: of the outputs' gradients."""
+        """Returns the outputs of this rank's boxes of the inputs. scales: of the outputs' gradients."""
         seed = combine(self.options.seed, self.steps)
         if self.training or torch.is_grad_enabled():  # a step may follow
             self._initial = {}
@@ -269,7 +269,7 @@ class LayeredModule(SplitFacade):
         self._reducer.forget()
 
     def compile(self, **settings: Any) -> None:
-        """What each rank computes by itself, from now on, with torch.compile's arguments. Every rank calls it."""
+        """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
         self.options = replace(self.options, compile=settings)
         for executor in self._executors.values():
             executor.compile(settings)

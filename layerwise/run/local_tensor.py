@@ -13,7 +13,7 @@ Version = tuple[int, int]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether other ranks have other parts of it."""
+    """True if other ranks have other parts of it."""
     return hasattr(tensor, "_local_tensor")
 
 
@@ -24,7 +24,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> Version:
-    """How often it was written to. Functions of a DTensor count in it alone, those of this rank's part in that."""
+    """Returns how often it was written to: a DTensor's functions count in it alone, those of its local tensor there."""
     return tensor._version, local_tensor(tensor)._version
 
 

@@ -32,7 +32,7 @@ class RuntimeOptions:
     compare_ranks: bool = True  # whether ranks whose parameters drift apart are noticed
 
     def element_type(self, dtype: str, graph: LayerGraph) -> torch.dtype:
-        """What an element type of `graph` is in this run; types other than the model's own stay as they are."""
+        """Returns what an element type of `graph` is in this run; types other than the model's own stay as they are."""
         other: torch.dtype = getattr(torch, dtype)
         return self.dtype if dtype == graph.dtype else other
 
@@ -48,7 +48,7 @@ class RuntimeOptions:
         return mixed(graph, autocast, self.device.type, dtype_name(self.dtype))
 
     def autocast_within(self, regions: Regions) -> torch.dtype | None:
-        """What autocast casts to in some of the model's own regions; None where it is off."""
+        """Returns the type that autocast casts to in some of the model's own regions; None where it is off."""
         around = None if self.autocast is None else dtype_name(self.autocast)
         here = autocast_within(regions, self.device.type, around)
         return None if here is None else getattr(torch, here)
@@ -75,7 +75,7 @@ def searched_with(plan: Plan, option: str) -> object:
 
 
 def uses_local_batch_norm(plan: Plan, wanted: bool | None = None) -> bool:
-    """Whether batch norms take each rank's own samples: as `wanted`, or as the plan was searched (None)."""
+    """True if batch norms take each rank's own samples: as `wanted`, or as the plan was searched (None)."""
     return bool(searched_with(plan, "local_batch_norm")) if wanted is None else wanted
 
 

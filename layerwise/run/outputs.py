@@ -83,7 +83,7 @@ def mean_loss(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dty
 
 
 def _is_mean(loss: Loss, y: Tensor, t: Tensor) -> bool:
-    """Whether the loss of the whole is the mean of its parts', along each dimension."""
+    """True if the loss of the whole is the mean of its parts', along each dimension."""
     for dim in (0, *range(2, y.dim())):
         whole = _value(loss, y, t)
         first = 1 if dim == 0 else 2
@@ -117,7 +117,7 @@ def _tried(out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: tor
 
 
 def _takes(loss: Loss, y: Tensor, t: Tensor) -> bool:
-    """Whether the loss of these is a number."""
+    """True if the loss of these is a number."""
     try:
         return isfinite(_value(loss, y, t))
     except LayerwiseError:

@@ -117,7 +117,7 @@ class ParallelModule(nn.Module):
     @property
     @abstractmethod
     def schedule(self) -> Schedule:
-        """What this rank does of the plan, at the plan's batch."""
+        """This rank's schedule at the plan's batch."""
 
     @property
     @abstractmethod
@@ -132,7 +132,7 @@ class ParallelModule(nn.Module):
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
 
     def share(self, batch: int | None = None) -> slice:
-        """Which samples of a global batch (default: the plan's) this rank feeds."""
+        """Returns the samples of a global batch (default: the plan's) that this rank feeds."""
         return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
 
     def begin(self) -> None:
@@ -171,11 +171,11 @@ class ParallelModule(nn.Module):
 
     @property
     def summed(self) -> bool:
-        """Whether all gradients that parameters have now are sums over the ranks."""
+        """True if all gradients that parameters have now are sums over the ranks."""
         return self._synchronise and not self._reducer.local
 
     def predicted_bytes(self, batches: int = 1) -> dict[Kind, float | None]:
-        """What the plan says that all ranks together send in a training step, at this module's element types.
+        """Returns the bytes that the plan says all ranks together send in a step, at this module's element types.
 
         By kind; None where the plan says nothing of it. Every rank calls this. batches: of a step; all but the last
         are within no_sync().
@@ -249,7 +249,7 @@ class ParallelModule(nn.Module):
 
     @abstractmethod
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
-        """How samples whose inputs have these shapes are computed together, in evaluation without gradients.
+        """Returns how samples whose inputs have these shapes are computed, in evaluation without gradients.
 
         It is traced and cut once, and remembered. LayerwiseError where the model takes no such input, or the plan's
         degrees do not suit it.
@@ -290,7 +290,7 @@ class ParallelModule(nn.Module):
 
 
 class _End:
-    """What autograd calls when a backward pass has ended, or lets go of where an error has ended it."""
+    """The callback of a backward pass's end: autograd calls it, or lets go of it where an error has ended the pass."""
 
     def __init__(self, finish: Callable[[], None], fail: Callable[[], None]) -> None:
         self._finish, self._fail = finish, fail

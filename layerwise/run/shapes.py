@@ -35,7 +35,7 @@ Returned = list[tuple[Each, Tensor | None]]  # by output, the box of every rank,
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """How samples of some size are computed together.
+    """The way in which samples of some size are computed together.
 
     Attributes:
         inputs: The box of each input that this rank is to be given.
@@ -81,7 +81,7 @@ class Shaped:
 
 
 def is_made(network: Network, name: str) -> bool:
-    """Whether the forward pass makes it: no parameter and no buffer of the model."""
+    """True if the forward pass makes it: no parameter and no buffer of the model."""
     assert network.module is not None
     buffers = (buffer for buffer, _ in network.module.named_buffers(remove_duplicate=False))
     return name not in network.keys.values() and name not in buffers
@@ -215,7 +215,7 @@ class Shapes:
 
 
 def _may_ask_its_mode(module: nn.Module) -> bool:
-    """Whether code beside PyTorch's own may ask for `training`: what it computes may then be another network."""
+    """True if code beside PyTorch's own may ask for `training`: what it computes may then be another network."""
     return any(not type(m).__module__.startswith("torch.") for m in module.modules())
 
 
@@ -232,7 +232,7 @@ def _fewer(config: Config, batch: int, layer: Layer) -> Config:
 
 
 def _samples(module: nn.Module, sizes: Sizes) -> int:
-    """How many to trace: a number that no size of the network is a multiple of, for it to be told from these."""
+    """Returns how many to trace: a number that no size of the network is a multiple of, to be told from these."""
     held = (x.shape for x in (*module.parameters(), *module.buffers()))
     known = {extent for shape in (*sizes, *held) for extent in shape}
     return next((n for n in (11, 13, 17, 19, 23, 29, 31, 37) if not any(extent % n == 0 for extent in known)), 41)

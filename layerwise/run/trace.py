@@ -96,7 +96,7 @@ class Trace:
                 self.on = False
 
     def spans(self) -> list[Span]:
-        """What has been recorded, in the order of its ends. Waits for the GPU."""
+        """Returns the recorded spans, in the order of their ends. Waits for the GPU."""
         with self._lock:
             recorded = list(self._spans)
         return [
@@ -155,7 +155,7 @@ def now_s(device: torch.device) -> float:
 
 
 def clock_offset(comm: Comm, now_s: Callable[[], float]) -> float:
-    """What to subtract from this rank's clock to have rank 0's, in seconds; every rank calls this.
+    """Returns what to subtract from this rank's clock to have rank 0's, in seconds; every rank calls this.
 
     Ranks of one machine share its monotonic clock. Others read theirs as they leave a barrier, several times, and
     take the median of the differences: good to the time that a message takes.

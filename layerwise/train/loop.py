@@ -194,7 +194,7 @@ class Trainer(Generic[LocalBatch]):
         return _Local(number, samples, losses, seconds)
 
     def _finite(self, losses: Sequence[Tensor]) -> bool:
-        """Whether these and all gradients are finite numbers on all ranks."""
+        """True if these and all gradients are finite numbers on all ranks."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]

@@ -177,7 +177,7 @@ def _made(leaves: weakref.ref[AveragedParameters], name: str, _: nn.Parameter) -
 
 
 def _only_returned(node: Any) -> bool:
-    """Whether the running backward pass is a torch.autograd.grad with respect to this leaf."""
+    """True if the running backward pass is a torch.autograd.grad with respect to this leaf."""
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it says that it cannot answer for a leaf of autograd.grad

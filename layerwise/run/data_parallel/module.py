@@ -47,7 +47,7 @@ _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DataParallelModule]] =
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a module is run by. Copies of the module share it."""
+    """The facts that a module is run by. Copies of the module share them."""
 
     graph: LayerGraph
     plan: Plan
@@ -125,7 +125,7 @@ class DataParallelModule(ParallelModule):
         self._reducer = GradientReducer({}, [], {}) if self._averaged is None else self._averaged.reducer
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the model makes of this rank's samples; `batch`: those of all ranks, where they are uneven."""
+        """Returns the model's outputs of this rank's samples; `batch`: those of all ranks, where they are uneven."""
         if self._plain and "batch" not in named:
             self.__dict__["steps"] += self.training  # checkpoints are named so
             return self._called(*inputs, **named)
@@ -172,7 +172,7 @@ class DataParallelModule(ParallelModule):
         return Sized(boxes, shapes, run, alone=True)
 
     def _compiled(self, call: ModelCall, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """What the compiled model makes of its inputs."""
+        """Returns the compiled model's outputs."""
         self._calls.seed(call, self.device)
         span = nullcontext() if self.trace is None else self.trace.span(COMPILED, "compute")
         with span, limits(len(self._replaced)):
@@ -277,7 +277,7 @@ class DataParallelModule(ParallelModule):
 
     @property
     def schedule(self) -> Schedule:
-        """What this rank does of the plan, at the plan's batch: for reports."""
+        """This rank's schedule at the plan's batch: for reports."""
         if self._schedule is None:
             self._schedule = Schedule(self.graph, self.plan, self.comm, self.options, all_classes=False)
         return self._schedule

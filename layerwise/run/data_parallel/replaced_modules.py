@@ -43,17 +43,17 @@ class ModelCall:
 
     @property
     def samples(self) -> int:
-        """How many it has."""
+        """The number of this rank's samples."""
         return 1 if self.batch is None else self.batch.share.stop - self.batch.share.start
 
     @property
     def total(self) -> int:
-        """How many all ranks have. On one device 1 of 1, whatever the batch."""
+        """The number of all ranks' samples. On one device 1 of 1, whatever the batch."""
         return 1 if self.batch is None else self.batch.total
 
 
 class FedSamples:
-    """How many samples a call is given: rows of the input that has one a sample, or items of the first list.
+    """Counts the samples of a call: rows of the input that has one a sample, or items of the first list.
 
     Where neither is known each rank counts as one.
     """
@@ -146,7 +146,7 @@ class Replacement(Generic[M]):
 
     @property
     def active(self) -> bool:
-        """Whether it computes otherwise, now."""
+        """True if it computes otherwise, now."""
         return self.module.training
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class Replacement(Generic[M]):
         return self.compute(x, call)
 
     def compute(self, x: Tensor, call: ModelCall) -> Tensor:
-        """What the module makes of this rank's part of its input."""
+        """Returns the module's output of this rank's part of its input."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -263,7 +263,7 @@ class CountedBatchNorm(GlobalBatchNorm):
 
 
 def replaced_modules(module: nn.Module, replaced: Replacements, calls: Calls, comm: Comm) -> Iterator[Replacement[Any]]:
-    """What stands in for some modules of the user's."""
+    """Yields the replacements of the user's modules."""
     for path, draws in replaced.dropouts.items():
         dropout = module.get_submodule(path)
         assert isinstance(dropout, nn.modules.dropout._DropoutNd)
@@ -277,7 +277,7 @@ def replaced_modules(module: nn.Module, replaced: Replacements, calls: Calls, co
 
 
 def _rows_a_sample(x: Tensor, dim: int, call: ModelCall) -> int:
-    """Rows of x for each of this rank's samples."""
+    """Returns the number of rows of x for each of this rank's samples."""
     rows, left = divmod(x.shape[dim], call.samples)
     if left:
         raise LayerwiseError(

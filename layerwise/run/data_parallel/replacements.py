@@ -35,7 +35,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How a dropout draws."""
+    """The random numbers of a dropout: which stream, and along which dimension samples lie."""
 
     number: int  # its layer's in the graph
     stage: int  # its stage's in the layer
@@ -48,7 +48,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Replacements:
-    """What is replaced, by the module's path."""
+    """The modules to replace, by path."""
 
     dropouts: Mapping[str, Draws] = field(default_factory=dict)
     batch_norms: Mapping[str, str] = field(default_factory=dict)  # the name of the layer
@@ -58,7 +58,7 @@ class Replacements:
 def replacements(
     network: Network, graph: LayerGraph, plan: Plan, size: int, options: RuntimeOptions
 ) -> Replacements | None:
-    """What to replace in the network's own module so that it runs the plan; None where it cannot.
+    """Returns what to replace in the network's own module so that it runs the plan; None where it cannot.
 
     graph: the network's, as planned. size: ranks. The module runs the plan where every rank computes the full network
     of its own samples, and all that depends on other samples, or on positions, is a module of PyTorch's; a dropout is
@@ -108,7 +108,7 @@ def as_written(module: nn.Module, size: int, options: RuntimeOptions) -> Replace
 
 
 def _has_values(network: Network, module: nn.Module) -> bool:
-    """Whether all that is on the meta device can be given values: what the state dict has."""
+    """True if all that is on the meta device can be given values: what the state dict has."""
     kept = set(network.keys)
     constants = (tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name not in kept)
     attributes = (value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor))
@@ -116,7 +116,7 @@ def _has_values(network: Network, module: nn.Module) -> bool:
 
 
 def _constants_known(network: Network) -> bool:
-    """Whether what the forward pass makes by itself has values: no random numbers, nothing of the meta device."""
+    """True if what the forward pass makes by itself has values: no random numbers, nothing of the meta device."""
     kept = set(network.keys.values())
     made = [layer.name for layer in network.graph.layers if layer.role is Role.CONSTANT]
     made += [name for layer in network.graph.layers for name, _ in layer.own_parameters() if name not in kept]
@@ -131,7 +131,7 @@ def _constants_known(network: Network) -> bool:
 
 
 def _only_samples(graph: LayerGraph, plan: Plan) -> bool:
-    """Whether every rank computes all of the network, for its own samples."""
+    """True if every rank computes all of the network, for its own samples."""
     if plan.io != "sample" or graph.batch < plan.gpus:
         return False
     everywhere = Config.of({"n": plan.gpus})
@@ -144,7 +144,7 @@ def _only_samples(graph: LayerGraph, plan: Plan) -> bool:
 
 
 def _by_itself(layer: Layer) -> bool:
-    """Whether a sample of its output needs that sample of its inputs only: x @ x.T compares it with all others."""
+    """True if a sample of its output needs that sample of its inputs only: x @ x.T compares it with all others."""
     n = layer.out.index("n")
     inputs = zip(layer.specs, layer.space.needs, strict=True)
     return n is not None and all(
@@ -153,7 +153,7 @@ def _by_itself(layer: Layer) -> bool:
 
 
 def _constants_alike(network: Network, graph: LayerGraph) -> bool:
-    """Whether constants with a row a sample have the same for all: each rank makes its own."""
+    """True if constants with a row a sample have the same for all: each rank makes its own."""
     for layer in graph.layers:
         if layer.role is Role.CONSTANT and layer.out.index("n") is not None:
             value = network.constant(layer.name)
@@ -183,12 +183,12 @@ def _path_of_parameters(layer: Layer, stage: Stage) -> str | None:
 
 
 def _is(module: nn.Module | None, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether it computes as one of these does: it, or a subclass with the same `forward`."""
+    """True if it computes as one of these does: it, or a subclass with the same `forward`."""
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
 def _permuted(graph: LayerGraph, name: str, stage: Stage) -> bool:
-    """Whether the plan moved a dropout to the other side of a transpose, so that its positions are others."""
+    """True if the plan moved a dropout to the other side of a transpose, so that its positions are others."""
     layer = graph[name]
     if stage.space.out.shape == layer.out.shape and stage.space.out.dims == layer.out.dims:
         return False

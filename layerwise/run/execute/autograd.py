@@ -275,7 +275,10 @@ class _Ends(torch.autograd.Function):
 
 
 def factors(graph: LayerGraph, part: float) -> list[float]:
-    """What makes gradients those of the mean over the global batch, where a rank's loss is the mean over its `part`."""
+    """Returns, by output, what a rank's gradients are multiplied by to be those of the mean over the global batch.
+
+    part: the rank's part of the batch, over which its loss is a mean.
+    """
     losses = [graph.losses.get(name) for name in graph.layers[-1].inputs]
     return [1.0 if loss == "sum" else part for loss in losses]
 

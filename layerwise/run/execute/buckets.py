@@ -106,7 +106,7 @@ class GradientBucket:
 
     @property
     def gathered(self) -> bool:
-        """Whether this rank has room for a part of its parameters only, also while gradients are made."""
+        """True if this rank has room for a part of its parameters only, also while gradients are made."""
         return self.slots is not None and bool(self.slots.layouts[self.names[0]].gathered)
 
     def begin(self, comm: Comm, what: str) -> Handle:
@@ -139,7 +139,7 @@ class GradientBucket:
             torch.add(zero, part, alpha=scale, out=there)
 
     def put_none(self, name: str, zero: Tensor) -> None:
-        """What stands for no gradient on any rank: zeros with a sign."""
+        """Puts in what stands for no gradient on any rank: zeros with a sign."""
         assert self.slots is not None
         if self.flat is None:
             self.flat = self.slots.new(zero)
@@ -170,13 +170,13 @@ def scaled(gradient: Tensor, scale: float) -> Tensor:
 
 
 def tensors_in(flat: Tensor) -> int:
-    """How many tensors share its memory, and a constant."""
+    """Returns the number of tensors that share its memory, plus a constant."""
     count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
     return count
 
 
 def is_nothing(view: Tensor) -> bool:
-    """Whether this is the sum of what `Gradients` filled in alone, for no gradient."""
+    """True if this is the sum of what `Gradients` filled in alone, for no gradient."""
     first = view.reshape(-1)[:1]
     return bool(((first == 0) & first.signbit()).all())
 

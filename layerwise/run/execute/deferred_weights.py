@@ -46,7 +46,7 @@ class DeferredWeights:
         return out
 
     def defer(self, gradient: Tensor, x: Tensor, weight: Tensor, settings: Settings) -> None:
-        """What `make` needs; it comes later in the same backward pass."""
+        """Remembers what `make` needs, which is called later in the same backward pass."""
         if not torch.is_grad_enabled():  # else it is differentiated once more, and needs to know what x was made of
             x, weight = x.detach(), weight.detach()
         self._deferred = gradient, x, weight, settings

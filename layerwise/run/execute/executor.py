@@ -49,7 +49,7 @@ class Executor:
             self.compile(self.options.compile)
 
     def compile(self, settings: Settings) -> None:
-        """What lies between communications, from now on."""
+        """Compiles what lies between communications, from now on."""
         for layer in self.schedule.graph.layers:
             if any(stage.op.draws_always for stage in layer.stages):
                 raise LayerwiseError(
@@ -171,7 +171,7 @@ class _Forward:
             self.saved.pop(edge.source).move(edge, x)
 
     def _issue(self, edge: ScheduledEdge) -> tuple[IssuedTransfer, Tensor | None]:
-        """What is on its way, and the ticket that autograd knows it by."""
+        """Sends a layer's input early: returns the transfer, and the ticket that autograd knows it by."""
         run, x = self.run, self.values[edge.source]
         link = IssuedTransfer(*self._ways(edge))
         if not (run.differentiate and edge.backward):
@@ -189,7 +189,7 @@ class _Forward:
         return result
 
     def _redistribute(self, edge: ScheduledEdge) -> Tensor | None:
-        """What this rank needs of a layer's output for another one."""
+        """Returns the box of a layer's output that this rank needs for another one."""
         run, x = self.run, self.values[edge.source]
         full = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same of it
         if not (edge.travels or full):

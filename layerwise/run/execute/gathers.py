@@ -125,7 +125,7 @@ class LayerGathers:
 
 
 class GatheredParameters(Mapping[str, Tensor]):
-    """What layers compute with, by name. One that is being gathered is waited for."""
+    """The tensors that layers compute with, by name. One that is being gathered is waited for."""
 
     def __init__(self, tensors: Mapping[str, Tensor], gathers: Sequence[ParameterGather]) -> None:
         self._tensors = tensors

@@ -32,7 +32,7 @@ class Pass:
 
     @property
     def differentiate(self) -> bool:
-        """Whether a backward pass may follow."""
+        """True if a backward pass may follow."""
         return self.token.requires_grad
 
     def order(
@@ -101,7 +101,7 @@ class Kernels:
         backward: bool,
         communicates: bool = False,
     ) -> list[Tensor | None]:
-        """What `compute` makes of `tensors`. backward: whether a backward pass may come to it.
+        """Returns what `compute` makes of `tensors`. backward: whether a backward pass may come to it.
 
         Back, what communicates has its turn; in a trace all has, so that a span ends when all its gradients are made.
         """

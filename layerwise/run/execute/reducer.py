@@ -81,7 +81,7 @@ class GradientReducer:
             self.of |= dict.fromkeys(names, self.buckets[-1])
 
     def zero(self, like: Tensor) -> Tensor:
-        """What a gradient is added to, so that it has no -0.0 (see `Gradients`)."""
+        """Returns the zero that a gradient is added to, so that it has no -0.0 (see `Gradients`)."""
         key = like.dtype, like.device
         if key not in self._zeros:
             self._zeros[key] = like.new_zeros(())
@@ -164,7 +164,7 @@ class Gradients:
                     reducer.hand_out(p, local_tensor(p.grad).clone())
 
     def _to_sum(self, name: str) -> bool:
-        """Whether a gradient in a bucket is yet to come, or is there and not yet that of all ranks."""
+        """True if a gradient in a bucket is yet to come, or is there and not yet that of all ranks."""
         return self.reducer.parameters[name].requires_grad or (self.synchronise and name in self.reducer.owed)
 
     def add(self, name: str, gradient: Tensor) -> None:

@@ -59,7 +59,7 @@ class Block:
         self._boxes: dict[str, Tensor | None] = {}  # of what comes from outside; until the forward pass is at the end
 
     def save_sources(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
-        """What one of the layers is made of."""
+        """Saves the inputs of one of the layers that come from outside the block."""
         for edge in scheduled.edges:
             if not (edge.source in self._layers and self._run_by.layers[edge.source].recompute):
                 x = values[edge.source]
@@ -142,7 +142,7 @@ class Block:
 
 
 class _Kernel:
-    """What this rank computes of a layer in one forward pass, and in its backward passes once more.
+    """A layer's kernels on this rank in one forward pass, and recomputed in its backward passes.
 
     parameters: its parameters and buffers; those that training writes to as they were before. None: a tied one, which
     is an edge, or one that is full only while the layer computes.
@@ -243,7 +243,7 @@ def _never(_: object) -> Tensor:
 
 
 class SavedOutput:
-    """What the kernels of one layer keep of its output, in one forward pass."""
+    """The tensors that the kernels of one layer have saved of its output, in one forward pass."""
 
     def __init__(self) -> None:
         self._places: list[ref[SavedPlace]] = []

@@ -33,7 +33,7 @@ Function = Callable[[Values, Values, Tensor | None], list[Tensor]]
 
 
 class SegmentInput(NamedTuple):
-    """What a segment is given: a layer's output as this rank has it, or what has arrived of it."""
+    """An input of a segment: a layer's output as this rank has it, or what has arrived of it."""
 
     source: str
     slot: int | None = None  # of its first layer's edges, the one by which it arrives
@@ -41,7 +41,7 @@ class SegmentInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a rank computes of some layers of its schedule, one after the other, in training or evaluation."""
+    """Some layers of a rank's schedule, computed one after the other, in training or evaluation."""
 
     layers: tuple[ScheduledLayer, ...]
     inputs: tuple[SegmentInput, ...]
@@ -62,7 +62,7 @@ class Segment:
 
     @property
     def backward(self) -> bool:
-        """Whether a gradient flows through some of it."""
+        """True if a gradient flows through some of it."""
         return any(scheduled.backward for scheduled in self.layers)
 
     def seeds(self, of_step: int, device: torch.device) -> Tensor | None:
@@ -82,7 +82,7 @@ class Segment:
                     yield scheduled.work.number, number
 
     def function(self) -> Function:
-        """What is to be compiled."""
+        """Returns the function that is to be compiled."""
         made = (SegmentInput(scheduled.layer.name) for scheduled in self.layers)
         places = {x: i for i, x in enumerate((*self.inputs, *made))}
         outputs = tuple(places[SegmentInput(name)] for name in self.outputs)
@@ -195,7 +195,7 @@ def _segment(schedule: Schedule, layers: tuple[ScheduledLayer, ...], *, training
 
 
 def _by_itself(scheduled: ScheduledLayer) -> bool:
-    """Whether this rank computes a layer, of what it has when it begins."""
+    """True if this rank computes a layer, of what it has when it begins."""
     if isinstance(scheduled.layer.main, Whole):  # whose code may look at data
         return False
     if scheduled.work is None or scheduled.work.communicates or scheduled.recompute or scheduled.gathered:

@@ -172,7 +172,7 @@ class Unused:
             self._twice |= used
 
     def parameters(self) -> frozenset[str]:
-        """At the end of the pass. Every rank calls this."""
+        """Returns the parameters that the pass did not reach on any rank. Every rank calls this at its end."""
         if not self._some:
             return frozenset()
         used = self._used | self._twice

@@ -51,7 +51,7 @@ def _digest(content: bytes) -> int:
 
 
 class RankComparison:
-    """What each rank tells the others of a sample of its parameters, by the sets of ranks that hold the same boxes.
+    """The numbers by which ranks that hold the same boxes of parameters compare a sample of these.
 
     Of each such set: a digest of the values; and for ranks of unlike hardware, which need not have equal bits, the sum
     of the changes since the last look, with random signs, what rounding may do, and of the changes' norm a part. It

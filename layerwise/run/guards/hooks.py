@@ -32,7 +32,7 @@ Hook = Callable[[nn.Parameter], None]
 
 
 class Hooks(OrderedDict[int, Hook]):
-    """What `register_post_accumulate_grad_hook` writes into. Autograd finds the one hook that is the parallel module's.
+    """The dict that `register_post_accumulate_grad_hook` writes into. Autograd finds the parallel module's hook alone.
 
     The user's are beside it: they are called when the gradient is that of all ranks.
     """
@@ -124,7 +124,7 @@ def refuse_derivatives(name: str, gradient: Tensor) -> Tensor:
 
 
 def hooks_of(p: nn.Parameter) -> list[Hook]:
-    """What the loop has registered to be called when the parameter has its gradient."""
+    """Returns the loop's hooks, to be called when the parameter has its gradient."""
     return list((p._post_accumulate_grad_hooks or {}).values())
 
 
@@ -205,7 +205,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def _of(hook: Any, model: nn.Module) -> bool:
-    """Whether a hook is a part of how the model computes: torch's own (pruning), or of an object that the model has."""
+    """True if a hook is a part of how the model computes: torch's own (pruning), or of an object that the model has."""
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
@@ -215,7 +215,7 @@ def _of(hook: Any, model: nn.Module) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread."""
+    """True if autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -98,7 +98,7 @@ class OriginalModel:
 
 
 def _facts(module: nn.Module) -> list[tuple[object, ...]]:
-    """What a module has itself: its modules and parameters, how often these were written to, and which are trained.
+    """Returns a module's own modules and parameters, how often these were written to, and which are trained.
 
     Empty where its parameters are stale, as another parallel module has trained.
     """

@@ -74,14 +74,14 @@ def _equal(now: object, before: object) -> bool:
 
 
 class Structure:
-    """What stands where in a module, to notice when others do: parameters and modules, and buffers where said."""
+    """The parameters and modules (buffers: these, too) in their places in a module, to notice when others are there."""
 
     def __init__(self, module: nn.Module, *, buffers: bool) -> None:
         self._modules, self._buffers = list(module.modules()), buffers
         self.held = self._now()
 
     def changed(self) -> bool:
-        """Whether some are others than when this was made."""
+        """True if some are others than when this was made."""
         now = self._now()
         return len(now) != len(self.held) or not all(map(is_, now, self.held))
 
@@ -95,7 +95,7 @@ class Structure:
 
 
 class Places:
-    """What stands where in a tree, and the memory of its DTensors, to notice when others do."""
+    """The tensors and modules of a tree in their places, and the memory of its DTensors, to notice others."""
 
     def __init__(self, tree: nn.Module) -> None:
         self._structure = Structure(tree, buffers=True)
@@ -150,7 +150,7 @@ def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, V
 
 
 def _filled(p: nn.Parameter) -> bool:
-    """Whether all elements here are equal, of none or several, as zeros_ and constant_ make them: so are the others."""
+    """True if all elements here are equal, of none or several, as zeros_ and constant_ make them: so are the others."""
     flat = local_tensor(p).detach().reshape(-1)
     return flat.numel() != 1 and bool((flat == flat[:1]).all())
 

@@ -63,21 +63,21 @@ class TimedTransfer:
         return flight
 
     def finish(self, flight: Flight) -> Tensor | None:
-        """What has arrived."""
+        """Returns what has arrived."""
         with NOTHING if self.spans.trace is not None else self.spans.span(self.name, "transfers"):
             return flight.finish()
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPositions:
-    """Which of a rank's box are read at all, where others are not (`geometry.lattice`). The transfer is of these."""
+    """The positions of a rank's box that are read, where others are not (`geometry.lattice`): what a transfer is of."""
 
     shape: tuple[int, ...]  # of the box
     slices: tuple[slice, ...]
 
     @property
     def all(self) -> bool:
-        """Whether it has no others."""
+        """True if it has no others."""
         return self.shape == tuple(len(range(*s.indices(n))) for s, n in zip(self.slices, self.shape, strict=True))
 
 
@@ -195,7 +195,7 @@ class Redistribution:
         return Flight(handle, lambda: self._own_part(out.view(shape), kept, like, own_only=True))
 
     def _own_part(self, g: Tensor | None, origin: Box | None, like: Tensor, *, own_only: bool) -> Tensor:
-        """What this rank's own gradient adds to its own box; a fresh tensor unless nothing else will be added.
+        """Returns what this rank's own gradient adds to its own box; a fresh tensor unless nothing else will be added.
 
         origin: the box that `g` is of.
         """

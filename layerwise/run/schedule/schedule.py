@@ -41,7 +41,7 @@ def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
 
 
 def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
-    """Which samples of a global batch each rank feeds: cell i of min(N, batch), by the plan's order of devices."""
+    """Returns the samples of a global batch that each rank feeds: cell i of min(N, batch), in the plan's order."""
     if plan.io != "sample":
         return (slice(0, batch),) * plan.gpus
     cuts = boundaries(batch, min(plan.gpus, batch)).tolist()
@@ -93,12 +93,12 @@ class ScheduledEdge:
 
     @property
     def travels(self) -> bool:
-        """Whether some rank sends some of it."""
+        """True if some rank sends some of it."""
         return self.redistribution.transfer.pattern != "local"
 
     @property
     def needs(self) -> bool:
-        """Whether this rank is given some of it."""
+        """True if this rank is given some of it."""
         need = self.redistribution.transfer.need
         return need is not None and need.volume > 0
 
@@ -233,7 +233,7 @@ class Schedule:
         return ScheduledEdge(source, redistribution, backward, stays, late, within)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
-        """What each rank gets of an output: its samples; all of it, or a box of all classes (io free); its own box."""
+        """Returns each rank's box of an output: its samples; all, or all classes of a box (io free); its own box."""
         spec, source = sink.specs[slot], self.graph[sink.inputs[slot]]
         if self.boxes and self._keeps_its_box(sink, slot):
             need = self.places[source.name].owned.each
@@ -272,5 +272,5 @@ def _positions(lattices: Lattices, box: Box | None, own: Box | None) -> ReadPosi
 
 
 def _holds_all(part: Transfer) -> bool:
-    """Whether what this rank needs holds all of its own box."""
+    """True if what this rank needs holds all of its own box."""
     return part.own is not None and part.own.volume > 0 and part.kept == part.own

@@ -29,7 +29,7 @@ class LayerWork:
 
     @property
     def communicates(self) -> bool:
-        """Whether its ranks talk to each other while they compute it."""
+        """True if its ranks talk to each other while they compute it."""
         return self.reduction is not None or any(self.statistics)
 
     @property

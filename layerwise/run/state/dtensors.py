@@ -33,7 +33,7 @@ Ranks = NDArray[np.int64]  # of a mesh, an axis an axis of it
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placements:
-    """How the boxes of one parameter lie on a mesh."""
+    """The placements of one parameter's boxes on a mesh of ranks."""
 
     ranks: Ranks
     cuts: tuple[int | None, ...]  # by axis of the mesh: the dimension that it cuts; None: replicated
@@ -90,7 +90,7 @@ def _ends(each: Each, rank: int) -> list[tuple[int, int]]:
 
 
 def _box(axes: Sequence[int], where: Sequence[int], cuts: Sequence[int | None], shape: Sequence[int]) -> Box | None:
-    """What a DTensor has at a coordinate of the mesh; None where that is empty."""
+    """Returns the box that a DTensor has at a coordinate of the mesh; None where that is empty."""
     lo, hi = [0] * len(shape), list(shape)
     for size, i, k in zip(axes, where, cuts, strict=True):
         if k is not None:
@@ -103,7 +103,7 @@ def _box(axes: Sequence[int], where: Sequence[int], cuts: Sequence[int | None], 
 
 @dataclass(frozen=True, slots=True)
 class MeshSharding:
-    """How one parameter lies on a mesh of processes."""
+    """The placements of one parameter on a mesh of processes."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -116,7 +116,7 @@ class MeshSharding:
         return wrap(local, DTensorSpec(self.mesh, self.placements, meta))
 
     def says(self, tensor: Tensor) -> bool:
-        """Whether a DTensor lies so."""
+        """True if a DTensor lies so."""
         assert isinstance(tensor, DTensor)
         return tensor.device_mesh == self.mesh and tensor.placements == self.placements
 

@@ -53,7 +53,7 @@ class PlanDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """What the operation makes of local tensors, where these lie alike; else what DTensor computes on each mesh."""
+        """Returns what the operation makes of local tensors, where these lie alike; else what DTensor does."""
         kwargs = kwargs or {}
         if _elementwise(func) and (columns := _aligned(args, kwargs)) is not None:
             return _run_locally(func, args, kwargs, columns)
@@ -102,7 +102,7 @@ class PlanDTensor(DTensor):
         def __torch_function__(
             cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            """What `func` makes of it, with this class's way to run operations."""
+            """Returns what `func` makes of it, with this class's way to run operations."""
             with torch._C.DisableTorchFunctionSubclass():
                 if getattr(func, "__name__", "") == "__get__":
                     return func(*args, **(kwargs or {}))
@@ -135,7 +135,7 @@ class PlanDTensor(DTensor):
         return everywhere if same else everywhere.redistribute(mesh, wanted, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What pickle writes of it: this rank's shard, which `_shard_of` gives to no other rank."""
+        """Returns what pickle writes of it: this rank's shard, which `_shard_of` gives to no other rank."""
         if _replicated(self) and self.device_mesh not in _all_ranks:
             return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return _shard_of, (torch.distributed.get_rank(), _plain(self))
@@ -169,7 +169,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """What it makes of these, and PyTorch of tensors of which none is one."""
+        """Returns what that class makes of these, and PyTorch of tensors of which none is one."""
         kwargs = kwargs or {}
         some = any(isinstance(x, PlanDTensor) for x in tree_leaves((args, kwargs)))
         return PlanDTensor.__torch_dispatch__(func, types, args, kwargs) if some else func(*args, **kwargs)
@@ -202,7 +202,7 @@ def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
 
 
 def _each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
-    """What `act` makes of an operation's arguments or results, and of those in lists."""
+    """Returns what `act` makes of an operation's arguments or results, and of those in lists."""
     return tuple(type(v)(map(act, v)) if type(v) in (list, tuple) else act(v) for v in values)
 
 
@@ -211,7 +211,7 @@ def _each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
 
 @cache
 def _elementwise(func: Any) -> bool:
-    """Whether each element of the result is made of the elements in its place."""
+    """True if each element of the result is made of the elements in its place."""
     name: str = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
         return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
@@ -246,7 +246,7 @@ def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | 
 
 
 def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], columns: Sequence[DTensor]) -> Any:
-    """What an element-wise operation makes of local tensors."""
+    """Returns what an element-wise operation makes of local tensors."""
 
     def local(x: Any) -> Any:
         return x._local_tensor if isinstance(x, DTensor) else x
@@ -329,7 +329,7 @@ def _replicated(tensor: DTensor) -> bool:
 
 
 def _marked(made: DTensor, device: torch.device) -> DTensor:
-    """What was computed, as a PlanDTensor. device: of what it was computed of."""
+    """Returns what was computed as a PlanDTensor. device: of what it was computed of."""
     local = made._local_tensor
     if local.device != device and made.device_mesh.get_coordinate() is None:  # PyTorch makes these on the CPU
         local = local.to(device)
@@ -346,7 +346,7 @@ def _by_mesh(args: Sequence[Any]) -> dict[DeviceMesh | None, list[int]]:
 
 
 def _mesh_by_mesh(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """What is computed of lists of tensors, mesh by mesh."""
+    """Computes lists of tensors, mesh by mesh."""
     places = _by_mesh(args)
     count, made = sum(map(len, places.values())), dict[int, Any]()
 

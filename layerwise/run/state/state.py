@@ -43,7 +43,7 @@ class Shard:
 
     @property
     def full(self) -> bool:
-        """Whether the box is all of it."""
+        """True if the box is all of it."""
         return self.box.shape == self.shape
 
 
@@ -118,7 +118,7 @@ class State:
                 value += self._batches[module]
 
     def cut(self) -> bool:
-        """Whether some rank holds not all of some parameter that is trained."""
+        """True if some rank holds not all of some parameter that is trained."""
         held = (row for layer in self.graph.layers for row in layer.own_parameters())
         rows = ((p.shape, box) for name, p in held if p.trainable for box in self.boxes[name])
         return any(box is None or box.shape != shape for shape, box in rows)
@@ -241,7 +241,7 @@ class State:
         return missing, odd
 
     def _part(self, key: str, value: Tensor, name: str, shard: Shard | None) -> Tensor:
-        """What this rank takes of a state dict's value. LayerwiseError where it has another shape."""
+        """Returns this rank's part of a state dict's value. LayerwiseError where it has another shape."""
         shape = self._shapes()[name] if shard is None else shard.shape
         if not hasattr(value, "shape") or isinstance(value, np.ndarray):  # values may be read when they are needed
             raise LayerwiseError(f"{key!r} is of type {type(value).__name__} in the state dict: give tensors")
@@ -272,7 +272,7 @@ def _types(network: Network) -> dict[str, str]:
 
 
 def _batches(network: Network) -> Counter[str]:
-    """How often a step calls each batch norm, by its module's name.
+    """Returns how often a step calls each batch norm, by its module's name.
 
     The counter of an instance norm stays 0, and that of a module whose statistics are given to `F.batch_norm` alone.
     """

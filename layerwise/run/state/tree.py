@@ -146,7 +146,7 @@ class Tree:
 
 
 def _plain(module: nn.Module, path: str, written: Set[str]) -> dict[str, Any]:
-    """Its attributes that have no tensor, and nothing of a module, in them, and that no call of the model sets."""
+    """Returns a module's attributes that have no tensor and no module in them, and that no call of the model sets."""
     lost = {name for name in vars(module) if (f"{path}.{name}" if path else name) in written}
     held = {name: value for name, value in vars(module).items() if name not in FRESH | lost}
     return {name: value for name, value in held.items() if not any(_belongs(x) for x in pytree.tree_leaves(value))}
@@ -190,7 +190,7 @@ def _reads(value: object) -> Callable[[], object]:
 
 
 def collect(module: nn.Module | None) -> None:
-    """What tracing it has left behind goes now: closures of torch.export are cycles with the parameters in them."""
+    """Frees what tracing a module has left behind: closures of torch.export are cycles with the parameters in them."""
     held = () if module is None else module.parameters()
     if sum(p.numel() * p.element_size() for p in held if not p.is_meta) > MUCH:
         gc.collect()
