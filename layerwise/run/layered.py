@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
-from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
@@ -122,18 +120,14 @@ class LayeredModule(SplitFacade):
             raise LayerwiseError(f"the plan has io {self.io!r}: parallelize the model with io='boxes'")
         shaped = self._shapes.at(sizes, training=False)
         executor = self._executor(samples, shaped)
-        schedule, rank = executor.schedule, self.comm.rank
-        inputs = [layer for layer in schedule.graph.layers if layer.role is Role.INPUT]
-        needed = [schedule.places[layer.name].owned.each[rank] for layer in inputs]
-        full = [Box((0,) * len(layer.out.shape), layer.out.shape) for layer in inputs]
-        boxes = tuple(whole if box is None else box for whole, box in zip(full, needed, strict=True))
+        schedule = executor.schedule
 
         def run(given: Sequence[Tensor]) -> Returned:
             made = self._run(executor, shaped.inputs.fed(schedule, given), (), [1.0] * len(schedule.sinks))
             return list(zip(map(tuple, schedule.sinks), made, strict=True))
 
         shapes = tuple(spec.shape for spec in schedule.graph.layers[-1].specs)
-        return Sized(boxes, shapes, run, alone=False)
+        return Sized(tuple(schedule.input_boxes().values()), shapes, run, alone=False)
 
     @property
     def trace(self) -> Trace | None:
@@ -178,9 +172,9 @@ class LayeredModule(SplitFacade):
         samples, sizes = self._shapes.inputs.fed_samples(inputs, target=target), self._shapes.sizes
         if self.io != "boxes":
             sizes = self._shapes.sizes_of(inputs)
-        told = partial(Batch, self.plan, self.comm, samples, batch, sizes, training=self.training)
-        total = told(alike=self._comparison, step=(self.steps + 1) * self.training).total
-        return total, self._shapes.at(sizes, training=self.training)
+        alike, step = self._comparison, (self.steps + 1) * self.training
+        fed = Batch(self.plan, self.comm, samples, batch, sizes, training=self.training, alike=alike, step=step)
+        return fed.total, self._shapes.at(sizes, training=self.training)
 
     def _run(
         self, executor: Executor, fed: dict[str, Tensor], differentiated: Sequence[str], scales: Sequence[float]

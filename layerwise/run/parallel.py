@@ -17,7 +17,6 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.read.arguments import Arguments
-from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
@@ -235,11 +234,7 @@ class ParallelModule(nn.Module):
 
     def read_boxes(self) -> dict[str, Box]:
         """Returns the box of each input that this rank is to be given: with io "boxes" what its layers need."""
-        places, rank = self.schedule.places, self.comm.rank
-        inputs = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
-        boxes = {layer.name: places[layer.name].owned.each[rank] for layer in inputs}
-        whole = {layer.name: Box((0,) * len(layer.out.shape), layer.out.shape) for layer in inputs}
-        return {name: whole[name] if box is None else box for name, box in boxes.items()}
+        return self.schedule.input_boxes()
 
     def output_boxes(self) -> tuple[Box | None, ...]:
         """The box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""

@@ -164,6 +164,12 @@ class Schedule:
         )
         return program(self.graph, self._io, facts, kind)
 
+    def input_boxes(self) -> dict[str, Box]:
+        """Returns the box of each input that this rank is to be given; of what it computes nothing of, all."""
+        inputs = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
+        boxes = {layer.name: self.places[layer.name].owned.each[self.comm.rank] for layer in inputs}
+        return {layer.name: boxes[layer.name] or Box((0,) * len(layer.out.shape), layer.out.shape) for layer in inputs}
+
     def _to_recompute(self, plan: Plan) -> frozenset[str]:
         """Returns the layers that the plan recomputes, or all that gain by it, where activations are checkpointed."""
         names = {name for name, config in plan.strategy.items() if config.recompute and self.graph.has_gradient[name]}
