@@ -30,7 +30,7 @@ from layerwise.errors import LayerwiseError
 
 Backend = Literal["gloo", "nccl"]
 POLL_S: Final = 0.05  # between two looks at who has arrived
-ANSWER_S: Final = 1.0  # for torch to answer after the time-out
+CONNECT_SLACK_S: Final = 1.0  # for torch to answer after the time-out
 FATAL: Final = 3  # of c10's levels: it aborts
 
 
@@ -179,7 +179,7 @@ def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
 
     try:
         # Torch itself waits for up to twice that, and for ever where somebody accepts and says nothing.
-        return in_thread(do).result(timeout_s + ANSWER_S)
+        return in_thread(do).result(timeout_s + CONNECT_SLACK_S)
     except (TimeoutError, RuntimeError) as error:
         if serves:
             said = f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason(error)}; the port is taken?"
