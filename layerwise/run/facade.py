@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
@@ -42,7 +42,10 @@ def apply_to_full(state: State, run: Callable[[], object]) -> None:
             "zero_grad() before"
         )
     values = state.full_tensors()
-    tree.fill({name: _like(part, values.pop(name).to(state.options.device)) for name, part in parts.items()})
+    for name, part in parts.items():
+        full = values.pop(name).to(state.options.device)
+        trained = isinstance(part, nn.Parameter)
+        tree.fill({name: nn.Parameter(full, requires_grad=part.requires_grad) if trained else full})
     lent, places = tree.tensors(), Structure(tree.root, buffers=True)
     try:
         run()
@@ -52,26 +55,17 @@ def apply_to_full(state: State, run: Callable[[], object]) -> None:
                 "does, or change the model before it is made parallel"
             )
         tree.fill(parts)
-        _take(state, parts, lent)
+        given = {name: tensor.detach() for name, tensor in lent.items()}
+        broadcast_values({**state.extra, **given}, state.comm)
+        state.load(given, strict=False)
+        for name, part in parts.items():
+            if isinstance(part, nn.Parameter):
+                part.requires_grad_(lent[name].requires_grad)
     finally:
         tree.fill(parts)
         for tensor in lent.values():
             if isinstance(tensor, nn.Parameter):
                 tensor.__class__ = LentParameter
-
-
-def _take(state: State, parts: Mapping[str, Tensor], lent: Mapping[str, Tensor]) -> None:
-    """Every rank has its boxes of what rank 0 has."""
-    full = {name: tensor.detach() for name, tensor in lent.items()}
-    broadcast_values({**state.extra, **full}, state.comm)
-    state.load(full, strict=False)
-    for name, part in parts.items():
-        if isinstance(part, nn.Parameter):
-            part.requires_grad_(lent[name].requires_grad)
-
-
-def _like(part: Tensor, full: Tensor) -> Tensor:
-    return nn.Parameter(full, requires_grad=part.requires_grad) if isinstance(part, nn.Parameter) else full
 
 
 Function = Callable[[nn.Module], object]

@@ -75,7 +75,6 @@ class DataParallelModule(ParallelModule):
         self._facts, self._calls, self._arguments = facts, Calls(), facts.arguments
         self._state = ModelState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
-        self._scales: dict[tuple[int, int], float] = {}
         self._trace: Trace | None = None
         self._spans: ModuleSpans | None = None
         self._released = False
@@ -215,12 +214,7 @@ class DataParallelModule(ParallelModule):
 
     def _scale(self, call: ModelCall) -> float:
         """Returns the factor of the outputs' gradients: their mean over the ranks is then that of the loss of all."""
-        if self.comm.size == 1:
-            return 1.0
-        key = call.samples, call.total
-        if key not in self._scales:
-            self._scales[key] = factors(self.graph, call.samples / call.total)[0] * self.comm.size
-        return self._scales[key]
+        return 1.0 if self.comm.size == 1 else factors(self.graph, call.samples / call.total)[0] * self.comm.size
 
     def _entering(self, x: Tensor, call: ModelCall) -> Tensor:
         """An input. Where its gradient is differentiated again, the pass that does begins there."""
