@@ -3,24 +3,24 @@
 from layerwise.program.build import program
 from layerwise.program.instructions import (
     Bucket,
+    Effects,
     Gradient,
     Instruction,
     Kind,
     Program,
     StrategyFacts,
-    Table,
     fold,
     gradient_order,
 )
 
 __all__ = [
     "Bucket",
+    "Effects",
     "Gradient",
     "Instruction",
     "Kind",
     "Program",
     "StrategyFacts",
-    "Table",
     "fold",
     "gradient_order",
     "program",

@@ -112,7 +112,7 @@ Instruction = (
     AllGather | Arrive | Release | Begin | End | Move | Keep | Compute | Output | Fill | Free | Forget | Update
 )
 # What a consumer of a program does with each kind of instruction; None: that means nothing to it.
-Table = Mapping[type[Instruction], Callable[..., None] | None]
+Effects = Mapping[type[Instruction], Callable[..., None] | None]
 
 
 class Bucket(NamedTuple):
@@ -161,12 +161,14 @@ class Program(NamedTuple):
         return groups
 
 
-def fold(program: Program, *tables: Table) -> None:
-    """Goes through a program: each instruction is handed to what the tables have for its kind, in their order.
+def fold(program: Program, *consumers: Effects) -> None:
+    """Goes through a program: each instruction is handed to what each consumer has for its kind, in their order.
 
-    KeyError where a table lacks a kind, also one that the program does not have.
+    KeyError where one has nothing for a kind, also one that the program does not have.
     """
-    does = {kind: [act for table in tables if (act := table[kind]) is not None] for kind in get_args(Instruction)}
+    does = {
+        kind: [act for effects in consumers if (act := effects[kind]) is not None] for kind in get_args(Instruction)
+    }
     for one in program.instructions:
         for act in does[type(one)]:
             act(one)

@@ -11,7 +11,7 @@ from layerwise.cost.memory.allocations import KINDS, AllocationTracker, Kind
 from layerwise.cost.memory.step import peak_bytes, tracked
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
-from layerwise.program import Table
+from layerwise.program import Effects
 from layerwise.program.instructions import (
     AllGather,
     Arrive,
@@ -48,7 +48,7 @@ class _Log(AllocationTracker):
         self.logged: list[tuple[Floats, Kind, bool]] = []
         self.instants: list[tuple[str, int]] = []
         timed = AllGather, Arrive, Begin, End, Move, Compute, Output, Fill, Update
-        self.does: Table = {
+        self.does: Effects = {
             **dict.fromkeys(timed, self._done),
             **dict.fromkeys((Free, Forget, Keep, Release)),  # they belong to the next one
         }

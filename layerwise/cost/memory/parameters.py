@@ -22,7 +22,7 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Parameter
 from layerwise.partition.place import Boxes, Place
 from layerwise.partition.sharding import sharded, states_of
-from layerwise.program import Program, StrategyFacts, Table
+from layerwise.program import Effects, Program, StrategyFacts
 from layerwise.program.instructions import AllGather, Arrive, Fill, Release, Update
 
 
@@ -123,7 +123,7 @@ class ParameterStorages:
     # ---- instructions ----
 
     @property
-    def does(self) -> Table:
+    def does(self) -> Effects:
         """The instructions that concern them, and what each does."""
         return {
             AllGather: self.gather, Arrive: self.arrive, Release: self.release, Fill: self.fill, Update: self.update,

@@ -31,7 +31,7 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.moved import Moved
-from layerwise.program import Program, Table, fold, program
+from layerwise.program import Effects, Program, fold, program
 from layerwise.program.instructions import Begin, Compute, End, Forget, Free, Keep, Move, Output
 
 Tracker = TypeVar("Tracker", bound=AllocationTracker)
@@ -50,7 +50,7 @@ def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[Kind, float]:
     return {kind: float(size[device]) for kind, size in tracker.peak_by_kind.items()}
 
 
-def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: Table) -> Tracker:
+def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: Effects) -> Tracker:
     """The tracker, after all of a step. Observers see each instruction when it is done, as `fold` has it."""
     facts, sums = step_facts(model, strategy)
     step = program(model.graph, model.options.io, facts, model.options.kind)
@@ -88,7 +88,7 @@ class _Storages:
         self.in_flight: dict[EdgeEnd, TransferStorage] = {}
         self.sources: dict[str, dict[str, Ref]] = {}  # by block, what it is recomputed from
         self.waiting: list[Ref] = []  # what the gradient of weights is made of, where it is yet to be made
-        self.does: Table = {
+        self.does: Effects = {
             Begin: self.begin, End: self.end, Move: self.move, Keep: self.keep, Compute: self.compute,
             Output: self.output, Free: self.free, Forget: self.forget,
         }  # fmt: skip

@@ -27,7 +27,7 @@ from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import AGAIN
 from layerwise.partition.buckets import BUCKET_BYTES
-from layerwise.program import Bucket, Program, Table, fold, program
+from layerwise.program import Bucket, Effects, Program, fold, program
 from layerwise.program.instructions import (
     AllGather,
     Arrive,
@@ -141,7 +141,7 @@ class _Clocks:
         self.in_flight: dict[EdgeEnd, Flow] = {}
         self.gathering: dict[str | int, list[Flow]] = {}
         self.last_gathered: Flow | None = None  # the sum of a gathered layer's gradients
-        self.does: Table = {
+        self.does: Effects = {
             AllGather: self.gather, Arrive: self.arrive, Begin: self.begin, End: self.end, Move: self.move,
             Compute: self.compute, Output: self.output, Fill: self.fill, Update: self.update,
             **dict.fromkeys((Release, Keep, Free, Forget)),  # what only frees memory takes no time

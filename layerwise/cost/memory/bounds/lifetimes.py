@@ -21,7 +21,7 @@ from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.program import Table, fold
+from layerwise.program import Effects, fold
 from layerwise.program.instructions import (
     AllGather,
     Arrive,
@@ -44,7 +44,7 @@ class Lifetimes(Forward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        does: Table = {
+        does: Effects = {
             Begin: self.begin, End: self.end, Move: self.move, Keep: self.keep, Compute: self.compute,
             Output: self.output, Free: self.free, Forget: self.forget, Update: self.update,
             **dict.fromkeys((AllGather, Arrive, Release, Fill)),  # claims of parameters are made with their layer's
