@@ -43,6 +43,30 @@ def several_optimizers(setting: Setting) -> Numbers:
     return numbers
 
 
+class NovoGrad(Optimizer):
+    """A parameter has one mean of squared gradients, a tensor of the optimizer's own, which is no DTensor.
+
+    Ginsburg et al., Stochastic gradient methods with layer-wise adaptive moments, 2019.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state, square = self.state[p], torch.sum(p.grad**2)
+            if not state:
+                state["square"] = torch.zeros([], dtype=p.dtype)
+                state["square"].copy_(square)
+            state["square"].mul_(0.9).add_(square, alpha=0.1)
+            trust = (p.norm() / p.grad.norm().clamp_(min=1e-3)).clamp_(max=10)
+            p.add_(p.grad / (state["square"].sqrt() + 1e-8) * trust, alpha=-1e-2)
+
+
+optimizer("novograd", "NovoGrad, LARS, LAMB", NovoGrad)
+
+
 @row
 def parameter_groups(setting: Setting) -> Numbers:
     """parameter groups by name"""

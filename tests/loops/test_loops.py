@@ -22,7 +22,6 @@ ROUGH = 2e-2  # of numbers that were rounded to 16 bits on the way
 PRODUCTS_OF_16_BITS = {"muon"}
 # With what words, by the kind of plan. What is not here works.
 REFUSED: Mapping[str, Mapping[str, str]] = {
-    "adafactor": {"split": "in-place operations that require placement changes are not supported"},  # PyTorch's words
     "optimizer_of_before": {"split": "build the optimizer over the returned model's parameters"},
     "penalty_on_gradients": dict.fromkeys(("data", "split"), "it is a sum over the ranks, and no graph of it is kept"),
     "of_parameters": {

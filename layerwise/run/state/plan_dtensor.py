@@ -1,10 +1,11 @@
 """PlanDTensor: a parameter of a split plan, or what is computed of some, in every rank's hands.
 
-It is a DTensor that does right what DTensor (torch 2.11 to 2.15) does wrong without a word:
+It is a DTensor that does right what DTensor (torch 2.11 to 2.15) does wrong without a word, or not at all:
 
 - `item`, `float` and `bool` of a number that is the sum (maximum, ...) of all ranks' shards give the rank's own part.
 - GradScaler looks for infinities over the mesh axes that cut the first gradient, not over those that cut others.
 - Random numbers on a CPU are drawn by each rank for its own shard: here they are refused.
+- A sum or a mean (Adafactor's, for one) that is written to raises, as it is not added up over the ranks yet.
 - A DTensor of a sub-mesh, of a layer on some of the ranks, is computed with there alone: elsewhere sums and norms are
   zeros, `full_tensor()` is empty, and tensors of two meshes do not mix. Here what is a number, or is asked for as a
   full tensor, is every rank's.
@@ -57,6 +58,10 @@ class PlanDTensor(DTensor):
         kwargs = kwargs or {}
         if _elementwise(func) and (columns := _aligned(args, kwargs)) is not None:
             return _run_locally(func, args, kwargs, columns)
+        if func._schema.is_mutable and _settled(args[0]):
+            return cls.__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.is_mutable and type(args[0]) is Tensor and args[0].dim() == 0:  # an optimizer's own number
+            return func(*_each(lambda x: _number(x) if isinstance(x, DTensor) else x, args), **kwargs)
         if func is NUMBER:
             return func(_number(args[0]))
         if func is UNSCALE:
@@ -265,6 +270,15 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
 
 
 # ---- numbers, and tensors of several meshes ----
+
+
+def _settled(tensor: Any) -> bool:
+    """Makes parts of a sum over the ranks the sum, in the tensor itself; False where it has none."""
+    if not isinstance(tensor, PlanDTensor) or not any(p.is_partial() for p in tensor.placements):
+        return False
+    made = _plain(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
+    tensor._local_tensor, tensor._spec = made._local_tensor, made._spec
+    return True
 
 
 def _number(tensor: DTensor) -> Tensor:
