@@ -153,8 +153,9 @@ class LayeredModule(SplitFacade):
             *before, target = inputs
             inputs = tuple(before)
         batch = None if self._arguments.takes("batch") else named.pop("batch", None)
-        inputs = self._shapes.tensors_of(inputs, named)
-        total, shaped = self._agreed(inputs, batch, target=target is not None)
+        shapes = self._shapes if self.training else self._shapes.of_call(inputs, named)
+        inputs = shapes.tensors_of(inputs, named)
+        total, shaped = self._agreed(shapes, inputs, batch, target=target is not None)
         share = self.share(total)
         part = 1.0 if self.io != "sample" else (share.stop - share.start) / total
         scales = [factor * self._mean_over for factor in factors(shaped.graph, part)]
@@ -167,14 +168,16 @@ class LayeredModule(SplitFacade):
         local = share.stop - share.start if self.io == "sample" else None  # else a rank has its boxes of an output
         return returned(executor.schedule, outputs, shaped.structure, local)
 
-    def _agreed(self, inputs: tuple[Any, ...], batch: int | None, *, target: bool) -> tuple[int, Shaped]:
+    def _agreed(
+        self, shapes: Shapes, inputs: tuple[Any, ...], batch: int | None, *, target: bool
+    ) -> tuple[int, Shaped]:
         """Returns how many samples all ranks feed together, as they tell each other, and the network at their sizes."""
-        samples, sizes = self._shapes.inputs.fed_samples(inputs, target=target), self._shapes.sizes
+        samples, sizes = shapes.inputs.fed_samples(inputs, target=target), shapes.sizes
         if self.io != "boxes":
-            sizes = self._shapes.sizes_of(inputs)
+            sizes = shapes.sizes_of(inputs)
         alike, step = self._comparison, (self.steps + 1) * self.training
         fed = Batch(self.plan, self.comm, samples, batch, sizes, training=self.training, alike=alike, step=step)
-        return fed.total, self._shapes.at(sizes, training=self.training)
+        return fed.total, shapes.at(sizes, training=self.training)
 
     def _run(
         self, executor: Executor, fed: dict[str, Tensor], differentiated: Sequence[str], scales: Sequence[float]

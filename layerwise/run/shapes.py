@@ -1,14 +1,15 @@
-"""Shapes: the network in either mode, and for inputs of other sizes than the example's; Sized: evaluation there."""
+"""Shapes: the network in either mode, and for other inputs than the example's; Sized: evaluation at a size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from layerwise.comm.base import Comm
 from layerwise.config import Config, is_legal
@@ -16,8 +17,9 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network, network_of
+from layerwise.importers.torch.batches import samples_of
 from layerwise.importers.torch.proof import left_unproven
-from layerwise.importers.torch.read.arguments import Arguments, OutputStructure
+from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
 from layerwise.ops.base import Role
 from layerwise.partition.place import Each, data_parallel
 from layerwise.plan import Plan
@@ -90,16 +92,22 @@ def is_made(network: Network, name: str) -> bool:
 class Shapes:
     """Traces the model again for sizes and modes that it has not seen yet. The plan's degrees stay.
 
-    network: it is referred to, so one without memory (`state.tree.without_memory`).
+    network: it is referred to, so one without memory (`state.tree.without_memory`). planned: whether it is the plan's,
+    of which the module's state is; else that of another call, in evaluation.
     """
 
-    def __init__(self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
+    def __init__(
+        self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions, *, planned: bool = True
+    ) -> None:
         self.plan, self.comm, self.options = plan, comm, options
         self._layers = [layer for layer in network.graph.layers if layer.role is Role.INPUT]
         self.sizes: Sizes = tuple(_size(layer, layer.out.shape) for layer in self._layers)
-        first = Shaped(network.graph, Inputs(network, plan, comm, options), network.structure, plan, self.sizes)
+        inputs = Inputs(network, plan, comm, options)
+        made = None if planned else network
+        first = Shaped(network.graph, inputs, network.structure, plan, self.sizes, made)
+        self._of_calls: dict[frozenset[str], Shapes] = {}
         module = network.module
-        self._traced = module is None or module.training  # the mode of the plan's network
+        self._traced = planned and (module is None or module.training)  # the mode of this network
         self._modes = module is not None and _may_ask_its_mode(module)
         self._known = {(self.sizes, self._traced): first}
         self._module, self._whole = module, network.whole
@@ -111,6 +119,44 @@ class Shapes:
         """The copy that is traced, whose mode is set for it."""
         with torch.inference_mode(False):  # of a first call in it, its buffers would be inference tensors
             return None if self._module is None else skeleton(self._module)
+
+    def of_call(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Shapes:
+        """Returns the shapes of an evaluation with other arguments than the example's: without labels, for one."""
+        given = frozenset(self.arguments.named(inputs, named))
+        if given == self.arguments.leaves.keys() or self._skeleton is None or self.plan.io == "boxes":
+            return self
+        if given not in self._of_calls:
+            self._of_calls[given] = self._of_call((inputs, dict(named)))
+        return self._of_calls[given]
+
+    def _of_call(self, call: Call) -> Shapes:
+        assert self._skeleton is not None
+        local = samples_of(call)
+        shapes = tuple(x.shape for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
+        samples = _samples(self._skeleton, shapes)
+        device = next((p.device for p in self._skeleton.parameters()), torch.device("cpu"))
+
+        def example(x: Tensor) -> Tensor:
+            shape = (samples, *x.shape[1:]) if x.shape[:1] == (local,) else x.shape
+            return torch.zeros((), dtype=x.dtype, device=device).expand(shape)
+
+        positional, by_name = pytree.tree_map_only(Tensor, example, call)
+        try:
+            self._skeleton.train(False)
+            network = network_of(
+                self._skeleton, positional, self.plan.batch, self.plan.model, by_name, whole=self._whole
+            )
+            check_traced(network.graph)
+            graph = self.plan.layers(network.graph)
+            plan = self._extended(graph, self.first.graph, network, self.sizes, training=False)
+        except LayerwiseError as error:
+            names = ", ".join(self.arguments.leaves)
+            raise LayerwiseError(
+                f"the model was made parallel for inputs {names}, and is called with "
+                f"{', '.join(self.arguments.named(*call))}, of which the plan cannot be kept: {error}"
+            ) from None
+        network = replace(network, graph=graph, module=self._module)
+        return Shapes(network, plan, self.comm, self.options, planned=False)
 
     @property
     def inputs(self) -> Inputs:
@@ -184,18 +230,19 @@ class Shapes:
             inputs = Inputs(network, self.plan, self.comm, self.options)
         except LayerwiseError as error:
             raise LayerwiseError(self._unlike(sizes, training, str(error))) from None
-        made = {name for layer in graph.layers for name, _ in layer.own_parameters() if is_made(network, name)}
-        plan = self._extended(graph, known, made, sizes, training)
+        plan = self._extended(graph, known, network, sizes, training=training)
         return Shaped(graph, inputs, network.structure, plan, sizes, network)
 
-    def _extended(self, graph: LayerGraph, known: LayerGraph, made: Set[str], sizes: Sizes, training: bool) -> Plan:
+    def _extended(
+        self, graph: LayerGraph, known: LayerGraph, network: Network, sizes: Sizes, *, training: bool
+    ) -> Plan:
         """The plan for this network: layers that the plan's does not have, or cannot cut so, split samples."""
         held = {name: p.shape for layer in known.layers for name, p in layer.own_parameters()}
         where = {name: layer.name for layer in known.layers for name, _ in layer.own_parameters()}
         strategy = dict(self.plan.strategy)
         for layer in graph.inner:
             for name, p in layer.own_parameters():
-                if name not in made and (held.get(name) != p.shape or where[name] != layer.name):
+                if not is_made(network, name) and (held.get(name) != p.shape or where[name] != layer.name):
                     raise LayerwiseError(
                         self._unlike(sizes, training, f"layer {layer.name!r} uses {name!r} there only")
                     )

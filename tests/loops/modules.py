@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from tests.loops.row import Numbers, changed, minimise, row, train
-from tests.loops.setting import IMAGES, Balanced, Cast, Inceptive, Net, Setting, Supervised, batch, whole
+from tests.loops.setting import IMAGES, Balanced, Cast, Inceptive, Labelled, Net, Setting, Supervised, batch, whole
 
 
 @row
@@ -51,6 +51,22 @@ def other_in_evaluation(setting: Setting) -> Numbers:
     F.nll_loss(model(x).log(), y).backward()
     none = sorted(name for name, p in model.named_parameters() if p.grad is None)
     return {"rows.first": seen[0], "rows.last": seen[-1], "none": str(none), **whole(model)}
+
+
+@row
+def without_labels(setting: Setting) -> Numbers:
+    """evaluation without labels"""
+    model = setting.parallel(Labelled(), labels=True)
+    optimizer, seen = SGD(model.parameters(), lr=0.1), []
+    for x, y in setting.batches():
+        model.train()
+        optimizer.zero_grad()
+        model(x, y)[0].backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            seen += [model(x), model(x, labels=y)[1], model(x[:1])]
+    return {**{f"rows.{i}": made for i, made in enumerate(seen) if i % 3 < 2}, **whole(model)}
 
 
 @row

@@ -133,6 +133,14 @@ class Balanced(Net):
         return out
 
 
+class Labelled(Net):
+    """With labels it returns a loss, as Hugging Face's models do."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        out: Tensor = super().forward(x)
+        return out if labels is None else (nn.functional.cross_entropy(out, labels), out)
+
+
 @dataclass(frozen=True)
 class Setting:
     """One rank's, or one device's (`comm` None)."""
@@ -155,8 +163,8 @@ class Setting:
         """This rank's samples of a batch."""
         return x if self.comm is None else x.chunk(self.comm.size)[self.comm.rank]
 
-    def parallel(self, model: nn.Module, split: Any = SPLIT, **how: Any) -> Any:
-        """As a user's script has it. split: where layers are split."""
+    def parallel(self, model: nn.Module, split: Any = SPLIT, *, labels: bool = False, **how: Any) -> Any:
+        """As a user's script has it. split: where layers are split. labels: it is called with them in training."""
         if self.comm is None:
             return model
         example = self.share(batch(0)[0]).to(next(model.parameters()).dtype)
@@ -170,7 +178,7 @@ class Setting:
         strategy: Any = "data" if self.strategy == "data" else split
         return layerwise.parallelize(
             model,
-            example,
+            (example, self.share(batch(0)[1])) if labels else example,
             strategy=strategy,
             options=layerwise.ParallelOptions(comm=self.comm, measure_s=0),
             verbose=False,
