@@ -11,19 +11,18 @@ from pathlib import Path
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.onnx.by_row import merged_rows, split_again, takes_rows
-from layerwise.importers.onnx.call import bind, element_type, schema_of
+from layerwise.importers.onnx.call import bind, element_type, schema_of, takes_rows
 from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold, learned, thin
 from layerwise.importers.onnx.control import DECIDED, OF_SEQUENCES, Control, needed_by
 from layerwise.importers.onnx.file import array_of, dtype_of, extents, inferred, opset_of, standard, stored_bytes
 from layerwise.importers.onnx.inputs import OnnxInputs
 from layerwise.importers.onnx.ops.table import row
 from layerwise.importers.onnx.sharing import OnnxPlacer, PlacedValue, Sharing, sharing_of
+from layerwise.importers.place import Rows
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result
-from layerwise.importers.rows import Rows
 from layerwise.ops.nn.loss import Loss, LossSum
 from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
@@ -106,16 +105,23 @@ class OnnxImporter:
         """Nodes in their order, which is a topological one."""
         for node in nodes:
             name = self.name(node)
-            if not self.needed.intersection(node.output):
-                continue
-            if standard(node.domain) and node.op_type in (*DECIDED, *OF_SEQUENCES):
-                self.control.take(node, name)
-            elif sequences := self.control.sequences.keys() & node.input:
-                raise LayerwiseError(
-                    f"layer {name!r}: {node.op_type} of a sequence ({min(sequences)}) is not supported"
-                )
-            elif not self.constant(node):
-                self.layer(node, name)
+            if self.needed.intersection(node.output):
+                try:
+                    self.node(node, name)
+                except LayerwiseError:
+                    raise
+                except Exception as error:  # what Python, numpy or onnx raises of a node that is not as ONNX says
+                    said = f"{type(error).__name__}: {first_line(error, 500)}"
+                    raise LayerwiseError(f"layer {name!r}: this {node.op_type} cannot be imported ({said})") from None
+
+    def node(self, node: NodeProto, name: str) -> None:
+        """One node: control flow, a constant or a layer."""
+        if standard(node.domain) and node.op_type in (*DECIDED, *OF_SEQUENCES):
+            self.control.take(node, name)
+        elif sequences := self.control.sequences.keys() & node.input:
+            raise LayerwiseError(f"layer {name!r}: {node.op_type} of a sequence ({min(sequences)}) is not supported")
+        elif not self.constant(node):
+            self.layer(node, name)
 
     def stored(self, name: str, tensor: TensorProto) -> FoldedConstant:
         """A tensor of the file."""
@@ -207,15 +213,10 @@ class OnnxImporter:
         if by_row:
             whole = self.placer.place(result, name)
             return Rows(whole, (prod(whole.shape[:-1]), whole.shape[-1]))
-        source = self.values.get(node.input[0]) if node.input else None
-        if isinstance(source, Rows) and (shape := split_again(result, source)):
-            whole = source.whole
-            return whole if shape == whole.shape else self.placer.place(Built(Reshape(shape), (whole,)), name)
-        reshapes = node.op_type in ("Reshape", "Flatten")  # a squeeze means what it says
-        if reshapes and isinstance(result, Built) and (kept := merged_rows(result)):
-            (x,) = result.inputs
-            whole = self.placer.place(x if kept == x.shape else Built(Reshape(kept), (x,)), name)  # type: ignore[union-attr]
-            return Rows(whole, (prod(kept[:-1]), kept[-1]))
+        x = self.values.get(node.input[0]) if node.input else None
+        reshapes = node.op_type in ("Reshape", "Flatten") or isinstance(x, Rows)  # a squeeze means what it says
+        if reshapes and isinstance(x, Operand | Rows) and isinstance(result, Built) and isinstance(result.op, Reshape):
+            return self.placer.reshaped(x, result.op.shape, name) or self.placer.place(result, name)
         return self.placer.place(result, name)
 
     def flat(self, name: str) -> FoldedConstant | Operand:
@@ -224,8 +225,7 @@ class OnnxImporter:
         if not isinstance(value, Rows):
             return value
         if name not in self.merged:
-            whole = value.whole
-            self.merged[name] = self.placer.place(Built(Reshape(value.shape), (whole,)), f"{whole.name}.rows")
+            self.merged[name] = self.placer.merged(value)
         return self.merged[name]
 
     def batch_in(self, node: NodeProto) -> int:

@@ -162,29 +162,14 @@ def _check(file: Path) -> None:
         raise LayerwiseError(f"{file} is no valid ONNX model: {first_line(error, 500)}{where}") from None
 
 
-def _messages(model: ModelProto) -> Iterator[Message]:
-    """Everything in the file that has a name, wherever it is."""
-    stack: list[Message] = [model]
-    while stack:
-        top = stack.pop()
-        yield top
-        for name in _NESTED.get(type(top).__name__, ()):
-            value = getattr(top, name)
-            if isinstance(value, Message):
-                if top.HasField(name):
-                    stack.append(value)
-            else:
-                stack += list(value)
-
-
-_NESTED = {
-    "ModelProto": ("graph", "functions"),
-    "GraphProto": ("initializer", "sparse_initializer", "node", "input", "output", "value_info"),
-    "FunctionProto": ("node",),
-    "NodeProto": ("attribute",),
-    "AttributeProto": ("t", "tensors", "sparse_tensor", "sparse_tensors", "g", "graphs"),
-    "SparseTensorProto": ("values", "indices"),
-}
+def _messages(message: Message) -> Iterator[Message]:
+    """A message and all that are in it, but for what is in tensors: values."""
+    yield message
+    if not isinstance(message, TensorProto):
+        for field, value in message.ListFields():
+            if field.message_type is not None:
+                for inner in [value] if isinstance(value, Message) else value:
+                    yield from _messages(inner)
 
 
 def _names(message: Message) -> Iterator[object]:

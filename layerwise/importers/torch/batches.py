@@ -32,11 +32,9 @@ TRACES = 3  # of them that are tried: sizes that are computed on the way may be 
 
 def import_once(model: nn.Module, call: Call, name: str, dims: Dims | None = None) -> Imported:
     """`import_module`, at the example's batch, of a module that is the same network at every batch."""
-    for samples in distinct(model, call):
-        try:
+    with suppress(LayerwiseError):  # that it takes no other batch is no error, and others speak of the example's sizes
+        for samples in distinct(model, call)[:1]:
             return _at(model, call, samples, name, dims).rebatch(samples_of(call))
-        except LayerwiseError:  # that it takes no other batch is no error, and others speak of the example's sizes
-            break
     return import_module(model, call, name, dims)
 
 

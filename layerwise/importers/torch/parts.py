@@ -1,6 +1,7 @@
 """Parts: modules of a model that are not traced but called, each by one layer (`ops.whole`).
 
-While the model is traced an operator stands in for each of them, which knows the shapes that the example gave.
+While the model is traced an operator stands in for each of them, which knows the shapes that the example gave; and so
+it does for what PyTorch writes out in many calls, of which one layer is made: spectral and local response norms.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
@@ -28,6 +31,7 @@ from layerwise.ops.opaque import Made
 from layerwise.ops.whole import Whole
 
 Shape = tuple[int, ...]
+SPECTRAL_NORM = "layerwise::spectral_norm"
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
@@ -198,18 +202,46 @@ def importing(parts: Mapping[str, WholeModule]) -> Iterator[None]:
 
 @contextmanager
 def stood_in(model: nn.Module) -> Iterator[None]:
-    """Within it the parts of the model are not computed but stood in for.
+    """Within it operators stand in for the parts of the model, and for PyTorch's spectral norms.
 
     And SyncBatchNorm runs where it would refuse to: it is a batch norm, of the full batch as all are here.
     """
-    forwards = {path: part.stand_in for path, part in PARTS.get().items()}
-    synchronised = (path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm))
-    forwards |= dict.fromkeys(synchronised, nn.modules.batchnorm._BatchNorm.forward)
+    forwards: list[tuple[object, str, Callable[..., object]]] = []
+    for path, module in model.named_modules():
+        if part := PARTS.get().get(path):
+            forwards.append((module, "forward", partial(part.stand_in, module)))
+        elif isinstance(module, nn.SyncBatchNorm):
+            forwards.append((module, "forward", partial(nn.modules.batchnorm._BatchNorm.forward, module)))
+        elif module.training:
+            forwards += spectral_norms_of(module)
     with ExitStack() as stack:
-        for path, forward in forwards.items():
-            module = model.get_submodule(path)
-            stack.enter_context(mock.patch.object(module, "forward", partial(forward, module)))
+        for owner, name, function in forwards:
+            stack.enter_context(mock.patch.object(owner, name, function))
         yield
+
+
+def spectral_norms_of(module: nn.Module) -> list[tuple[object, str, Callable[..., object]]]:
+    """Returns what computes a module's spectral norms, a parametrization or hooks: owner, method, and its stand-in."""
+    if isinstance(module, parametrizations._SpectralNorm) and hasattr(module, "_u"):  # a vector has no such buffer
+        return [(module, "forward", partial(_normalised, module))]
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    return [(hook, "compute_weight", partial(_weight_of, hook)) for hook in hooks]
+
+
+def _normalised(norm: Any, weight: Tensor) -> Tensor:
+    u_first = True
+    return _spectral(weight, norm._u, norm._v, norm.dim, norm.n_power_iterations, norm.eps, u_first)
+
+
+def _weight_of(hook: SpectralNorm, module: nn.Module, do_power_iteration: bool) -> Tensor:
+    u_first = False
+    weight, u, v = (getattr(module, f"{hook.name}_{of}") for of in ("orig", "u", "v"))
+    return _spectral(weight, u, v, hook.dim, hook.n_power_iterations, hook.eps, u_first)
+
+
+def _spectral(*arguments: object) -> Tensor:
+    made: Tensor = torch.ops.layerwise.spectral_norm(*arguments)
+    return made
 
 
 def whole_layer(call: Call) -> Built:
@@ -222,7 +254,12 @@ def _listed(shapes: Sequence[object]) -> str:
 
 
 _LIBRARY = torch.library.Library("layerwise", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("whole(str path, Tensor[] inputs, Tensor[] tensors) -> Tensor")  # type: ignore[no-untyped-call]
+for _schema in (
+    "whole(str path, Tensor[] inputs, Tensor[] tensors) -> Tensor",
+    "spectral_norm(Tensor weight, Tensor u, Tensor v, int dim, int iterations, float eps, bool u_first) -> Tensor",
+    "local_response_norm(Tensor input, int size, float alpha=0.0001, float beta=0.75, float k=1.0) -> Tensor",
+):
+    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("layerwise::whole", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -230,3 +267,9 @@ def _fake(path: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Ten
     part = PARTS.get()[path]
     first = next(x for x, known in zip(inputs, part.inputs, strict=True) if known.follows)
     return first.new_empty((first.shape[0], *part.packed_shape), dtype=part.dtype)
+
+
+@torch.library.register_fake("layerwise::spectral_norm", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("layerwise::local_response_norm", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_like(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)

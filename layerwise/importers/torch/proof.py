@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.torch.affordable import check_affordable
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.effects import as_it_was, changed, configured, hookable, numbers
@@ -31,6 +30,7 @@ from layerwise.importers.torch.unfused import (
     UnfusedLayers,
     UnlikeError,
     UnprovenError,
+    check_affordable,
     distance,
     filled,
     fixed_weights,

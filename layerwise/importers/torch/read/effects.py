@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -33,6 +34,7 @@ class UntracedEffects(TorchFunctionMode):
         super().__init__()
         self.found: dict[str, str] = {}  # a phrase each, with the path of the module that it is in
         self.inside: list[str] = []  # paths of the modules that are being called, also where one has raised
+        self.before: Numbers = {}
         self.numbers: Numbers = {}  # as the last call of the model has left them
         self._seen: set[object] = set()  # nodes of autograd
         self._thread = get_ident()
@@ -43,6 +45,8 @@ class UntracedEffects(TorchFunctionMode):
         return self.inside[-1] if self.inside else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.local_response_norm:  # else it is traced as the pools and powers that PyTorch computes it by
+            return torch.ops.layerwise.local_response_norm(*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
         if func in _NOTED:
             self.found[f"{_NOTED[func]} in its forward"] = self.here
@@ -54,14 +58,13 @@ class UntracedEffects(TorchFunctionMode):
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[UntracedEffects]:
         """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
-        drawn, before = draws(), numbers(model)
-        self.numbers = before
+        drawn = draws()
+        self.before = self.numbers = numbers(model)
 
         def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
             self.numbers = numbers(model)
 
         with ExitStack() as stack:
-            stack.callback(put_back, model, before)
             for path, module in hookable(model):
                 if module is model:
                     stack.callback(module.register_forward_hook(look).remove)
