@@ -136,7 +136,7 @@ def loss(op: Loss, *inputs: Operand) -> Built:
 
 
 def _parts(spec: TensorSpec, dims: Sequence[int]) -> tuple[int, ...]:
-    """Into how many parts each of `dims` is divided; none where all of them together are few positions."""
+    """Returns how many parts each of `dims` is divided into; () where all together are few positions."""
     if prod(spec.shape[d] for d in dims) < LARGE:
         return ()
     cut = [d for d in dims if spec.dims[d] and spec.units[d] == 1 and spec.shape[d] > 1]

@@ -1,4 +1,4 @@
-"""Placer: what a row of either table returns becomes layers of a graph. Rows: (n, s, c) seen as (n*s, c).
+"""Placer: what a row of either table returns becomes layers of a graph. MergedRows: (n, s, c) seen as (n*s, c).
 
 Models and exporters write linear layers on sequences by merged rows. Taken literally, s is lost (and n, where it is not
 the outermost), which can be split; so what takes row by row works on the tensor as it was before.
@@ -18,17 +18,17 @@ from layerwise.tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MergedRows:
     """An activation whose leading dimensions are merged; `shape` is what the model sees."""
 
-    whole: Operand
+    unmerged: Operand
     shape: tuple[int, ...]
 
     @property
     def spec(self) -> TensorSpec:
         """The tensor as the model sees it."""
-        named = "n" if "n" in self.whole.spec.dims else None
-        return TensorSpec(self.shape, (named, None), self.whole.spec.dtype)
+        named = "n" if "n" in self.unmerged.spec.dims else None
+        return TensorSpec(self.shape, (named, None), self.unmerged.spec.dtype)
 
 
 class Placer(ABC):
@@ -54,21 +54,23 @@ class Placer(ABC):
             self._made[id(result)] = result, self.activation(self._add(result, inputs, name))
         return self._made[id(result)][1]
 
-    def merged(self, rows: Rows) -> Operand:
-        """Rows as the model sees them."""
-        return self.place(Built(Reshape(rows.shape), (rows.whole,)), f"{rows.whole.name}.rows")
+    def merged(self, rows: MergedRows) -> Operand:
+        """Returns rows as the model sees them."""
+        return self.place(Built(Reshape(rows.shape), (rows.unmerged,)), f"{rows.unmerged.name}.rows")
 
-    def reshaped(self, x: Operand | Rows, shape: tuple[int, ...], name: str) -> Operand | Rows | None:
+    def reshaped(self, x: Operand | MergedRows, shape: tuple[int, ...], name: str) -> Operand | MergedRows | None:
         """x in another shape, where that merges leading dimensions to rows, or takes rows apart; None elsewhere."""
-        tensor = x.whole if isinstance(x, Rows) else x
-        if isinstance(x, Rows) and len(shape) > 2:  # merged rows would have one label for two dimensions
+        tensor = x.unmerged if isinstance(x, MergedRows) else x
+        if isinstance(x, MergedRows) and len(shape) > 2:  # merged rows would have one label for two dimensions
             return tensor if shape == tensor.shape else self.place(Built(Reshape(shape), (tensor,)), name)
         if len(shape) != 2 or len(tensor.shape) < 3 or not tensor.activation:
             return None
         before = before_merging(tensor.shape, *shape)
         if before is None:
             return None
-        return Rows(tensor if before == tensor.shape else self.place(Built(Reshape(before), (tensor,)), name), shape)
+        if before != tensor.shape:
+            tensor = self.place(Built(Reshape(before), (tensor,)), name)
+        return MergedRows(tensor, shape)
 
     @abstractmethod
     def _add(self, built: Built, inputs: list[Operand], name: str) -> str:

@@ -1,6 +1,6 @@
 """A node of an ONNX graph as a Call, bound by the operator's schema; what rows of the table read of one, of any opset.
 
-What was an attribute once is a constant input now. And nodes that take row by row (see `importers.place.Rows`).
+What was an attribute once is a constant input now. And nodes that take row by row (see `importers.place.MergedRows`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onnx import AttributeProto, NodeProto
 from layerwise.errors import LayerwiseError
 from layerwise.importers.onnx.constants import FoldedConstant
 from layerwise.importers.onnx.file import standard
-from layerwise.importers.place import Rows
+from layerwise.importers.place import MergedRows
 from layerwise.importers.registry import Argument, Call, Operand
 from layerwise.tensor import TensorSpec
 
@@ -35,7 +35,7 @@ def schema_of(node: NodeProto, opset: int) -> Schema | None:
 
 
 def bind(node: NodeProto, schema: Schema | None, argument: Callable[[str], Argument]) -> dict[str, Argument]:
-    """All arguments; `argument` finds a tensor."""
+    """Returns all arguments by name; `argument` finds a tensor."""
     bound: dict[str, Argument] = {}
     values = [argument(name) if name else None for name in node.input]
     if schema is None:
@@ -103,13 +103,13 @@ def known(call: Call, name: str) -> NDArray[np.generic] | None:
 
 
 def integers(call: Call, name: str) -> tuple[int, ...] | None:
-    """Axes, sizes, pads, ..."""
+    """Returns whole numbers, such as axes, sizes and pads; None where they are not given."""
     values = known(call, name)
     return None if values is None else tuple(int(v) for v in values.ravel())
 
 
 def numbers(call: Call, name: str) -> tuple[float, ...] | None:
-    """Scales, ratios, bounds."""
+    """Returns numbers, such as scales; None where they are not given."""
     values = known(call, name)
     return None if values is None else tuple(float(v) for v in values.ravel())
 
@@ -175,13 +175,13 @@ ELEMENTWISE = frozenset({
 WITH_STORED = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
 
 
-def takes_rows(node: NodeProto, values: Sequence[FoldedConstant | Operand | Rows | None]) -> bool:
+def takes_rows(node: NodeProto, values: Sequence[FoldedConstant | Operand | MergedRows | None]) -> bool:
     """True if a node does the same to every row of its first input (the only one that is made of rows)."""
     first, *others = values
     stored = all(v is None or isinstance(v, FoldedConstant) for v in others)
     if node.op_type in WITH_STORED and isinstance(first, FoldedConstant) and len(values) == 2:
         first, stored, others = values[1], True, [first]
-    if not isinstance(first, Rows) or not stored:
+    if not isinstance(first, MergedRows) or not stored:
         return False
     width = first.shape[1]
     if node.op_type in ELEMENTWISE:

@@ -124,25 +124,20 @@ _PACKED = tuple(
 
 def _parsed(file: Path) -> ModelProto:
     try:
-        there = file.exists()
-    except OSError as error:  # a name that is too long
-        raise LayerwiseError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    if not there:
-        raise LayerwiseError(f"there is no file {str(file)!r}")
-    if not file.is_file():
-        raise LayerwiseError(f"{str(file)!r} is no file")
-    size = file.stat().st_size
-    if size > PROTOBUF_BYTES:
-        raise LayerwiseError(
-            f"{file} has {size:,} bytes, ONNX allows {PROTOBUF_BYTES:,}: save it with external data "
-            "(onnx.save(..., save_as_external_data=True))"
-        )
-    try:
+        if (size := file.stat().st_size) > PROTOBUF_BYTES:
+            raise LayerwiseError(
+                f"{file} has {size:,} bytes, ONNX allows {PROTOBUF_BYTES:,}: save it with external data "
+                "(onnx.save(..., save_as_external_data=True))"
+            )
         model = onnx.load_model(file, format="protobuf", load_external_data=False)
+    except FileNotFoundError:
+        raise LayerwiseError(f"there is no file {str(file)!r}") from None
+    except IsADirectoryError:
+        raise LayerwiseError(f"{str(file)!r} is no file") from None
+    except OSError as error:  # a name that is too long, say
+        raise LayerwiseError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except DecodeError:
         raise LayerwiseError(f"{file} is not an ONNX file, or it is damaged or truncated") from None
-    except OSError as error:
-        raise LayerwiseError(f"{file} cannot be read: {first_line(error, 500)}") from None
     if not model.ir_version or not (model.graph.node or model.graph.output):
         raise LayerwiseError(f"{file} is not an ONNX model: it has no graph")
     if model.ir_version > onnx.IR_VERSION:

@@ -16,7 +16,7 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.samples import check_samples
 from layerwise.graph.types import effective
-from layerwise.importers.place import Rows
+from layerwise.importers.place import MergedRows
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.importers.tensors import samples_along
 from layerwise.importers.torch.calls.constants import FILLED, Constants, Missing, constant_names, is_constant
@@ -53,7 +53,7 @@ class _Importer:
         self.program = program = functional(decomposed(program))
         _check_moved_once(program)
         self.constants = Constants(from_file=program.from_file)
-        self.values: dict[str, Operand | Rows] = {}
+        self.values: dict[str, Operand | MergedRows] = {}
         self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
         self.nothing: set[str] = set()  # tensors without elements
         constant = constant_names(program)
@@ -143,7 +143,7 @@ class _Importer:
             return
         builds = self.builds(node)
         try:
-            bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
+            bound = {k: self.argument(v, unmerged=by_row) for k, v in node.arguments.items()}
             shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
             outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
             call = Call(node.target, self.names[node.name], bound, outputs, self.batch)
@@ -165,7 +165,7 @@ class _Importer:
             if not by_row and value.shape not in ((), operand.shape):  # a loss is a number a sample here
                 where = f"layer {self.names[node.name]!r} ({node.target})"
                 raise LayerwiseError(f"{where} gives {value.shape} in PyTorch, but {operand.shape} here")
-            self.values[value.name] = Rows(operand, value.shape) if by_row else operand
+            self.values[value.name] = MergedRows(operand, value.shape) if by_row else operand
             reduction = reduction or (made.op.loss if isinstance(made, Built) and not value.shape else None)
             if reduction:
                 self.losses[value.name] = reduction
@@ -228,7 +228,7 @@ class _Importer:
 
     def works_by_row(self, node: Node) -> bool:
         """Whether a call takes merged rows that need not be merged for it."""
-        rows = [r for r in node.operands if isinstance(self.known(r), Rows)]
+        rows = [r for r in node.operands if isinstance(self.known(r), MergedRows)]
         if not rows or node.outputs[0] is None:
             return False
         if base_name(node.target) in ELEMENTWISE or base_name(node.target) in UNCHANGED:
@@ -241,24 +241,24 @@ class _Importer:
     def operand(self, ref: Ref) -> Operand:
         """The value of a tensor, rows merged."""
         value = self.values[ref.name]
-        if isinstance(value, Rows):
+        if isinstance(value, MergedRows):
             value = self.values[ref.name] = self.placer.merged(value)
         return value
 
-    def argument(self, value: object, *, whole: bool = False) -> Argument:
+    def argument(self, value: object, *, unmerged: bool = False) -> Argument:
         """An argument as a Call has it."""
         if isinstance(value, Ref):
             known = self.known(value)
             if known is None:
                 return None
-            return known.whole if whole and isinstance(known, Rows) else self.operand(value)
+            return known.unmerged if unmerged and isinstance(known, MergedRows) else self.operand(value)
         if isinstance(value, tuple):
-            return tuple(self.argument(v, whole=whole) for v in value)
+            return tuple(self.argument(v, unmerged=unmerged) for v in value)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         return str(value).removeprefix("torch.")  # dtypes, devices, layouts
 
-    def known(self, ref: Ref) -> Operand | Rows | None:
+    def known(self, ref: Ref) -> Operand | MergedRows | None:
         """A tensor; None for one without elements."""
         if ref.name not in self.values and ref.name not in self.nothing:
             raise LayerwiseError(f"the model uses {ref.name!r}, an output that layerwise does not make")

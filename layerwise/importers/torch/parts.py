@@ -120,7 +120,7 @@ class WholeModule:
                 self.path,
                 "it is called here with other arguments, or with samples of another shape, than on the example",
             )
-        tensors = list(held(module).values())
+        tensors = list(tensors_of(module).values())
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         return self.unpacked(torch.ops.layerwise.whole(self.path, inputs, tensors))
 
@@ -130,7 +130,7 @@ class WholeModule:
         return self.shapes[0] if len(self.shapes) == 1 else (sum(map(prod, self.shapes)),)
 
     def layer(self, call: Call) -> Built:
-        """Its layer."""
+        """Returns the layer that calls it."""
         inputs, tensors = call["inputs"], call["tensors"]
         assert isinstance(inputs, tuple)
         assert isinstance(tensors, tuple)
@@ -147,7 +147,7 @@ class WholeModule:
         dtype = str(self.dtype).removeprefix("torch.")
         alike = (x.spec.dims for x in operands if x.spec.index("n") == 0 and len(x.shape) == len(shape) + 1)
         labels = next(alike, usual_labels(len(shape) + 1, dtype, signal=False))
-        names = zip(held(self.module).items(), parameters, strict=True)
+        names = zip(tensors_of(self.module).items(), parameters, strict=True)
         work = self.work
         assert work is not None
         op = Whole(
@@ -170,7 +170,7 @@ def refused(path: str, why: str) -> LayerwiseError:
     return LayerwiseError(f"module {path!r} cannot be whole, run as it is written by itself: {why}")
 
 
-def held(module: nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Its parameters and buffers that have elements, by their names in it."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     return {name: x for name, x in tensors if 0 not in x.shape}
@@ -179,7 +179,7 @@ def held(module: nn.Module) -> dict[str, Tensor]:
 def copied(module: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers have no memory. LayerwiseError where it cannot be copied."""
     memo: dict[int, object] = {}
-    for x in held(module).values():
+    for x in tensors_of(module).values():
         empty = torch.empty_like(x, device="meta")
         memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
     return copy.deepcopy(module, memo)
@@ -192,7 +192,7 @@ PARTS: ContextVar[Mapping[str, WholeModule]] = ContextVar(
 
 @contextmanager
 def importing(parts: Mapping[str, WholeModule]) -> Iterator[None]:
-    """Within it a model that is traced has these parts."""
+    """Within it a traced model has these parts."""
     token = PARTS.set(parts)
     try:
         yield

@@ -131,7 +131,7 @@ def _export(
 
 @contextmanager
 def _all_on_meta(model: nn.Module) -> Iterator[None]:
-    """Within it, where some tensors are on the meta device, others are stood in for, by what knows their values."""
+    """Within it, where some tensors are on the meta device, stand-ins that know their values replace the others."""
     tensors = [*model.parameters(), *model.buffers()]
     made: dict[int, torch.Tensor] = {}
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -156,7 +156,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _set_for_tracing() -> Iterator[None]:
-    """Within it PyTorch traces `torch.autocast("cuda")` as it is written also where there is no CUDA, and no stacks.
+    """Within it PyTorch traces `torch.autocast("cuda")` also where there is no CUDA, and records no stacks.
 
     Python's stack at every call of the model takes a third of the time of an export, and nobody reads it here.
     """
@@ -174,7 +174,7 @@ def _set_for_tracing() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's log, warnings and the half-traced graph that it prints: the error that is raised says enough."""
+    """Within it torch's log, warnings and the half-traced graph that it prints are left out: its error says enough."""
     level, printed = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.ERROR)
     try:
@@ -201,7 +201,7 @@ def _export_failed(title: str, error: Exception) -> str:
 
 
 def _looks_at(error: BaseException) -> str:
-    """Where it failed: the last line that is neither torch's nor ours."""
+    """Returns the line where it failed: the last that is neither torch's nor ours."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_MODEL)]
     if not own or not own[-1].line:
         return ""

@@ -200,7 +200,7 @@ def _held(call: Call, shapes: Mapping[str, TensorSpec]) -> list[Operand]:
 
 
 def _argument(raw: object, bound: Bound, inputs: list[Operand], held: list[Operand]) -> Argument:
-    """As a TorchOp has it; appends the tensor that it is to `inputs`, unless it is one of those that are held."""
+    """Returns an argument as a TorchOp has it; appends a tensor to `inputs`, unless it lives in the layer."""
     match raw:
         case Ref():
             if not isinstance(bound, Operand):

@@ -248,7 +248,7 @@ def huber_loss(call: Call) -> Result:
 
 
 def pad(mode: str = "") -> Build:
-    """Without a `mode` the call tells it. torch counts the pads from the last dimension."""
+    """The row of a padding, whose mode the call tells where it is not given; pads count from the last dimension."""
 
     def build(call: Call) -> Result:
         x = call.operand("self")

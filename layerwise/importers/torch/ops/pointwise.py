@@ -93,7 +93,7 @@ def dropout(call: Call) -> Result:
 
 
 def drop_path(call: Call) -> Result:
-    """Stochastic depth (see torch_patterns)."""
+    """Stochastic depth (see `importers.torch.patterns`)."""
     return Built(Dropout(call.number("p"), samples=True), (call.operand("input"),))
 
 
@@ -115,7 +115,7 @@ def where(call: Call) -> Result:
 
 
 def _inverse(mask: Operand) -> Tensor:
-    """Where the mask is false; of a constant one it is a constant."""
+    """Returns the mask's inverse, which is a constant where the mask is one."""
     if mask.role == "constant":
         return replace(mask, name=f"{mask.name}.not", value=None if mask.value is None else np.logical_not(mask.value))
     return Built(Unary("logical_not"), (mask,))
@@ -201,7 +201,7 @@ def draw(distribution: Distribution, *arguments: str | float) -> Build:
 
 
 def spec_of(call: Call) -> TensorSpec:
-    """Of the result: labelled as the tensor that it is drawn like, else n where it has a row a sample."""
+    """Returns the result's spec: labelled as the tensor that it is drawn like, else n where it has a row a sample."""
     out = call.outputs[0]
     like = next((x for x in call.tensors if x.activation and x.shape == out.shape), None)
     if like is not None:

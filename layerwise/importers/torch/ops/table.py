@@ -113,7 +113,7 @@ def along(*names: str) -> Row:
 
 
 def reduced(*names: str) -> Row:
-    """As `along`, but the dimensions that are worked on are gone from the result, unless it keeps them."""
+    """The row of a reduction: dimensions that are worked on are gone from the result, unless it keeps them."""
 
     def row(call: Call, out: Shape) -> Free:
         worked, rank = _worked(call, *names), len(call.tensors[0].shape)
@@ -216,7 +216,10 @@ FREE: Mapping[str, Row] = (
 
 
 def free_dims(call: Call, out: Shape, *, pointwise: bool) -> Free:
-    """Of a call and its output of that shape; () where none is. pointwise: torch says that it works on elements."""
+    """Returns the free dimensions of a call with an output of that shape; () where none is.
+
+    pointwise: torch says that it works on elements.
+    """
     row = FREE.get(base_name(call.target)) if call.target.startswith("aten::") else None
     if row is None:
         return elements(call, out) if pointwise else ()

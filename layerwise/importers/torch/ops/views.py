@@ -47,7 +47,7 @@ def expand(call: Call) -> Result:
 
 
 def broadcast(call: Call) -> Result:
-    """All to one shape."""
+    """Expands all tensors to one shape."""
     return tuple(expanded(x, out.shape, call.batch) for x, out in zip(call.tensors, call.outputs, strict=True))
 
 
@@ -286,7 +286,7 @@ def gather(call: Call) -> Result:
 
 
 def scatter(call: Call) -> Result:
-    """Into zeros, one position of each: classes as vectors. Losses make those of their targets so."""
+    """A scatter; into zeros, at one position of each, it is classes as vectors, as losses make them of targets."""
     x, index, dim = call.operand("self"), call.operand("index"), axis(call)
     value, source = call.get("value"), call.get("src")
     if call.get("reduce") is not None:

@@ -112,7 +112,7 @@ _NOTED = {Tensor.register_hook: "registers a hook of a gradient", torch.autograd
 
 @contextmanager
 def reentrant_checkpoints() -> Iterator[None]:
-    """Within it, on this thread, what a reentrant checkpoint is around is called: in it autograd would be off."""
+    """Within it, on this thread, reentrant checkpoints call their functions, in which autograd would be off."""
     kind, thread = checkpoint.CheckpointFunction, get_ident()
     apply: Any = kind.apply
 
@@ -199,6 +199,7 @@ def _are_numbers(value: list[Any] | dict[Any, Any]) -> bool:
 
 
 def draws() -> tuple[object, ...]:
+    """Returns the states of Python's and numpy's random numbers."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
@@ -215,7 +216,7 @@ SWITCHES: tuple[tuple[str, tuple[object, ...], object], ...] = (
 
 @contextmanager
 def configured(model: nn.Module) -> Iterator[None]:
-    """With the switches of the model and of the modules inside set for a trace; afterwards as before."""
+    """Within it the switches of the model and of the modules inside are set for a trace."""
     configurations = {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}
     with ExitStack() as stack:
         for configuration in configurations.values():
