@@ -228,20 +228,15 @@ def spectral_norms_of(module: nn.Module) -> list[tuple[object, str, Callable[...
     return [(hook, "compute_weight", partial(_weight_of, hook)) for hook in hooks]
 
 
-def _normalised(norm: Any, weight: Tensor) -> Tensor:
-    u_first = True
-    return _spectral(weight, norm._u, norm._v, norm.dim, norm.n_power_iterations, norm.eps, u_first)
+def _normalised(norm: Any, weight: Tensor) -> Any:
+    u_first, steps = True, norm.n_power_iterations
+    return torch.ops.layerwise.spectral_norm(weight, norm._u, norm._v, norm.dim, steps, norm.eps, u_first)
 
 
-def _weight_of(hook: SpectralNorm, module: nn.Module, do_power_iteration: bool) -> Tensor:
-    u_first = False
+def _weight_of(hook: SpectralNorm, module: nn.Module, do_power_iteration: bool) -> Any:
+    u_first, steps = False, hook.n_power_iterations
     weight, u, v = (getattr(module, f"{hook.name}_{of}") for of in ("orig", "u", "v"))
-    return _spectral(weight, u, v, hook.dim, hook.n_power_iterations, hook.eps, u_first)
-
-
-def _spectral(*arguments: object) -> Tensor:
-    made: Tensor = torch.ops.layerwise.spectral_norm(*arguments)
-    return made
+    return torch.ops.layerwise.spectral_norm(weight, u, v, hook.dim, steps, hook.eps, u_first)
 
 
 def whole_layer(call: Call) -> Built:
@@ -269,7 +264,9 @@ def _fake(path: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Ten
     return first.new_empty((first.shape[0], *part.packed_shape), dtype=part.dtype)
 
 
-@torch.library.register_fake("layerwise::spectral_norm", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-@torch.library.register_fake("layerwise::local_response_norm", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _fake_like(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
+
+
+for _name in (SPECTRAL_NORM, "layerwise::local_response_norm"):
+    torch.library.register_fake(_name, _fake_like, lib=_LIBRARY)
