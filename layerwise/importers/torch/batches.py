@@ -84,16 +84,6 @@ def distinct(model: nn.Module, call: Call) -> list[int]:
     return [n for n in SAMPLES if n != batch and all(extent % n for extent in sizes)]
 
 
-def repeated(call: Call, batch: int, times: int) -> Call:
-    """A call with that many times the samples, also those inside lists and dicts."""
-
-    def more(x: Tensor) -> Tensor:
-        return torch.cat([x] * times) if x.dim() and x.shape[0] == batch else x
-
-    made: Call = pytree.tree_map_only(Tensor, more, call)
-    return made
-
-
 def _at(
     model: nn.Module, call: Call, samples: int, name: str, dims: Dims | None, after: Imported | None = None
 ) -> Imported:

@@ -100,12 +100,12 @@ def _proof(imported: Imported, model: nn.Module, call: Call) -> tuple[str, ...]:
 
 
 def few(call: Call, batch: int, samples: int) -> Call:
-    """A call with some of the example's samples, or several times the one that it has; its tensors are copies."""
+    """Returns a call with so many samples: some of the example's, or all of them repeated; its tensors are copies."""
 
     def shorter(x: Tensor) -> Tensor:
         some = x.detach()
         if x.dim() and x.shape[0] == batch:
-            some = torch.cat([some] * samples)[:samples] if batch < samples else some[:samples]
+            some = torch.cat([some] * -(-samples // batch))[:samples]
         if is_hollow(x):
             some = values_like(some)
         elif x.is_floating_point():  # an example by torch.empty may have anything, and all is equal where all is NaN

@@ -136,7 +136,7 @@ def numbers(model: nn.Module) -> Numbers:
     return {
         (path, name): copy.copy(value)
         for path, name, value in attributes
-        if name not in _OF_MODULES and (_is_number(value) or (isinstance(value, list | dict) and _are_numbers(value)))
+        if name not in _OF_MODULES and _is_numbers(value)
     }
 
 
@@ -148,7 +148,7 @@ def put_back(model: nn.Module, known: Numbers) -> None:
         if isinstance(value, list) and isinstance(now, list):
             now[:] = value
         elif isinstance(value, dict) and isinstance(now, dict):
-            if value or _are_numbers(now):
+            if value or _is_numbers(now):
                 now.clear()
                 now.update(value)
         elif now != value:
@@ -190,12 +190,10 @@ def changed(before: Numbers, after: Numbers) -> tuple[str, ...]:
     return tuple(f"changes its attribute {name!r} in its forward" for name in names)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def _are_numbers(value: list[Any] | dict[Any, Any]) -> bool:
-    return bool(value) and all(map(_is_number, value.values() if isinstance(value, dict) else value))
+def _is_numbers(value: object) -> bool:
+    """Whether a value is a number, or a list or dict of such, which has some."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return bool(values) and all(isinstance(each, int | float) for each in values)
 
 
 def draws() -> tuple[object, ...]:
