@@ -73,7 +73,6 @@ class OnnxImporter:
         self.model, self.folder, self.title, self.inputs, self.known = model, folder, title, inputs, known
         self.opset = opset_of(model, title)
         self.placer = OnnxPlacer(GraphBuilder(title), sharing)
-        self.placer.builder.parameters = {initializer.name for initializer in model.graph.initializer}
         self.values: dict[str, FoldedConstant | Operand | MergedRows] = {}  # by name of the tensor
         self.merged: dict[str, Operand] = {}  # those of rows that had to be merged after all
         self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them
@@ -85,6 +84,7 @@ class OnnxImporter:
     def graph(self) -> LayerGraph:
         graph, placer = self.model.graph, self.placer
         self.store(graph.initializer)
+        placer.builder.parameters = set(placer.roots)  # not of constants, which are layers of their names
         for name, spec in self.inputs.specs.items():
             self.values[name] = placer.activation(placer.builder.input(name, spec))
         self.visit(graph.node)
