@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx.inliner
@@ -85,18 +87,12 @@ def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = Non
     return _Weights(_imported(path, None, None, None, sizes).values)
 
 
-class _Weights(Mapping[str, NDArray[np.generic]]):
-    def __init__(self, values: Mapping[str, PlacedValue]) -> None:
-        self._values = values
+class _Weights(UserDict[str, Any]):
+    """The values of parameters, each read when it is asked for."""
 
     def __getitem__(self, name: str) -> NDArray[np.generic]:
-        return self._values[name].read()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        value: PlacedValue = self.data[name]
+        return value.read()
 
 
 def _imported(
