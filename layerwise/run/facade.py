@@ -12,6 +12,7 @@ from torch import nn
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
+from layerwise.importers.torch.read.arguments import signature_of
 from layerwise.run.guards.original import RefusedParameter
 from layerwise.run.guards.refusals import Structure, Unchanged, unsupported
 from layerwise.run.parallel import ParallelModule
@@ -88,7 +89,12 @@ class SplitFacade(ParallelModule):
         self._share(state.tree.root)
         for module in self._model.modules():
             module.__dict__["apply"] = partial(SplitFacade._apply_to, me, weakref.ref(module))
-        self._model.__dict__["forward"] = me  # its methods may call it
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            return me(*inputs, **named)
+
+        forward.__signature__ = signature_of(self._model)  # type: ignore[attr-defined]
+        self._model.__dict__["forward"] = forward  # its methods may call it, and ask what it takes
         self._unchanged = Unchanged(self._model)
 
     def apply(self, fn: Function) -> Self:
