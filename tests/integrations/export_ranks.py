@@ -40,3 +40,21 @@ def by_transformers(comm: Comm, folder: str, rules: dict[str, str], ids: Tensor)
 
     config = DistributedConfig(tp_size=comm.size, tp_plan=rules)
     return numbers(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config), ids)
+
+
+def by_deepspeed(comm: Comm, section: dict[str, Any], x: Tensor) -> list[float]:
+    """Losses of two steps. section: {} for PyTorch alone."""
+    model: Any = network().float()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if section:
+        import deepspeed
+
+        config = {"train_micro_batch_size_per_gpu": len(x), **section}
+        model, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    losses = []
+    for _ in range(2):
+        loss = model(x).square().mean()
+        losses.append(loss.item())
+        model.backward(loss) if section else loss.backward()
+        (model if section else optimizer).step()
+    return losses
