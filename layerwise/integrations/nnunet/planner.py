@@ -27,6 +27,7 @@ from layerwise.quantities import parse_bytes, units
 from layerwise.search.fits import FitQuestion
 
 PLANS = "nnUNetLayerwisePlans"
+LEAST_STAGES = 3  # the weights of deep supervision are 0 of the two coarsest
 MANY = 999999  # poolings of an axis, of which nnU-Net allows any number
 
 
@@ -57,6 +58,8 @@ class LargestPatch(ExperimentPlanner):  # type: ignore[misc] # mypy does not rea
             return plan
         sized = [self._sized(plan, *topology) for topology in self._topologies(spacing, median_shape)]
         largest = bisect_left(sized, True, key=lambda one: self._bytes(one, _cache) <= self.limit_bytes)
+        if not sized:
+            raise LayerwiseError(f"the median case of {tuple(median_shape)} voxels is too small for deep supervision")
         if largest == len(sized):
             raise LayerwiseError(
                 f"no patch fits into {units(self.limit_bytes, 'B')} of each of {self.gpus} GPUs: the smallest takes "
@@ -74,6 +77,8 @@ class LargestPatch(ExperimentPlanner):  # type: ignore[misc] # mypy does not rea
         patch: Any = np.round(median_shape).astype(int)
         while True:
             _, strides, kernels, padded, divisors = properties(patch)
+            if len(strides) < LEAST_STAGES:
+                return
             yield tuple(map(int, padded)), strides, kernels
             patch = np.array(padded)
             axis = int(np.argmax(patch / median_shape))
