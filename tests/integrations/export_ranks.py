@@ -45,12 +45,14 @@ def by_transformers(comm: Comm, folder: str, rules: dict[str, str], ids: Tensor)
 def by_deepspeed(comm: Comm, section: dict[str, Any], x: Tensor) -> list[float]:
     """Losses of two steps. section: {} for PyTorch alone."""
     model: Any = network().float()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     if section:
         import deepspeed
 
-        config = {"train_micro_batch_size_per_gpu": len(x), **section}
-        model, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}  # made of the split parameters
+        config = {"train_micro_batch_size_per_gpu": len(x), "optimizer": sgd, **section}
+        model, *_ = deepspeed.initialize(model=model, config=config)
     losses = []
     for _ in range(2):
         loss = model(x).square().mean()
