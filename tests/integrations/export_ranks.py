@@ -51,7 +51,7 @@ def by_deepspeed(comm: Comm, section: dict[str, Any], x: Tensor) -> list[float]:
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
         sgd = {"type": "SGD", "params": {"lr": 0.1}}  # made of the split parameters
-        config = {"train_micro_batch_size_per_gpu": len(x), "optimizer": sgd, **section}
+        config = {"train_micro_batch_size_per_gpu": len(x), "optimizer": sgd, "gradient_clipping": 0.0, **section}
         model, *_ = deepspeed.initialize(model=model, config=config)
     losses = []
     for _ in range(2):
