@@ -92,7 +92,8 @@ def first_calls(trainer: Trainer, batch: Any) -> dict[str, Any]:
 
 def _trial(module: Any) -> dict[str, Any]:
     """Attributes of a module that neither logs nor trains, whose lists, metrics and losses are copies."""
-    copies = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, dict | list | set | deque)}
+    collections = (dict, list, set, deque)
+    copies: dict[str, Any] = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, collections)}
     for name, child in module._modules.items():
         if child is not None and not any(True for _ in child.parameters()):
             copies["_modules"][name] = copy.deepcopy(child)

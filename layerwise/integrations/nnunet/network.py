@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from nnunetv2.training.loss.compound_losses import DC_and_CE_loss
@@ -41,9 +43,9 @@ class NetworkWithLoss(nn.Module):
             classes = torch.arange(1, logits.shape[1], device=logits.device).view(-1, *[1] * (logits.ndim - 2))
             predicted, wanted = logits.argmax(1, keepdim=True) == classes, target == classes
             counted = target != self._ignored
-        kinds = predicted & wanted, predicted & ~wanted, ~predicted & wanted
+        kinds = [predicted & wanted, predicted & ~wanted, ~predicted & wanted]
         if self._ignored is not None:
-            kinds = tuple(kind & counted for kind in kinds)
+            kinds = [kind & counted for kind in kinds]
         return tuple(kind.sum((0, *range(2, logits.ndim))) for kind in kinds)
 
 
@@ -66,7 +68,7 @@ class MaskedDiceAndCE(nn.Module):
         return loss
 
 
-def without_questions(loss: nn.Module) -> nn.Module:
+def without_questions(loss: Any) -> Any:
     """A loss of the same numbers that torch.export can follow. LayerwiseError where there is none."""
     if isinstance(loss, DeepSupervisionWrapper):
         return DeepSupervisionWrapper(without_questions(loss.loss), loss.weight_factors)

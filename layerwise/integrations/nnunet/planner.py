@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("-d", type=int, nargs="+", required=True, metavar="ID", help="data sets, as nnU-Net numbers them")
     p.add_argument("--gpus", type=count, required=True, metavar="N", help="that train together")
-    profile_arguments(p)
+    profile_arguments(p.add_argument_group("machine"))
     p.add_argument("--memory-limit", metavar="14GB", help="of a GPU (default: what it has, less what libraries take)")
     p.add_argument("-pl", default="ExperimentPlanner", metavar="NAME", help="nnU-Net's planner (ResEncUNetPlanner)")
     p.add_argument("-overwrite_plans_name", default=PLANS, metavar="NAME", help=f"of the plans (default: {PLANS})")
