@@ -53,7 +53,7 @@ def prepare(
         loader = next((one for one in others if isinstance(one, DataLoader)), None)
         if loader is None:
             raise LayerwiseError("give prepare a DataLoader, or example=, what one rank calls the model with")
-        batch = first_batch(loader)
+        batch = first_batch(loader, accelerator)
         example = dict(batch) if isinstance(batch, Mapping) else batch[0] if isinstance(batch, tuple | list) else batch
     names = {id(p): name for name, p in model.named_parameters()}
     made = prepare_model(accelerator, model, example, **keywords)
@@ -88,12 +88,13 @@ def prepare_model(
     return made
 
 
-def first_batch(loader: DataLoader[Any]) -> Any:
-    """Returns a batch such as the loader's, without reading the loader."""
-    sampler = getattr(loader, "batch_sampler", None)
+def first_batch(loader: DataLoader[Any], accelerator: Accelerator) -> Any:
+    """Returns a batch such as the loader's on one process, without reading the loader, prepared or not."""
+    sampler, processes = getattr(loader, "batch_sampler", None), accelerator.num_processes
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 1
+    of_all = getattr(loader, "total_batch_size", size if accelerator.split_batches else size * processes)
     with undrawn():
-        return next(iter(DataLoader(loader.dataset, size, collate_fn=loader.collate_fn)))
+        return next(iter(DataLoader(loader.dataset, max(1, of_all // processes), collate_fn=loader.collate_fn)))
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from monai.utils.enums import CommonKeys
 from torch import Tensor
 from torch.optim import Optimizer
 
-from layerwise.checkpoint.save_and_load import owned
 from layerwise.errors import LayerwiseError
 from layerwise.inference.predict import answer
 from layerwise.inference.predictor import Reduce
@@ -108,14 +107,11 @@ class FullState:
         """The full state; every rank calls it."""
         if self._optimizer is None:
             return self._network.full_state_dict()
-        return full_state(self._optimizer, self._names())
+        return full_state(self._optimizer, self._network)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Takes what `state_dict` returned on any number of ranks."""
         if self._optimizer is None:
             self._network.load_state_dict(state, strict)
         else:
-            load_full_state(self._optimizer, state, self._names(), owned(self._network))
-
-    def _names(self) -> dict[Any, str]:
-        return {p: name for name, p in self._network.named_parameters()}
+            load_full_state(self._optimizer, state, self._network)

@@ -9,11 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 from transformers import Trainer
 
 from layerwise.api.parallelize import Keywords
-from layerwise.checkpoint.save_and_load import owned
 from layerwise.errors import LayerwiseError
 from layerwise.integrations.accelerate import first_batch, prepare_model
 from layerwise.integrations.optimizer_state import full_state, load_full_state
@@ -58,7 +56,7 @@ class LayerwiseTrainer(Trainer):  # type: ignore[misc] # mypy does not read tran
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if not isinstance(self.model, ParallelModule):
-            example = dict(self._prepare_inputs(first_batch(train_dataloader)))
+            example = dict(self._prepare_inputs(first_batch(train_dataloader, self.accelerator)))
             self.model = self.model_wrapped = prepare_model(self.accelerator, self.model, example, **self._keywords)
             self.model.steps = self.state.global_step * self.args.gradient_accumulation_steps
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -81,14 +79,13 @@ class LayerwiseTrainer(Trainer):  # type: ignore[misc] # mypy does not read tran
             torch.save(self.args, folder / ARGUMENTS_FILE)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = full_state(self._torch_optimizer, self._names)
+        state = full_state(self._torch_optimizer, self.model)
         with self._optimizer_instead(SimpleNamespace(state_dict=lambda: state)):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        assert isinstance(self.model, ParallelModule)
-        names, shards, optimizer = self._names, owned(self.model), self._torch_optimizer
-        loader = SimpleNamespace(load_state_dict=lambda state: load_full_state(optimizer, state, names, shards))
+        optimizer = self._torch_optimizer
+        loader = SimpleNamespace(load_state_dict=lambda state: load_full_state(optimizer, state, self.model))
         with self._optimizer_instead(loader):
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -104,7 +101,3 @@ class LayerwiseTrainer(Trainer):  # type: ignore[misc] # mypy does not read tran
     @property
     def _torch_optimizer(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)
-
-    @property
-    def _names(self) -> dict[Parameter, str]:
-        return {p: name for name, p in self.model.named_parameters()}

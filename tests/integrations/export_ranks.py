@@ -40,3 +40,23 @@ def by_transformers(comm: Comm, folder: str, rules: dict[str, str], ids: Tensor)
 
     config = DistributedConfig(tp_size=comm.size, tp_plan=rules)
     return numbers(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config), ids)
+
+
+def by_deepspeed(comm: Comm, section: dict[str, Any], x: Tensor) -> list[float]:
+    """Losses of two steps. section: {} for PyTorch alone."""
+    model: Any = network().float()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    if section:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}  # made of the split parameters
+        config = {"train_micro_batch_size_per_gpu": len(x), "optimizer": sgd, "gradient_clipping": 0.0, **section}
+        model, *_ = deepspeed.initialize(model=model, config=config)
+    losses = []
+    for _ in range(2):
+        loss = model(x).square().mean()
+        losses.append(loss.item())
+        model.backward(loss) if section else loss.backward()
+        (model if section else optimizer).step()
+    return losses

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -29,24 +30,32 @@ def full(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in state.items()}
 
 
-def loop(comm: Comm, strategy: Any, precision: str = "no") -> tuple[list[float], dict[str, Tensor]]:
-    """A loop of Accelerate's with accumulation, clipping and a scheduler. strategy: None for Accelerate alone."""
+def loop(comm: Comm, strategy: Any, precision: str = "no", loading: str = "") -> tuple[list[float], dict[str, Tensor]]:
+    """A loop of Accelerate's with accumulation, clipping and a scheduler. strategy: None for Accelerate alone.
+
+    loading: A flag of DataLoaderConfiguration.
+    """
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
+    config = DataLoaderConfiguration(**({loading: True} if loading else {}))
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, mixed_precision=precision, dataloader_config=config
+    )
+    feeds = 1 if loading == "split_batches" else comm.size  # loaders' batches in one of all processes
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(
         torch.float64 if precision == "no" else None
     )
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 * comm.size)  # Accelerate steps it once a process
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 * feeds)  # Accelerate steps it so often
     x, y = torch.randn(32, 6, dtype=model[0].weight.dtype), torch.randint(4, (32,))
-    loader = DataLoader(TensorDataset(x, y), BATCH // comm.size)
+    loader = DataLoader(TensorDataset(x, y), BATCH // feeds)
     if strategy is None:
         made = accelerator.prepare(model, optimizer, loader, scheduler)
     else:
         made = prepare(accelerator, model, optimizer, loader, scheduler, **QUIET, strategy=strategy)
     model, optimizer, loader, scheduler = made
+    assert strategy is None or model.plan.batch == BATCH
     losses = []
     for inputs, target in loader:
         with accelerator.accumulate(model):

@@ -63,6 +63,7 @@ def prepare(folder: Path, labels: dict[str, Any], cases: int = 8) -> None:
         for value, corner in ((1, rng.integers(2, 9, 3)), (2, rng.integers(6, 12, 3))):
             at = tuple(slice(lo, lo + 5) for lo in corner)
             label[at], image[at] = value, image[at] + 2 * value
+        label[:9] = labels.get("ignore", label[:9])
         files = folder / f"{name}_0000.nii.gz", base / "gt_segmentations" / f"{name}.nii.gz"
         for file, volume in zip(files, (image, label), strict=True):
             nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), file)
@@ -115,9 +116,8 @@ def train(comm: Comm, folder: str, results: str, layers: bool, resumed: str = ""
     trainer.save_every, trainer.logger.plot_progress_png = 1, lambda folder: None
     if resumed:
         trainer.load_checkpoint(resumed)
-    trainer.run_training()
-    weights = trainer.network.full_state_dict() if layers else trainer.network.state_dict()
-    return trainer.logger.get_checkpoint(), {name.removeprefix("network."): x for name, x in weights.items()}
+    trainer.run_training()  # after which the network is nnU-Net's
+    return trainer.logger.get_checkpoint(), trainer.network.state_dict()
 
 
 def seeded(loader: Iterator[Any], first: int, step: int) -> Iterator[Any]:

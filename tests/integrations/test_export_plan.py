@@ -12,13 +12,14 @@ import torch
 
 import layerwise
 from layerwise.__main__ import dispatch
+from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.export_plan import export_plan
 from layerwise.graph.layer import LayerGraph
 from layerwise.plan import Plan
 from tests.comm.pool import run_ranks
-from tests.integrations.export_ranks import network, numbers
+from tests.integrations.export_ranks import by_deepspeed, network, numbers
 
 MLP = {"0": {"c": 2}, "2": {"k": 2}, "4": {"c": 2}, "5": {"k": 2}}
 
@@ -88,6 +89,15 @@ def test_deepspeed_has_it_by_patterns() -> None:
         {"patterns": ["^2\\.weight$"], "partition_type": "row"},
         {"patterns": ["^0\\.weight$"], "partition_type": "column"},
     ]
+
+
+def test_deepspeed_runs_it() -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    section = json.loads(export_plan(*mlp({"0": {"c": 2}, "2": {"k": 2}}), "deepspeed"))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    wanted = by_deepspeed(SoloComm(), {}, x)
+    for losses in run_ranks(2, "tests.integrations.export_ranks:by_deepspeed", section, x):
+        assert losses == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,11 @@ def apart(one: Any, other: Any) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.parametrize("loading", ["", "split_batches", "dispatch_batches"])
 @pytest.mark.parametrize("strategy", SPLITS, ids=str)
-def test_a_loop_of_accelerates_has_the_numbers_of_one_device(strategy: Any) -> None:
+def test_a_loop_of_accelerates_has_the_numbers_of_one_device(strategy: Any, loading: str) -> None:
     losses, weights = cases.loop(SoloComm(), None)
-    for ours, state in run_ranks(2, f"{RANKS}loop", strategy):
+    for ours, state in run_ranks(2, f"{RANKS}loop", strategy, "no", loading):
         assert ours == pytest.approx(losses, rel=1e-9)
         assert apart(state, weights) <= 1e-9
     ours, state = cases.loop(SoloComm(), "data")

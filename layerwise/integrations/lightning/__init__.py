@@ -4,4 +4,4 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from layerwise.integrations.lightning.strategy import LayerwiseStrategy as LayerwiseStrategy
 
-LayerwiseStrategy.register_strategies(StrategyRegistry)
+StrategyRegistry.register("layerwise", LayerwiseStrategy, description="layers are split as is predicted to be fastest")

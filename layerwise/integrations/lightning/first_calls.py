@@ -6,11 +6,12 @@ import copy
 import inspect
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -20,8 +21,10 @@ from layerwise.errors import LayerwiseError
 
 EXAMPLES = "give LayerwiseStrategy(examples={'net': inputs}), what one rank calls its modules with"
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-IDLE = ("log", "log_dict", "lr_schedulers", "manual_backward", "clip_gradients")
-TOGGLES = ("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer")
+IDLE = (
+    *("log", "log_dict", "lr_schedulers", "manual_backward", "clip_gradients"),
+    *("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"),
+)
 
 
 def first_batch(trainer: Trainer) -> Any:
@@ -54,13 +57,12 @@ def first_batch(trainer: Trainer) -> Any:
 def first_calls(trainer: Trainer, batch: Any) -> dict[str, Any]:
     """Returns example inputs by the path of each module with parameters that the step calls: outermost ones.
 
-    The step is tried without gradients on a copy whose lists, metrics and losses are its own; buffers are as they were
-    after it. LayerwiseError where that fails.
+    The step is tried without gradients; lists, metrics, losses and buffers are as they were after it. LayerwiseError
+    where that fails.
     """
     module: Any = trainer.lightning_module
     assert trainer.state.fn is not None
     name = STEPS[trainer.state.fn.value]
-    trial = _copied(module)
     calls: dict[str, Any] = {}
     running: list[str] = []
 
@@ -69,46 +71,37 @@ def first_calls(trainer: Trainer, batch: Any) -> dict[str, Any]:
             calls[path] = _example(of, args, named)
         running.append(path)
 
-    hooks = []
-    for path, part in module.named_modules():
-        if path and any(True for _ in part.parameters()):
-            hooks.append(part.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True))
-            hooks.append(part.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    step = getattr(trial, name)
-    numbers = (0, 0)[: max(0, len(inspect.signature(step).parameters) - 1)]  # of the batch, and of its loader
-    try:
-        with torch.no_grad():
-            step(batch, *numbers)
-    except LayerwiseError:
-        raise
-    except Exception as error:  # the user's own code, which may raise anything
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LayerwiseError(f"{name} could not be tried before training ({told}): {EXAMPLES}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+    numbers = (0, 0)[: max(0, len(inspect.signature(getattr(module, name)).parameters) - 1)]  # of batch and loader
+    with torch.no_grad(), patch.dict(vars(module), _trial(module)), ExitStack() as stack:
+        for path, part in module.named_modules():
+            if path and any(True for _ in part.parameters()):
+                hook = part.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True)
+                stack.callback(hook.remove)
+                stack.callback(part.register_forward_hook(lambda *_: running.pop() and None, always_call=True).remove)
+        for buffer in module.buffers():
+            stack.callback(buffer.copy_, buffer.clone())
+        try:
+            getattr(module, name)(batch, *numbers)
+        except LayerwiseError:
+            raise
+        except Exception as error:  # the user's own code, which may raise anything
+            told = (str(error).splitlines() or [type(error).__name__])[0]
+            raise LayerwiseError(f"{name} could not be tried before training ({told}): {EXAMPLES}") from error
     return {path: call for path, call in calls.items() if not any(path.startswith(f"{other}.") for other in calls)}
 
 
-def _copied(module: Any) -> LightningModule:
-    """A module of the same networks that neither logs nor trains."""
-    trial: Any = object.__new__(type(module))
+def _trial(module: Any) -> dict[str, Any]:
+    """Attributes of a module that neither logs nor trains, whose lists, metrics and losses are copies."""
     collections = (dict, list, set, deque)
-    trial.__dict__ = {k: copy.copy(v) if isinstance(v, collections) else v for k, v in vars(module).items()}
+    copies: dict[str, Any] = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, collections)}
     for name, child in module._modules.items():
         if child is not None and not any(True for _ in child.parameters()):
-            trial._modules[name] = copy.deepcopy(child)
+            copies["_modules"][name] = copy.deepcopy(child)
     idle = MagicMock()  # an optimizer, a scheduler or a logger that does nothing
-    vars(trial).update(dict.fromkeys(IDLE + TOGGLES, idle))
     if not module.automatic_optimization:
         count = len(_init_optimizers_and_lr_schedulers(module)[0])
-        vars(trial)["optimizers"] = lambda *_, **__: [idle] * count if count > 1 else idle
-    made: LightningModule = trial
-    return made
+        copies["optimizers"] = lambda *_, **__: [idle] * count if count > 1 else idle
+    return copies | dict.fromkeys(IDLE, idle)
 
 
 def _example(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

@@ -21,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from layerwise.api.parallelize import Keywords, parallelize
-from layerwise.checkpoint.save_and_load import owned
 from layerwise.errors import LayerwiseError
 from layerwise.integrations.lightning.first_calls import EXAMPLES, first_batch, first_calls
 from layerwise.integrations.lightning.sharded import read, write
-from layerwise.integrations.optimizer_state import full_state, load_full_state
+from layerwise.integrations.optimizer_state import full_state, load_full_state, parallel_modules
 from layerwise.run.local_tensor import is_dtensor
 from layerwise.run.parallel import ParallelModule
 
@@ -119,18 +118,16 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
                 holder._modules.update({name: made for name, child in holder._modules.items() if child is part})
 
     def _parts(self) -> dict[str, ParallelModule]:
-        return dict(_parallel(self.lightning_module))
+        return dict(parallel_modules(self.lightning_module))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
             for part in self._parts().values():
                 stack.enter_context(part.no_sync())
-            before, self._synchronise = self._synchronise, False
-            try:
-                yield
-            finally:
-                self._synchronise = before
+            stack.callback(setattr, self, "_synchronise", self._synchronise)
+            self._synchronise = False
+            yield
 
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._synchronise and self.world_size > 1:
@@ -170,12 +167,11 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
             module.load_state_dict(rest, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return full_state(getattr(optimizer, "_optimizer", optimizer), self._names(), gather=not self._sharded)
+        return full_state(getattr(optimizer, "_optimizer", optimizer), self.lightning_module, gather=not self._sharded)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        shards = {p: shard for part in self._parts().values() for p, shard in owned(part).items()}
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_full_state(optimizer, state, self._names(), shards)
+            load_full_state(optimizer, state, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         checkpoint[STEPS] = {path: part.steps for path, part in self._parts().items()}
@@ -196,34 +192,17 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _names(self) -> dict[nn.Parameter, str]:
-        return {p: name for name, p in self.lightning_module.named_parameters()}
-
     @contextmanager
     def _without(self, parts: Mapping[str, ParallelModule]) -> Iterator[nn.Module]:
         """The module while empty ones stand for its parallel parts, whose states are their own."""
         module = self.lightning_module
-        places = [(module.get_submodule(path.rpartition(".")[0])._modules, path.rpartition(".")[2]) for path in parts]
-        for modules, name in places:
-            modules[name] = nn.Module()
-        try:
+        with ExitStack() as stack:
+            for path, part in parts.items():
+                parent, _, name = path.rpartition(".")
+                modules = module.get_submodule(parent)._modules
+                stack.callback(modules.__setitem__, name, part)
+                modules[name] = nn.Module()
             yield module
-        finally:
-            for (modules, name), part in zip(places, parts.values(), strict=True):
-                modules[name] = part
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("layerwise", cls, description="layers are split as is predicted to be fastest")
-
-
-def _parallel(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, ParallelModule]]:
-    """The parallel modules in a module, by path."""
-    for name, child in module._modules.items():
-        if isinstance(child, ParallelModule):
-            yield prefix + name, child
-        elif child is not None:
-            yield from _parallel(child, f"{prefix}{name}.")
 
 
 def _check(module: nn.Module, plugin: Precision) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
+from layerwise.comm.start import default_device
 from layerwise.comm.together import agree, patiently
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
@@ -90,7 +91,8 @@ def predict(
     """
     trained = TrainedFolder.read(model_folder, fold, checkpoint, built=network is not None)
     cases = _cases(samples, trained.channels)
-    loaded = trained.load_into(trained.network() if network is None else network).to(_device(device))
+    here = default_device(int(os.environ.get("LOCAL_RANK", "0"))) if device is None else torch.device(device)
+    loaded = trained.load_into(trained.network() if network is None else network).to(here)
     example = torch.empty(1, trained.channels, *trained.patch, device="meta")
     model = parallelize(
         loaded, example, inference=True, io="boxes", verbose=False, options=options or ParallelOptions()
@@ -114,7 +116,8 @@ def predict(
                 stacked = Cases.of(model, [case.file for case in ready.values()], 0)
                 predictor = predictor_of(
                     model, replace(stacked, names=tuple(ready)), 0, None, extents, overlap,
-                    _labels(stacked, trained) if mirror else "", memory_limit, gaussian="nnunet",
+                    "".join(stacked.labels[axis] for axis in trained.mirror) if mirror else "", memory_limit,
+                    gaussian="nnunet",
                 )  # fmt: skip
                 for numbers in rounds_of(predictor, world, range(len(ready))):
                     failed |= compute_round(predictor, world, results, numbers)
@@ -229,18 +232,3 @@ def _beside(world: Comm, out: Path) -> Iterator[Path]:
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _labels(cases: Cases, trained: TrainedFolder) -> str:
-    """Of the dimensions that the network may be mirrored along."""
-    return "".join(cases.labels[axis] for axis in trained.mirror)
-
-
-def _device(given: torch.device | str | None) -> torch.device:
-    if given is not None:
-        return torch.device(given)
-    return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
