@@ -177,7 +177,9 @@ def _there(model: nn.Module, call: Call) -> Call:
     where = next((device for device in devices if device.type == "meta"), devices[0])
 
     def there(x: Tensor) -> Tensor:
-        return torch.empty_like(x, device=where) if x.is_meta else x.to(where)
+        if x.is_meta:  # no numbers at random: labels would be none of the classes
+            return torch.zeros((), dtype=x.dtype, device=where).expand(x.shape)
+        return x.to(where)
 
     moved: Call = pytree.tree_map_only(Tensor, there, call)
     return moved
