@@ -113,6 +113,7 @@ def in_windows(x: np.ndarray[Any, Any], window: tuple[int, ...], overlap: float)
 
 
 def run(ranks: int, samples: object, out: object, **options: Any) -> list[Predicted]:
+    plan_of(ranks)  # once, before ranks are threads that each would make it
     return run_threads(ranks, lambda comm: predict(module_of(comm), samples, out, progress=False, **options))
 
 
