@@ -1,5 +1,6 @@
 """How the tests are run: hypothesis's settings, and in which order files are given to several workers."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -121,6 +122,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have most tests
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # PyTorch and the tests themselves: collections pass over what never goes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -106,27 +106,37 @@ def _known_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
 def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPrice:
     config = strategy[layer.name]
     cost, layout = model.node_cost(layer, (config,)), model.layout(layer, (config,))
-    seconds, sent = dict.fromkeys((term.name for term in TERMS), 0.0), dict.fromkeys(TRAFFIC, 0.0)
-    gathered_bytes = 0.0
+    seconds = dict.fromkeys((term.name for term in TERMS), 0.0)
     for slot, source in enumerate(layer.inputs):
-        edge_name, ends = (source, layer.name, slot), ((strategy[source],), (config,))
-        costs = model.edge_costs(edge_name, *ends)
-        replicated = source in model.graph.unfed and strategy[source].total == 1
-        times, edge = 0 if replicated else model.directions(edge_name), model.edge(edge_name, *ends)
-        for edge_term in EDGE_TERMS:
-            seconds[edge_term.name] += float(costs[edge_term.name][0, 0])
-            if edge_term.traffic and times:
-                sent[edge_term.traffic] += edge_term.sent_bytes(model, edge, times + config.recompute)
-        if times and traffic(edge, model.devices).received_bytes[0, 0] > 0:
-            gathered_bytes += float(edge.largest_bytes[0])
+        for name, time_s in model.edge_costs((source, layer.name, slot), (strategy[source],), (config,)).items():
+            seconds[name] += float(time_s[0, 0])
     seconds |= {name: float(array[0]) for name, array in cost.seconds.items()}
+    sent, gathered_bytes = sent_bytes(model, layer, strategy)
+    memory_bytes = gathered_bytes + held_bytes(model, layer, layout)
+    return LayerPrice(config, seconds, sent, memory_bytes, *_known_s(cost, config))
+
+
+def sent_bytes(model: CostModel, layer: Layer, strategy: Strategy) -> tuple[dict[str, float], float]:
+    """Returns the bytes that are sent, by kind of traffic, and those of the inputs that a device receives."""
+    config, sent, gathered_bytes = strategy[layer.name], dict.fromkeys(TRAFFIC, 0.0), 0.0
+    layout = model.layout(layer, (config,))
+    for slot, source in enumerate(layer.inputs):
+        name = source, layer.name, slot
+        times = model.directions(name)
+        if not times or (source in model.graph.unfed and strategy[source].total == 1):
+            continue  # nothing travels, or every device computes it
+        edge = model.edge(name, (strategy[source],), (config,))
+        for edge_term in EDGE_TERMS:
+            if edge_term.traffic:
+                sent[edge_term.traffic] += edge_term.sent_bytes(model, edge, times + config.recompute)
+        if traffic(edge, model.devices).received_bytes[0, 0] > 0:
+            gathered_bytes += float(edge.largest_bytes[0])
     for term in LAYER_TERMS:
         if term.traffic:
             sent[term.traffic] += term.sent_bytes(model, layer, layout)
             if config.recompute and term.recomputes:
                 sent[term.traffic] += term.sent_bytes(model, layer, layout, recomputed=True)
-    memory_bytes = gathered_bytes + held_bytes(model, layer, layout)
-    return LayerPrice(config, seconds, sent, memory_bytes, *_known_s(cost, config))
+    return sent, gathered_bytes
 
 
 def measured_share(model: CostModel, strategy: Strategy) -> float:

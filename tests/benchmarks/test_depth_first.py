@@ -11,8 +11,7 @@ from benchmarks.common.depth_first import depth_first
 from layerwise.config import Config
 from layerwise.cost.model import CostTables
 from tests.examples import examples
-from tests.search.exhaustive import exhaustive
-from tests.search.tables import complete_tables, random_tables
+from tests.search.tables import complete_tables, exhaustive, random_tables
 
 
 @examples(100)

@@ -73,13 +73,6 @@ def test_what_is_not_offered_is_not_chosen(run: Run) -> None:
     assert not any(row["recompute"] for row in found["layers"].values())
 
 
-def test_a_limit_that_does_not_bind_changes_nothing(run: Run) -> None:
-    kept = [json.loads(run(*WIDE, *more, "--json")) for more in ((), ("--memory-limit", "40GB"))]
-    for found in kept:
-        del found["seconds"], found["memory_limit_bytes"]
-    assert kept[0] == kept[1]
-
-
 def test_a_limit_below_the_least_is_refused(run: Run, refuse: Run, here: Path) -> None:
     asked = (*MLP, "--memory-limit", "1kB", "--out", "p.json", "--export-costs", "c.cfn")
     for flags in (asked, (*asked, "--json")):

@@ -32,7 +32,7 @@ def slower(path: Path, steps: int) -> None:
 
 
 def test_a_trace_beside_another(run: Run, here: Path) -> None:
-    run(*LENET, "--out", "plan.json", "--timeline", "predicted.json")
+    assert "timeline written to predicted.json" in run(*LENET, "--out", "plan.json", "--timeline", "predicted.json")
     slower(here / "predicted.json", steps=5)
     assert read_trace("measured.json").steps == 5
     said = run("compare", "predicted.json", "measured.json", "--out", "both.json").splitlines()

@@ -65,8 +65,6 @@ def test_one_line_for_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
         "no such file": {"--weights": "none.safetensors"},
         "does not exist": {"--data": "none.npy"},
         "--window takes extents such as": {"--window": "4x"},
-        "must have an extent for each of d, h, w": {"--window": "4x4"},
-        "predict makes .npy files": {"--out": "labels.txt"},
         "overlap must be in": {"--overlap": "1"},
     }
     for said, flags in wrong.items():

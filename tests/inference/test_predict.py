@@ -28,6 +28,7 @@ from layerwise.importers.load import Network, network_of
 from layerwise.inference import results
 from layerwise.inference.predict import Predicted, _named, answer, predict
 from layerwise.inference.windows import LEAST, profile, starts
+from layerwise.plan import Plan
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
@@ -72,13 +73,18 @@ def volumes() -> list[np.ndarray[Any, Any]]:
     return [rng.normal(size=shape) for shape in SHAPES]
 
 
-def module_of(comm: Comm, seed: int = 0) -> Any:
+@cache
+def plan_of(ranks: int) -> Plan:
     def deep(configs: list[Config]) -> Config:
         return max(configs, key=lambda c: (c["d"] * c["h"], c["d"], -c.total))
 
-    _, network = trained()
-    plan = random_plan(fuse(network.graph), comm.size, seed, "boxes", deep)
-    return load(plan, network, comm=comm, dtype=torch.float64).eval()
+    return random_plan(fuse(trained()[1].graph), ranks, 0, "boxes", deep)
+
+
+def module_of(comm: Comm) -> Any:
+    plan = plan_of(comm.size)
+    plan = replace(plan, predicted=dict(plan.predicted))  # which a test writes to
+    return load(plan, trained()[1], comm=comm, dtype=torch.float64).eval()
 
 
 @torch.no_grad()
@@ -107,6 +113,7 @@ def in_windows(x: np.ndarray[Any, Any], window: tuple[int, ...], overlap: float)
 
 
 def run(ranks: int, samples: object, out: object, **options: Any) -> list[Predicted]:
+    plan_of(ranks)  # once, before ranks are threads that each would make it
     return run_threads(ranks, lambda comm: predict(module_of(comm), samples, out, progress=False, **options))
 
 

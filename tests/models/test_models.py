@@ -61,12 +61,8 @@ def test_every_name_is_expected_here_in_natural_order() -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_number_of_parameters(name: str) -> None:
+def test_number_of_parameters_and_shape_of_the_output(name: str) -> None:
     assert parameters(on_meta(name)) == EXPECTED[name][0]
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_shape_of_the_output(name: str) -> None:
     results = outputs(on_meta(name)(*models.find(name).example_inputs(2)))
     assert len(results) == (2 if name == "inception_v3_aux" else 1)
     assert all(result.shape == (2, *EXPECTED[name][1]) and result.dtype == torch.float32 for result in results)

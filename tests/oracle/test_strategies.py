@@ -149,12 +149,9 @@ def given(network: str) -> tuple[plans.Case, plans.Trained]:
 
 
 def planned(found: LayerGraph, chosen: dict[str, Config], ranks: int) -> Plan:
-    devices = load_profile("cpu").device_graph(ranks, ranks)
-    cost = price(CostModel(found, devices, CostOptions(io="free")), chosen, memory_bytes=0.0)  # its bytes alone
-    return Plan(
-        "test", found.digest, found.batch, ranks, ranks, "free", True, chosen,
-        predicted={f"{kind}_bytes": size for kind, size in cost.bytes.items()},
-    )  # fmt: skip
+    model = CostModel(found, load_profile("cpu").device_graph(ranks, ranks), CostOptions(io="free"))
+    sent = plans.predicted_bytes(model, chosen)
+    return Plan("test", found.digest, found.batch, ranks, ranks, "free", True, chosen, predicted=sent)
 
 
 ALL = ("data", "spatial", "filter", "channel", "df", "ds")

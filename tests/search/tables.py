@@ -1,8 +1,9 @@
-"""Random cost tables over random graphs, and every strategy of them."""
+"""Random cost tables over random graphs, every strategy of them, and the cheapest: searches are checked against it."""
 
 from __future__ import annotations
 
 from itertools import pairwise, product
+from math import prod
 
 import numpy as np
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from layerwise.config import Config
 from layerwise.cost.model import CostTables, EdgeName
+from layerwise.search.solve.eliminate import Optimum
 
 CONFIGS = tuple(Config.of({"n": degree}) for degree in range(1, 9))
 
@@ -55,3 +57,25 @@ def every_strategy(t: CostTables) -> dict[tuple[int, ...], float]:
         cost = sum(float(t.node[name][at[name]]) for name in names)
         found[choice] = cost + sum(float(x[at[u], at[v]]) for (u, v, _), x in t.transfer.items())
     return found
+
+
+CHUNK = 1 << 14  # strategies that are priced together
+
+
+def exhaustive(tables: CostTables) -> Optimum:
+    """The cheapest of all strategies by equation 1."""
+    sizes = tuple(len(cost) for cost in tables.node.values())
+    count = prod(sizes)
+    best, best_s = 0, float("inf")
+    for start in range(0, count, CHUNK):
+        digits = np.unravel_index(np.arange(start, min(start + CHUNK, count)), sizes)
+        choices = dict(zip(tables.node, digits, strict=True))
+        cost = np.zeros(len(digits[0]))
+        for name, own in tables.node.items():
+            cost += own[choices[name]]
+        for (u, v, _), transfer in tables.transfer.items():
+            cost += transfer[choices[u], choices[v]]
+        if cost.min() < best_s:
+            best, best_s = start + int(cost.argmin()), float(cost.min())
+    choice = dict(zip(tables.node, map(int, np.unravel_index(best, sizes)), strict=True))
+    return Optimum(choice, best_s, best_s, len(sizes), ())

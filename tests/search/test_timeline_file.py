@@ -53,12 +53,3 @@ def test_layers_times_are_those_of_the_spans() -> None:
         compute = cost.node_cost(layer, (strategy[layer.name],)).compute
         assert times[layer.name]["compute_s"] == pytest.approx(float(compute.forward[0] + compute.backward[0]))
     assert sum("sync_s" in parts for parts in times.values()) == 1  # one bucket holds all of LeNet-5
-
-
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from layerwise.search.__main__ import main
-
-    out = tmp_path / "t.json"
-    assert main(["lenet5", "--gpus", "2", "--timeline", str(out)]) == 0
-    assert f"timeline written to {out}" in capsys.readouterr().out
-    assert json.loads(out.read_text())["traceEvents"]

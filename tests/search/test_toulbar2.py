@@ -25,8 +25,7 @@ from layerwise.search.limit.limited import fastest_within
 from layerwise.search.limit.within import LimitedSearch
 from layerwise.search.solve.eliminate import eliminate
 from tests.importers.networks import chain, crossing, residual
-from tests.search.exhaustive import exhaustive
-from tests.search.tables import every_strategy, random_tables, tables
+from tests.search.tables import every_strategy, exhaustive, random_tables, tables
 
 pytoulbar2 = pytest.importorskip("pytoulbar2")
 

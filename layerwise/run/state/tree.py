@@ -202,8 +202,10 @@ def skeleton(module: nn.Module) -> nn.Module | None:
     for p in module.parameters():
         empty = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
         memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
-    for value in (value for m in module.modules() for value in vars(m).values()):  # what a call has kept
-        memo |= {id(t): t.detach() for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_leaf}
+    for m in module.modules():
+        for value in (m._buffers, *(value for name, value in vars(m).items() if name not in FRESH)):
+            kept = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_leaf)  # by a call
+            memo |= {id(t): t.detach() for t in kept}
     try:
         return copy.deepcopy(module, memo)
     except Exception:  # whatever a user's class meets
