@@ -17,19 +17,13 @@ from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_be
 from layerwise.cache import answers
 from layerwise.checkpoint.signals import STOPPED, handled
 from layerwise.checkpoint.step_folders import sole_writer
-from layerwise.cli import check_files, console, global_batch, run_main
+from layerwise.cli import check_files, console, run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.comm.together import alone, patiently
 from layerwise.comm.watch import noted
-from layerwise.config import SearchSpace
-from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
-from layerwise.graph.fuse import fuse
-from layerwise.importers.load import load_model
-from layerwise.machine import DEFAULT
-from layerwise.machine import load as load_profile
 from layerwise.plan import Plan, load_plan, parse_plan
 from layerwise.report import as_json, html, text
 from layerwise.report.content import Lines, Picture, Report, Table
@@ -37,10 +31,7 @@ from layerwise.report.figures import svg
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
 from layerwise.run.trace import Trace
-from layerwise.search.baselines import grid_strategy, parse_grid
 from layerwise.search.beforehand import searching
-from layerwise.search.find import candidate
-from layerwise.search.make_plan import make_plan
 from layerwise.search.rebuild import rebuild, replan
 from layerwise.train import compare_times
 from layerwise.train.compare import ALLOWED, ARITHMETIC
@@ -59,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, train, print. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
     try:
         args = parser().parse_args(argv)
-        plan = _grid(args) if args.grid is not None else load_plan(args.plan)
+        plan = load_plan(args.plan)
         _check(args, plan)
     except LayerwiseError as error:
         if not _first():
@@ -186,7 +177,7 @@ def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
         ),
         Settings(_optimizer(args, plan), args.lr, args.momentum, args.weight_decay, args.clip_norm, args.accumulate),
         data=args.data,
-        model=args.model if args.grid is None else args.plan,
+        model=args.model,
         weights=args.weights,
         compare=args.compare_single,
         folder=args.checkpoint,
@@ -229,26 +220,6 @@ def _replanned(args: argparse.Namespace, plan: Plan, comm: Comm) -> Plan:
     return parse_plan(comm.broadcast_text("" if found is None else found.dumps()), "the plan of rank 0")
 
 
-def _grid(args: argparse.Namespace) -> Plan:
-    """--grid: every rank makes the same plan; that it is the same is checked when they meet."""
-    grid = parse_grid(args.grid)
-    if args.plan.endswith(".json"):
-        raise LayerwiseError(f"--grid is for a model, such as mlp:64x256x10, and {args.plan!r} is a plan: leave it out")
-    world = _world()
-    if world != grid.processes:
-        raise LayerwiseError(
-            f"--grid {grid} has {grid.processes} processes, there {'is' if world == 1 else 'are'} {world}: start them "
-            f"with torchrun --nproc-per-node {grid.processes} -m layerwise.run {args.plan} --grid {grid}"
-        )
-    profile = args.profile or (DEFAULT if torch.cuda.is_available() else "cpu")
-    devices = load_profile(profile).device_graph(world, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
-    batch = global_batch(None, args.global_batch, world)
-    options = CostOptions(io="sample" if batch >= world else "free", optimizer=args.optimizer or "sgd")
-    model = CostModel(fuse(load_model(args.plan, batch)), devices, options)
-    priced = candidate(model, f"grid:{grid}", grid_strategy(model, grid))
-    return make_plan(args.plan, profile, model, SearchSpace(world), priced, fused=True)
-
-
 def _check(args: argparse.Namespace, plan: Plan) -> None:
     """LayerwiseError for what is wrong whatever the other ranks say, before they are waited for."""
     world = _world()
@@ -261,13 +232,8 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
         raise LayerwiseError(
             f"the plan {args.plan} was searched with --inference, and layerwise.run trains: search again without it"
         )
-    if args.grid is not None and args.model is not None:
-        raise LayerwiseError("with --grid the model comes first, in the place of the plan: leave out --model")
-    if args.grid is not None and args.race > 1:
-        raise LayerwiseError("--race tries plans of a search, and --grid is none: leave out one of them")
-    searches = args.replan or args.race > 1
-    if args.grid is None and (args.global_batch is not None or (args.profile is not None and not searches)):
-        raise LayerwiseError("--global-batch and --profile go with --grid; a plan has been searched with its own")
+    if args.profile is not None and not (args.replan or args.race > 1):
+        raise LayerwiseError("--profile goes with --replan and --race; a plan has been searched with its own")
     if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):
         raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
     if args.checkpoint == "":

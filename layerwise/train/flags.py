@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from layerwise.cli import MODEL_HELP, Parser, count, positive
-from layerwise.machine import DEFAULT, precision
+from layerwise.machine import precision
 from layerwise.train import data
 from layerwise.train.compare import ALLOWED
 from layerwise.train.loop import OPTIMIZERS
@@ -23,8 +23,6 @@ EPILOG = """examples:
   torchrun --nproc-per-node 2 -m layerwise.run plan.json \\
     --steps 5 --trace t.json
       what every rank does when: open t.json in ui.perfetto.dev
-  torchrun --nproc-per-node 4 -m layerwise.run mlp:64x256x256x10 --grid 2x2
-      an MLP on a process grid: two batch groups, each layer cut in two parts
 
 NCCL carries the tensors where every rank has a GPU, else gloo. A plan for one
 GPU needs no torchrun. Which samples a step takes, and all random numbers,
@@ -41,16 +39,13 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out; with --grid a model")
+    p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     p.add_argument(
         "--replan", action="store_true", help="on another number of ranks than the plan's, search again for these"
     )
-    g = p.add_argument_group("process grid, instead of a plan")
-    g.add_argument("--grid", metavar="RxC", help="of an MLP: samples over R groups of ranks, outputs over C parts")
-    g.add_argument("--global-batch", type=count, metavar="B", help="samples a batch (default: 32 a rank)")
-    g.add_argument(
-        "--gpu", "--profile", dest="profile", metavar="NAME", help=f"to predict with (default: {DEFAULT}, or cpu)"
+    p.add_argument(
+        "--gpu", "--profile", dest="profile", metavar="NAME", help="to search again with (default: the plan's)"
     )
     g = p.add_argument_group("training")
     g.add_argument("--data", default="digits", metavar="NAME", help=f"{data.HELP} (default: digits)")

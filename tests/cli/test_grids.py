@@ -44,14 +44,15 @@ def test_replicas_stay_apart_in_every_alternative(run: Run) -> None:
     assert all(row["config"]["n"] in (4, 8) for row in told["alternatives"])
 
 
-def test_flags_of_a_grid_do_not_go_with_a_plan(run: Run, refuse: Run) -> None:
+def test_a_profile_does_not_go_with_a_plan_that_stays(run: Run, refuse: Run) -> None:
     search(run, "--gpus 1 --price grid:1x1 --out plan.json")
-    assert "--global-batch and --profile go with --grid" in refuse("run", "plan.json", "--global-batch", "8")
+    assert "--profile goes with --replan and --race" in refuse("run", "plan.json", "--profile", "cpu")
 
 
-def test_four_ranks_on_a_grid_equal_one_device() -> None:
-    flags = ("--grid", "2x2", "--global-batch", "32", "--dtype", "float64", "--data", "synthetic", "--steps", "4")
-    done = launch(["-m", "layerwise.run", MODEL, *flags, "--compare-single", "--json"], ranks=4)
+def test_four_ranks_on_a_grid_equal_one_device(run: Run) -> None:
+    search(run, "--gpus 4 --price grid:2x2 --global-batch 32 --out plan.json")
+    flags = ("--dtype", "float64", "--data", "synthetic", "--steps", "4", "--compare-single", "--json")
+    done = launch(["-m", "layerwise.run", "plan.json", *flags], ranks=4)
     assert done.codes == [0] * 4, done.stderr
     result = json.loads(done.stdout[0])
     assert (result["world_size"], len(result["losses"])) == (4, 4)

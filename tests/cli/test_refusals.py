@@ -100,11 +100,6 @@ REFUSED = [
         "the widest layer has 48 outputs and cannot be cut into 128 parts",
     ),
     ("search lenet5 --gpus 2 --price grid:2x1", "process grids are for MLPs"),
-    (f"run {NET} --grid 2x2", "--grid 2x2 has 4 processes, there is 1: start them with torchrun"),
-    (f"run {NET} --grid all", "grid 'all': write batch groups x model parts"),
-    ("run plan.json --grid 1x1", "--grid is for a model, such as mlp:64x256x10, and 'plan.json' is a plan"),
-    ("run lenet5 --grid 1x1", "process grids are for MLPs"),
-    ("run missing.json --global-batch 8", "plan 'missing.json' cannot be read"),
     # run
     ("run two.json", "the plan is for 2 ranks, there is 1: start them with torchrun --nproc-per-node 2"),
     ("run missing.json", "plan 'missing.json' cannot be read"),
