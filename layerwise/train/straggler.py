@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
+from layerwise.run.guards.hooks import is_compiled
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.schedule import places
 from layerwise.run.trace import Span, Trace
@@ -31,10 +32,12 @@ class Stragglers:
 
     @contextmanager
     def timed(self, number: int) -> Iterator[None]:
-        """Times a step's layers, if it is its turn and nobody traces it, nor compiles it."""
+        """Times a step's layers, if it is its turn, nobody traces it, and there is something to compare them with."""
         module = self.module
-        turn = FIRST <= number % EVERY < FIRST + STEPS and module.comm.size > 1
-        if not turn or module.trace is not None or module.options.compile is not None:
+        turn = FIRST <= number % EVERY < FIRST + STEPS and module.comm.size > 1 and module.trace is None
+        if turn and self._expected_s is None:
+            self._expected_s = self._expected()
+        if not (turn and self._expected_s):
             yield
             return
         module.trace = trace = Trace(device=module.device)
@@ -75,7 +78,7 @@ class Stragglers:
 
         The latter is too small on all ranks alike. Back, a layer's time may include waiting for sums of gradients.
         """
-        expected = self._expected_s = self._expected_s or self._expected()
+        expected = self._expected_s or {}
         measured: dict[str, float] = {}
         for span in spans:
             if span.category == "compute" and span.name in expected:
@@ -87,9 +90,12 @@ class Stragglers:
     def _expected(self) -> dict[str, float]:
         """The plan's seconds of each layer, which are the largest part's, by the size of this rank's part.
 
-        Layers whose devices talk to each other while they compute are left out: their times include waiting.
+        Layers whose devices talk to each other while they compute are left out: their times include waiting. There are
+        none of a compiled model, which would be compiled anew for each look.
         """
         module, expected = self.module, dict[str, float]()
+        if module.options.compile is not None or any(is_compiled(m) for m in module.modules()):
+            return expected
         of_layer = places(module.graph, module.plan)
         for name, times in module.plan.predicted_layers.items():
             if name in of_layer and not times.get("statistics_s"):

@@ -157,11 +157,16 @@ def check_hooks_of_all() -> None:
             raise unsupported("a hook of all modules, by register_module_forward_hook and the like,", "remove it")
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True if torch.compile was called of this module."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
 def check_modules(model: nn.Module) -> None:
     """LayerwiseError where a model that is to be run layer by layer has hooks, which would never be called."""
     check_parameters(model.named_parameters())
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        if is_compiled(module):
             where = f"module {name!r}" if name else "the model"
             raise NotByLayersError(
                 f"{where} is compiled already, but the plan runs its layers one by one: give the model as it is, with "
