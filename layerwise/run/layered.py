@@ -176,7 +176,8 @@ class LayeredModule(SplitFacade):
         if self.io != "boxes":
             sizes = shapes.sizes_of(inputs)
         alike, step = self._comparison, (self.steps + 1) * self.training
-        fed = Batch(self.plan, self.comm, samples, batch, sizes, training=self.training, alike=alike, step=step)
+        alike_in = (*sizes, shapes.called) if shapes.called else sizes
+        fed = Batch(self.plan, self.comm, samples, batch, alike_in, training=self.training, alike=alike, step=step)
         return fed.total, shapes.at(sizes, training=self.training)
 
     def _run(

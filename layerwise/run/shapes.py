@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,8 @@ class Shapes:
         self._module, self._whole = module, network.whole
         self._inputs_without_gradient = network.inputs_without_gradient
         self.arguments = network.arguments or Arguments.of_inputs(layer.name for layer in self._layers)
+        # What all ranks must call alike, beside the sizes: of other arguments, which they are.
+        self.called = () if planned else (crc32(" ".join(self.arguments.leaves).encode()),)
 
     @cached_property
     def _skeleton(self) -> nn.Module | None:
