@@ -27,9 +27,9 @@ from layerwise.cli import (
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.importers.built_in import LOSSES, model_with
 from layerwise.importers.load import HELP, load_model, network_of
 from layerwise.importers.sizes import sizes_of_model, sizes_of_module
+from layerwise.importers.with_loss import LOSSES, model_with
 from layerwise.machine import DEFAULT, MAX_GPUS, load, precision
 from layerwise.quantities import parse_bytes
 from layerwise.search.fits import FitQuestion, Fits, fits

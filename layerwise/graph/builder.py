@@ -21,7 +21,7 @@ class GraphBuilder:
         self.name = name
         self.traced = "cpu"  # the device type that the model's own element types are of
         self.autocast: Regions = ()  # around the layers that are added now
-        self.parameters: Collection[str] = ()  # of the model: no other layer has the name of one that is used twice
+        self.parameters: Collection[str] = ()  # of the model, which may be layers of these names: no operator has one
         self._layers: dict[str, Layer] = {}
 
     def input(self, name: str, spec: TensorSpec) -> str:
@@ -55,7 +55,7 @@ class GraphBuilder:
         tied = tuple(i for i, source in sources.items() if i in computed or source.role is Role.TIED)
         edges = (*inputs, *(parameters[i] for i in tied))
         unique, count = name, 1
-        taken = () if isinstance(op, Tied) else self.parameters
+        taken = () if isinstance(op, Tied | Input) else self.parameters
         while unique in self._layers or unique == SINK or unique in taken:
             count += 1
             unique = f"{name}:{count}"

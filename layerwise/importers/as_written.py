@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.load import Network, network_with
-from layerwise.importers.torch.proof import few
+from layerwise.importers.torch.batches import repeated
 from layerwise.importers.torch.read.arguments import Arguments, Call, Leaf, signature_of
 from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.opaque import AsWritten
@@ -111,7 +111,7 @@ def _returns_rows(module: nn.Module, call: Call, samples: int) -> bool:
     positional, named = call
     first = _rows(module(*positional, **named))
     try:
-        positional, named = few(call, samples, 2 * samples)
+        positional, named = repeated(call, samples, 2)
         second = _rows(module(*positional, **named))
     except Exception:  # it takes no other batch
         return False

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf, prod
+from math import prod
 from typing import TypeGuard
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result, Tensor
+from layerwise.importers.registry import Build, Built, Call, Operand, Result, Tensor
 from layerwise.importers.tensors import permuted, reshaped, turned
 from layerwise.ops.nn.linear import Linear, MatMul
 from layerwise.ops.nn.loss import Loss, LossSum
-from layerwise.ops.tensor.pointwise import KEEPING, REAL, TESTING, Binary, Unary
+from layerwise.ops.tensor.pointwise import Unary
 from layerwise.ops.tensor.reduce import Mode, PartialReduce, Reduce
 from layerwise.tensor import TensorSpec
 
@@ -32,79 +32,6 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 def gelu(call: Call) -> Result:
     return Built(Unary("gelu_tanh" if call.get("approximate") == "tanh" else "gelu"), (call.tensors[0],))
-
-
-def tensor(value: Argument | Built) -> Tensor:
-    """`value`, which must be a tensor."""
-    assert isinstance(value, (Operand, Built)), value
-    return value
-
-
-def binary(fn: str, x: Argument | Built, y: Argument | Built) -> Built:
-    """fn(x, y); one of them may be a number, a parameter or a constant."""
-    for value, other, swapped in ((y, x, False), (x, y, True)):
-        number, name = plain(value), with_number(fn, swapped=swapped)
-        if isinstance(number, (int, float)) and name:
-            return Built(Unary(name, (exact(number),)), (tensor(other),))
-        if not isinstance(value, (Operand, Built)):
-            raise LayerwiseError(f"{fn} with a number is not supported; give it a tensor")
-    return pair(Binary(fn), tensor(x), tensor(y))
-
-
-def clamped(x: Operand, low: Argument, high: Argument) -> Tensor:
-    """x between two bounds, infinite numbers where there are none."""
-    bounds = ("maximum", plain(low)), ("minimum", plain(high))
-    finite = [(fn, b) for fn, b in bounds if b not in (inf, -inf)]
-    numbers = [float(b) for _, b in bounds if isinstance(b, (int, float))]
-    if len(numbers) == 2 and (x.spec.differentiable or len(finite) == 2):  # integers have no infinity
-        return Built(Unary("clamp", tuple(numbers)), (x,))
-    result: Tensor = x
-    for fn, bound in finite:
-        result = binary(fn, result, bound)
-    return result
-
-
-def with_number(fn: str, *, swapped: bool) -> str:
-    """Returns the function of a tensor and a number that is fn(x, number), or fn(number, x); "" where none is."""
-    name = f"{_SWAPPED.get(fn, f'r{fn}') if swapped else fn}_scalar"
-    return name if name in REAL | KEEPING | TESTING else ""
-
-
-def pair(op: Binary, x: Tensor, y: Tensor) -> Built:
-    """`op` of two tensors, one of which may live in the layer: a parameter, a buffer, a constant."""
-    fn, arguments = op.fn, op.arguments
-    if isinstance(y, Operand) and lives_in_layer(y) and not (isinstance(x, Operand) and not x.activation):
-        return Built(Binary(fn, y.shape, False, y.role == "parameter", arguments), (x,), (y,))
-    if isinstance(x, Operand) and lives_in_layer(x) and not (isinstance(y, Operand) and not y.activation):
-        return Built(Binary(fn, x.shape, True, x.role == "parameter", arguments), (y,), (x,))
-    return Built(op, (x, y))
-
-
-def lives_in_layer(x: Operand) -> bool:
-    """Whether this is a parameter or constant that a layer can hold as it is."""
-    return not x.activation and not x.transposed and x.spec.index("n") is None
-
-
-def plain(value: Argument | Built) -> Argument | Built:
-    """A constant of one element without dimensions is a number."""
-    if isinstance(value, Operand) and value.role == "constant" and value.shape == () and value.value is not None:
-        number = value.value.item()
-        return number if isinstance(number, (bool, int, float)) else value
-    return value
-
-
-# fn(a, x) as a function of x and a.
-_SWAPPED = {
-    "add": "add", "mul": "mul", "maximum": "maximum", "minimum": "minimum",
-    "eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le",
-}  # fmt: skip
-
-
-def exact(number: float) -> float:
-    """LayerwiseError for a whole number that no float is."""
-    if float(number) != number and number == number:
-        raise LayerwiseError(f"the number {number} is more than floating-point numbers tell apart; give it as a tensor")
-    return float(number)
 
 
 LARGE = 1 << 14  # positions of a sample that become one number: with fewer, what devices have is sent instead
@@ -136,7 +63,7 @@ def loss(op: Loss, *inputs: Operand) -> Built:
 
 
 def _parts(spec: TensorSpec, dims: Sequence[int]) -> tuple[int, ...]:
-    """Returns how many parts each of `dims` is divided into; () where all together are few positions."""
+    """Into how many parts each of `dims` is divided; none where all of them together are few positions."""
     if prod(spec.shape[d] for d in dims) < LARGE:
         return ()
     cut = [d for d in dims if spec.dims[d] and spec.units[d] == 1 and spec.shape[d] > 1]

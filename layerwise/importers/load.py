@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.built_in import SAMPLES, parted, with_loss, written_graph
+from layerwise.importers.built_in import SAMPLES, written_graph
+from layerwise.importers.with_loss import parted, with_loss
 from layerwise.models import find, names
 from layerwise.ops.base import Role
 
@@ -302,7 +304,7 @@ def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Mo
 
     module, _, name = spec.partition(":")
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
-        build = _resolved(spec, module, name)
+        build = _attribute(spec, _imported(spec, module), name)
         try:
             made = build() if not isinstance(build, nn.Module) and callable(build) else build
         except (Exception, SystemExit) as error:
@@ -322,16 +324,20 @@ def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Mo
     return network, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
 
-def _resolved(spec: str, module: str, name: str) -> object:
+def _imported(spec: str, module: str) -> ModuleType:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: the user's module may lie in the current directory
     try:
-        found = importlib.import_module(module)
+        return importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise LayerwiseError(f"model {spec!r}: importing {module!r} raised {_described(error)}") from error
-    if not hasattr(found, name):
-        raise LayerwiseError(f"model {spec!r}: module {module!r} has no {name!r}")
-    return getattr(found, name)
+
+
+def _attribute(spec: str, module: ModuleType, name: str) -> object:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise LayerwiseError(f"model {spec!r}: module {module.__name__!r} has no {name!r}") from None
 
 
 def _described(error: BaseException) -> str:

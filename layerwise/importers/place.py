@@ -1,34 +1,15 @@
-"""Placer: what a row of either table returns becomes layers of a graph. MergedRows: (n, s, c) seen as (n*s, c).
-
-Models and exporters write linear layers on sequences by merged rows. Taken literally, s is lost (and n, where it is not
-the outermost), which can be split; so what takes row by row works on the tensor as it was before.
-"""
+"""Placer: what a row of either table returns becomes layers of a graph."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
 from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.registry import Built, Operand, Result
 from layerwise.ops.ends import Constant
 from layerwise.ops.tensor.view import Permute, Reshape
 from layerwise.tensor import TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class MergedRows:
-    """An activation whose leading dimensions are merged; `shape` is what the model sees."""
-
-    unmerged: Operand
-    shape: tuple[int, ...]
-
-    @property
-    def spec(self) -> TensorSpec:
-        """The tensor as the model sees it."""
-        named = "n" if "n" in self.unmerged.spec.dims else None
-        return TensorSpec(self.shape, (named, None), self.unmerged.spec.dtype)
 
 
 class Placer(ABC):
@@ -53,24 +34,6 @@ class Placer(ABC):
             inputs = [self.place(i, f"{name}.{i.op.kind}" if isinstance(i, Built) else name) for i in result.inputs]
             self._made[id(result)] = result, self.activation(self._add(result, inputs, name))
         return self._made[id(result)][1]
-
-    def merged(self, rows: MergedRows) -> Operand:
-        """Returns rows as the model sees them."""
-        return self.place(Built(Reshape(rows.shape), (rows.unmerged,)), f"{rows.unmerged.name}.rows")
-
-    def reshaped(self, x: Operand | MergedRows, shape: tuple[int, ...], name: str) -> Operand | MergedRows | None:
-        """x in another shape, where that merges leading dimensions to rows, or takes rows apart; None elsewhere."""
-        tensor = x.unmerged if isinstance(x, MergedRows) else x
-        if isinstance(x, MergedRows) and len(shape) > 2:  # merged rows would have one label for two dimensions
-            return tensor if shape == tensor.shape else self.place(Built(Reshape(shape), (tensor,)), name)
-        if len(shape) != 2 or len(tensor.shape) < 3 or not tensor.activation:
-            return None
-        before = before_merging(tensor.shape, *shape)
-        if before is None:
-            return None
-        if before != tensor.shape:
-            tensor = self.place(Built(Reshape(before), (tensor,)), name)
-        return MergedRows(tensor, shape)
 
     @abstractmethod
     def _add(self, built: Built, inputs: list[Operand], name: str) -> str:
@@ -110,13 +73,3 @@ def _labelled(spec: TensorSpec) -> TensorSpec:
 def as_tied(spec: TensorSpec) -> TensorSpec:
     """A parameter that is a source: its last dimension are channels."""
     return replace(spec, dims=(*(None,) * (len(spec.shape) - 1), "c") if spec.shape else ())
-
-
-def before_merging(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...] | None:
-    """Dimensions that merge to (rows, columns): (s, n*heads, e) becomes (s, n, heads*e). None if nothing merges."""
-    kept = max(k for k in range(len(shape)) if rows % prod(shape[:k]) == 0)
-    rest = rows // prod(shape[:kept])
-    lead = shape[:kept] if rest == 1 else (*shape[:kept], rest)
-    if len(lead) < 2 or shape[kept] % rest:
-        return None
-    return (*lead, columns)

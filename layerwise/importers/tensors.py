@@ -52,8 +52,7 @@ def sliced(x: Tensor, shape: Sequence[int], dim: int, start: int, stop: int, ste
     start, stop, step = slice(start, stop, step).indices(shape[dim])
     if (start, stop, step) == (0, shape[dim], 1):
         return x
-    before_first = -shape[dim] - 1  # for which `indices` has -1, the last
-    return Built(Slice(dim, start, before_first if stop < 0 else stop, step), (x,))
+    return Built(Slice(dim, start, stop, step), (x,))
 
 
 def flipped(x: Tensor, dim: int, extent: int) -> Tensor:

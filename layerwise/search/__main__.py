@@ -38,8 +38,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import read_json
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.built_in import LOSSES, model_with
 from layerwise.importers.load import HELP, load_model, names_code
+from layerwise.importers.with_loss import LOSSES, model_with
 from layerwise.machine import DeviceGraph, load
 from layerwise.plan import parse_strategy
 from layerwise.program import Kind

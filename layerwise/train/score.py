@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.importers.built_in import parted
 from layerwise.importers.load import load_planned
 from layerwise.importers.torch.read.arguments import tensors
+from layerwise.importers.with_loss import parted
 from layerwise.run.load import build_module
 from layerwise.run.outputs import without_classes
 from layerwise.run.parallel import ParallelModule

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.importers.built_in import dice
+from layerwise.importers.with_loss import dice
 from layerwise.run.load import load
 from layerwise.run.outputs import mean_loss
 from tests.comm.thread import run_threads

@@ -20,8 +20,8 @@ from layerwise.examples import brain as brain_data
 from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.built_in import with_loss
 from layerwise.importers.load import Network, network_of
+from layerwise.importers.with_loss import with_loss
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule

@@ -11,24 +11,24 @@ from pathlib import Path
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from layerwise.errors import LayerwiseError, first_line
+from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.onnx.call import bind, element_type, schema_of, takes_rows
+from layerwise.importers.onnx.by_row import merged_rows, split_again, takes_rows
+from layerwise.importers.onnx.call import bind, element_type, schema_of
 from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold, learned, thin
 from layerwise.importers.onnx.control import DECIDED, OF_SEQUENCES, Control, needed_by
 from layerwise.importers.onnx.file import array_of, dtype_of, extents, inferred, opset_of, standard, stored_bytes
 from layerwise.importers.onnx.inputs import OnnxInputs
 from layerwise.importers.onnx.ops.table import row
 from layerwise.importers.onnx.sharing import OnnxPlacer, PlacedValue, Sharing, sharing_of
-from layerwise.importers.place import MergedRows
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result
+from layerwise.importers.rows import Rows
 from layerwise.ops.nn.loss import Loss, LossSum
 from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
 LONGEST_NAME = 200
-RESHAPES, SQUEEZES = ("Reshape", "Flatten"), ("Squeeze", "Unsqueeze")  # of which the latter make no rows
 QUANTISED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv",
              "QLinearMatMul", "QuantizeLinear")  # fmt: skip
 
@@ -73,7 +73,7 @@ class OnnxImporter:
         self.model, self.folder, self.title, self.inputs, self.known = model, folder, title, inputs, known
         self.opset = opset_of(model, title)
         self.placer = OnnxPlacer(GraphBuilder(title), sharing)
-        self.values: dict[str, FoldedConstant | Operand | MergedRows] = {}  # by name of the tensor
+        self.values: dict[str, FoldedConstant | Operand | Rows] = {}  # by name of the tensor
         self.merged: dict[str, Operand] = {}  # those of rows that had to be merged after all
         self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them
         self.kinds: Counter[str] = Counter()
@@ -98,31 +98,24 @@ class OnnxImporter:
         return placer.builder.finish(list(computed))
 
     def store(self, tensors: Iterable[TensorProto]) -> None:
-        """Notes the initializers of a graph."""
+        """Initializers."""
         for tensor in tensors:
             self.values[tensor.name] = self.placer.root(self.stored(tensor.name, tensor))
 
     def visit(self, nodes: Iterable[NodeProto]) -> None:
-        """Imports nodes in their order, which is a topological one."""
+        """Nodes in their order, which is a topological one."""
         for node in nodes:
             name = self.name(node)
-            if self.needed.intersection(node.output):
-                try:
-                    self.node(node, name)
-                except LayerwiseError:
-                    raise
-                except Exception as error:  # what Python, numpy or onnx raises of a node that is not as ONNX says
-                    said = f"{type(error).__name__}: {first_line(error, 500)}"
-                    raise LayerwiseError(f"layer {name!r}: this {node.op_type} cannot be imported ({said})") from None
-
-    def node(self, node: NodeProto, name: str) -> None:
-        """Imports one node: control flow, a constant or a layer."""
-        if standard(node.domain) and node.op_type in (*DECIDED, *OF_SEQUENCES):
-            self.control.take(node, name)
-        elif sequences := self.control.sequences.keys() & node.input:
-            raise LayerwiseError(f"layer {name!r}: {node.op_type} of a sequence ({min(sequences)}) is not supported")
-        elif not self.constant(node):
-            self.layer(node, name)
+            if not self.needed.intersection(node.output):
+                continue
+            if standard(node.domain) and node.op_type in (*DECIDED, *OF_SEQUENCES):
+                self.control.take(node, name)
+            elif sequences := self.control.sequences.keys() & node.input:
+                raise LayerwiseError(
+                    f"layer {name!r}: {node.op_type} of a sequence ({min(sequences)}) is not supported"
+                )
+            elif not self.constant(node):
+                self.layer(node, name)
 
     def stored(self, name: str, tensor: TensorProto) -> FoldedConstant:
         """A tensor of the file."""
@@ -139,7 +132,7 @@ class OnnxImporter:
         tensor = next((a.t for a in node.attribute if a.name == "value"), None)
         if node.op_type in ("Shape", "Size"):
             results = (self.shape_of(node),)
-        elif any(isinstance(value, (Operand, MergedRows)) for value in given):
+        elif any(isinstance(value, (Operand, Rows)) for value in given):
             return False
         elif node.op_type == "Constant" and tensor is not None:
             results = (self.stored(node.output[0], tensor),)
@@ -152,7 +145,7 @@ class OnnxImporter:
         return True
 
     def shape_of(self, node: NodeProto) -> FoldedConstant:
-        """Returns a shape, which is a constant, as the batch is known."""
+        """The batch is known, so shapes are constants."""
         x = self.values[node.input[0]]
         literal = isinstance(x, FoldedConstant) and x.literal
         if node.op_type == "Size":
@@ -209,25 +202,31 @@ class OnnxImporter:
                 if isinstance(x, Operand) and "n" in x.spec.dims:
                     self.placer.unsampled = self.placer.unsampled or name
 
-    def placed(self, node: NodeProto, name: str, result: Result, by_row: bool) -> Operand | MergedRows:
-        """Places one output of a node."""
+    def placed(self, node: NodeProto, name: str, result: Result, by_row: bool) -> Operand | Rows:
+        """One output of a node."""
         if by_row:
             whole = self.placer.place(result, name)
-            return MergedRows(whole, (prod(whole.shape[:-1]), whole.shape[-1]))
-        x = self.values[node.input[0]] if node.op_type in (*RESHAPES, *SQUEEZES) else None
-        made = None
-        if isinstance(x, MergedRows) or (isinstance(x, Operand) and node.op_type in RESHAPES):
-            shape = result.op.shape if isinstance(result, Built) and isinstance(result.op, Reshape) else ()
-            made = self.placer.reshaped(x, shape, name)
-        return made or self.placer.place(result, name)
+            return Rows(whole, (prod(whole.shape[:-1]), whole.shape[-1]))
+        source = self.values.get(node.input[0]) if node.input else None
+        merged = self.merged.get(node.input[0]) if isinstance(source, Rows) else None
+        if isinstance(source, Rows) and (shape := split_again(result, source, merged)):
+            whole = source.whole
+            return whole if shape == whole.shape else self.placer.place(Built(Reshape(shape), (whole,)), name)
+        reshapes = node.op_type in ("Reshape", "Flatten")  # a squeeze means what it says
+        if reshapes and isinstance(result, Built) and (kept := merged_rows(result)):
+            (x,) = result.inputs
+            whole = self.placer.place(x if kept == x.shape else Built(Reshape(kept), (x,)), name)  # type: ignore[union-attr]
+            return Rows(whole, (prod(kept[:-1]), kept[-1]))
+        return self.placer.place(result, name)
 
     def flat(self, name: str) -> FoldedConstant | Operand:
         """A tensor as the model sees it: rows merged."""
         value = self.values[name]
-        if not isinstance(value, MergedRows):
+        if not isinstance(value, Rows):
             return value
         if name not in self.merged:
-            self.merged[name] = self.placer.merged(value)
+            whole = value.whole
+            self.merged[name] = self.placer.place(Built(Reshape(value.shape), (whole,)), f"{whole.name}.rows")
         return self.merged[name]
 
     def batch_in(self, node: NodeProto) -> int:
@@ -236,7 +235,7 @@ class OnnxImporter:
         open_batch = isinstance(shape, FoldedConstant) and shape.literal and not self.inputs.fixed
         return 0 if open_batch else self.inputs.batch
 
-    def unbake(self, arguments: dict[str, Argument], shape: FoldedConstant | Operand | MergedRows) -> None:
+    def unbake(self, arguments: dict[str, Argument], shape: FoldedConstant | Operand | Rows) -> None:
         """A stored shape was written for a batch of 1, where the batch is open now: it has a leading 1, for one."""
         x, batch = arguments["data"], self.inputs.batch
         if (
@@ -255,8 +254,8 @@ class OnnxImporter:
     def argument(self, name: str, *, by_row: bool) -> Argument:
         """A tensor as a row of the table sees it; () where it is empty. by_row: rows as they were before merging."""
         merged = self.values[name]
-        if by_row and isinstance(merged, MergedRows):
-            return merged.unmerged
+        if by_row and isinstance(merged, Rows):
+            return merged.whole
         value = self.flat(name)
         if isinstance(value, Operand):
             return value

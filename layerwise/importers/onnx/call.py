@@ -1,11 +1,11 @@
-"""A node of an ONNX graph as a Call, bound by the operator's schema; what rows of the table read of one, of any opset.
+"""A node of an ONNX graph as a Call, bound by the operator's schema; and what rows read of one, of whichever opset.
 
-What was an attribute once is a constant input now. And nodes that take row by row (see `importers.place.MergedRows`).
+What was an attribute once is a constant input now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from onnx import AttributeProto, NodeProto
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.constants import FoldedConstant
 from layerwise.importers.onnx.file import standard
-from layerwise.importers.place import MergedRows
 from layerwise.importers.registry import Argument, Call, Operand
 from layerwise.tensor import TensorSpec
 
@@ -35,7 +33,7 @@ def schema_of(node: NodeProto, opset: int) -> Schema | None:
 
 
 def bind(node: NodeProto, schema: Schema | None, argument: Callable[[str], Argument]) -> dict[str, Argument]:
-    """Returns all arguments by name; `argument` finds a tensor."""
+    """All arguments; `argument` finds a tensor."""
     bound: dict[str, Argument] = {}
     values = [argument(name) if name else None for name in node.input]
     if schema is None:
@@ -103,13 +101,13 @@ def known(call: Call, name: str) -> NDArray[np.generic] | None:
 
 
 def integers(call: Call, name: str) -> tuple[int, ...] | None:
-    """Returns whole numbers, such as axes, sizes and pads; None where they are not given."""
+    """Axes, sizes, pads, ..."""
     values = known(call, name)
     return None if values is None else tuple(int(v) for v in values.ravel())
 
 
 def numbers(call: Call, name: str) -> tuple[float, ...] | None:
-    """Returns numbers, such as scales; None where they are not given."""
+    """Scales, ratios, bounds."""
     values = known(call, name)
     return None if values is None else tuple(float(v) for v in values.ravel())
 
@@ -124,6 +122,12 @@ def text(call: Call, name: str, default: str = "") -> str:
     """A string attribute."""
     value = call.get(name, default)
     return value if isinstance(value, str) else default
+
+
+def operands(value: Argument) -> tuple[Operand, ...]:
+    """The tensors of a variadic input."""
+    given = value if isinstance(value, tuple) else (value,)
+    return tuple(v for v in given if isinstance(v, Operand))
 
 
 def weights(call: Call, name: str) -> Operand:
@@ -165,33 +169,3 @@ def axes(call: Call, rank: int, name: str = "axes") -> tuple[int, ...] | None:
     if any(not -rank <= v < rank for v in values):
         raise LayerwiseError(f"{call.target}: axes {values} do not fit {rank} dimensions")
     return tuple(v % rank for v in values)
-
-
-# One element from one, or one row from one where the other operands are stored.
-ELEMENTWISE = frozenset({
-    "Abs", "Cast", "Clip", "Dropout", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu",
-    "Log", "Mish", "Neg", "Relu", "Selu", "Sigmoid", "Softplus", "Sqrt", "Swish", "Tanh",
-})  # fmt: skip
-WITH_STORED = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
-
-
-def takes_rows(node: NodeProto, values: Sequence[FoldedConstant | Operand | MergedRows | None]) -> bool:
-    """True if a node does the same to every row of its first input (the only one that is made of rows)."""
-    first, *others = values
-    stored = all(v is None or isinstance(v, FoldedConstant) for v in others)
-    if node.op_type in WITH_STORED and isinstance(first, FoldedConstant) and len(values) == 2:
-        first, stored, others = values[1], True, [first]
-    if not isinstance(first, MergedRows) or not stored:
-        return False
-    width = first.shape[1]
-    if node.op_type in ELEMENTWISE:
-        return True
-    if node.op_type in WITH_STORED:
-        rows = ((), (1,), (width,), (1, 1), (1, width))
-        return all(isinstance(v, FoldedConstant) and v.shape in rows for v in others)
-    if node.op_type == "MatMul":
-        return isinstance(others[0], FoldedConstant) and len(others[0].shape) == 2
-    if node.op_type == "Gemm":
-        turned = any(a.name == "transA" and a.i for a in node.attribute)
-        return not turned and all(isinstance(v, FoldedConstant) and len(v.shape) <= 1 for v in others[1:])
-    return False

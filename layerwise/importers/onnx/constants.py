@@ -6,7 +6,8 @@ on import, by numpy or by onnx's reference implementation, and only by operators
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, first_line
 from layerwise.importers.onnx.file import SMALL, extents
 
 Array = NDArray[np.generic]
@@ -209,7 +210,7 @@ def _run(
     if kind == "Identity" and x is not None:
         return [x]
     thinned = range(len(inputs)) if kind in ELEMENTWISE else (1,) if kind == "Gather" else ()
-    with np.errstate(all="ignore"):
+    with _refused(node), np.errstate(all="ignore"):
         if kind == "Range":  # to which ONNX's own functions give tensors of one element
             inputs = [None if a is None else a.reshape(()) for a in inputs]
         few = [thin(a) if i in thinned and a is not None else a for i, a in enumerate(inputs)]
@@ -236,10 +237,23 @@ def _run(
         return [np.broadcast_to(a, shape) for a, shape in zip(results, shapes, strict=True)]
 
 
+@contextmanager
+def _refused(node: NodeProto) -> Iterator[None]:
+    """Whatever numpy or onnx says of a malformed node is a LayerwiseError that names it."""
+    try:
+        yield
+    except LayerwiseError:
+        raise
+    except Exception as error:
+        name, said = node.name or node.output[0], first_line(error, 500)
+        raise LayerwiseError(f"layer {name!r}: cannot compute this {node.op_type}: {said}") from None
+
+
 def _shape(node: NodeProto, x: FoldedConstant, others: Sequence[Array | None], opset: int) -> tuple[int, ...]:
     """The shape of what the node makes of x, whose values are not read."""
     blank = np.broadcast_to(np.zeros((), np.bool_), x.shape)
-    return _outputs(_alone(node, [blank, *others], opset))[0][0]
+    with _refused(node):
+        return _outputs(_alone(node, [blank, *others], opset))[0][0]
 
 
 def _alone(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> ModelProto:

@@ -124,20 +124,25 @@ _PACKED = tuple(
 
 def _parsed(file: Path) -> ModelProto:
     try:
-        if (size := file.stat().st_size) > PROTOBUF_BYTES:
-            raise LayerwiseError(
-                f"{file} has {size:,} bytes, ONNX allows {PROTOBUF_BYTES:,}: save it with external data "
-                "(onnx.save(..., save_as_external_data=True))"
-            )
-        model = onnx.load_model(file, format="protobuf", load_external_data=False)
-    except FileNotFoundError:
-        raise LayerwiseError(f"there is no file {str(file)!r}") from None
-    except IsADirectoryError:
-        raise LayerwiseError(f"{str(file)!r} is no file") from None
-    except OSError as error:  # a name that is too long, say
+        there = file.exists()
+    except OSError as error:  # a name that is too long
         raise LayerwiseError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    if not there:
+        raise LayerwiseError(f"there is no file {str(file)!r}")
+    if not file.is_file():
+        raise LayerwiseError(f"{str(file)!r} is no file")
+    size = file.stat().st_size
+    if size > PROTOBUF_BYTES:
+        raise LayerwiseError(
+            f"{file} has {size:,} bytes, ONNX allows {PROTOBUF_BYTES:,}: save it with external data "
+            "(onnx.save(..., save_as_external_data=True))"
+        )
+    try:
+        model = onnx.load_model(file, format="protobuf", load_external_data=False)
     except DecodeError:
         raise LayerwiseError(f"{file} is not an ONNX file, or it is damaged or truncated") from None
+    except OSError as error:
+        raise LayerwiseError(f"{file} cannot be read: {first_line(error, 500)}") from None
     if not model.ir_version or not (model.graph.node or model.graph.output):
         raise LayerwiseError(f"{file} is not an ONNX model: it has no graph")
     if model.ir_version > onnx.IR_VERSION:
@@ -157,14 +162,29 @@ def _check(file: Path) -> None:
         raise LayerwiseError(f"{file} is no valid ONNX model: {first_line(error, 500)}{where}") from None
 
 
-def _messages(message: Message) -> Iterator[Message]:
-    """A message and all that are in it, but for what is in tensors: values."""
-    yield message
-    if not isinstance(message, TensorProto):
-        for field, value in message.ListFields():
-            if field.message_type is not None:
-                for inner in [value] if isinstance(value, Message) else value:
-                    yield from _messages(inner)
+def _messages(model: ModelProto) -> Iterator[Message]:
+    """Everything in the file that has a name, wherever it is."""
+    stack: list[Message] = [model]
+    while stack:
+        top = stack.pop()
+        yield top
+        for name in _NESTED.get(type(top).__name__, ()):
+            value = getattr(top, name)
+            if isinstance(value, Message):
+                if top.HasField(name):
+                    stack.append(value)
+            else:
+                stack += list(value)
+
+
+_NESTED = {
+    "ModelProto": ("graph", "functions"),
+    "GraphProto": ("initializer", "sparse_initializer", "node", "input", "output", "value_info"),
+    "FunctionProto": ("node",),
+    "NodeProto": ("attribute",),
+    "AttributeProto": ("t", "tensors", "sparse_tensor", "sparse_tensors", "g", "graphs"),
+    "SparseTensorProto": ("values", "indices"),
+}
 
 
 def _names(message: Message) -> Iterator[object]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx.inliner
@@ -87,12 +85,18 @@ def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = Non
     return _Weights(_imported(path, None, None, None, sizes).values)
 
 
-class _Weights(UserDict[str, Any]):
-    """The values of parameters, each read when it is asked for."""
+class _Weights(Mapping[str, NDArray[np.generic]]):
+    def __init__(self, values: Mapping[str, PlacedValue]) -> None:
+        self._values = values
 
     def __getitem__(self, name: str) -> NDArray[np.generic]:
-        value: PlacedValue = self.data[name]
-        return value.read()
+        return self._values[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 def _imported(

@@ -32,9 +32,11 @@ TRACES = 3  # of them that are tried: sizes that are computed on the way may be 
 
 def import_once(model: nn.Module, call: Call, name: str, dims: Dims | None = None) -> Imported:
     """`import_module`, at the example's batch, of a module that is the same network at every batch."""
-    with suppress(LayerwiseError):  # that it takes no other batch is no error, and others speak of the example's sizes
-        for samples in distinct(model, call)[:1]:
+    for samples in distinct(model, call):
+        try:
             return _at(model, call, samples, name, dims).rebatch(samples_of(call))
+        except LayerwiseError:  # that it takes no other batch is no error, and others speak of the example's sizes
+            break
     return import_module(model, call, name, dims)
 
 
@@ -82,6 +84,16 @@ def distinct(model: nn.Module, call: Call) -> list[int]:
     shapes = (x.shape[x.dim() > 0 and x.shape[0] == batch :] for x in tensors if isinstance(x, Tensor))
     sizes = {extent for shape in shapes for extent in shape if extent}
     return [n for n in SAMPLES if n != batch and all(extent % n for extent in sizes)]
+
+
+def repeated(call: Call, batch: int, times: int) -> Call:
+    """A call with that many times the samples, also those inside lists and dicts."""
+
+    def more(x: Tensor) -> Tensor:
+        return torch.cat([x] * times) if x.dim() and x.shape[0] == batch else x
+
+    made: Call = pytree.tree_map_only(Tensor, more, call)
+    return made
 
 
 def _at(

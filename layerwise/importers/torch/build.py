@@ -16,25 +16,20 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.samples import check_samples
 from layerwise.graph.types import effective
-from layerwise.importers.place import MergedRows
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
+from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.tensors import samples_along
 from layerwise.importers.torch.calls.constants import FILLED, Constants, Missing, constant_names, is_constant
 from layerwise.importers.torch.calls.functional import functional
-from layerwise.importers.torch.calls.place import (
-    TorchPlacer,
-    follows,
-    input_spec,
-    layer_names,
-    shared_parameters,
-    typed,
-)
+from layerwise.importers.torch.calls.place import TorchPlacer, input_spec, layer_names, shared_parameters
+from layerwise.importers.torch.calls.spectral import spectral_norms
+from layerwise.importers.torch.calls.types import follows, typed
 from layerwise.importers.torch.calls.unknown import decomposed, torch_call, why_not
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
-from layerwise.importers.torch.parts import SPECTRAL_NORM
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, Value, samples_in, where
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, Value, samples_in
+from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
@@ -50,10 +45,9 @@ def build_graph(
 
 class _Importer:
     def __init__(self, program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
-        self.program = program = functional(decomposed(program))
-        _check_moved_once(program)
+        self.program = program = functional(decomposed(spectral_norms(program)))
         self.constants = Constants(from_file=program.from_file)
-        self.values: dict[str, Operand | MergedRows] = {}
+        self.values: dict[str, Operand | Rows] = {}
         self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
         self.nothing: set[str] = set()  # tensors without elements
         constant = constant_names(program)
@@ -143,7 +137,7 @@ class _Importer:
             return
         builds = self.builds(node)
         try:
-            bound = {k: self.argument(v, unmerged=by_row) for k, v in node.arguments.items()}
+            bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
             shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
             outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
             call = Call(node.target, self.names[node.name], bound, outputs, self.batch)
@@ -165,7 +159,7 @@ class _Importer:
             if not by_row and value.shape not in ((), operand.shape):  # a loss is a number a sample here
                 where = f"layer {self.names[node.name]!r} ({node.target})"
                 raise LayerwiseError(f"{where} gives {value.shape} in PyTorch, but {operand.shape} here")
-            self.values[value.name] = MergedRows(operand, value.shape) if by_row else operand
+            self.values[value.name] = Rows(operand, value.shape) if by_row else operand
             reduction = reduction or (made.op.loss if isinstance(made, Built) and not value.shape else None)
             if reduction:
                 self.losses[value.name] = reduction
@@ -220,15 +214,27 @@ class _Importer:
         """view(-1, c) of (n, s, c): nothing is done until somebody needs it so. Says whether it was that."""
         if base_name(node.target) not in SHAPED or node.outputs[0] is None:
             return False
-        x, out = self.values[next(iter(node.operands)).name], node.outputs[0]
-        made = self.placer.reshaped(x, out.shape, self.names[node.name])
-        if made is not None:
+        x = self.values[next(iter(node.operands)).name]
+        out = node.outputs[0]
+        whole = x.whole if isinstance(x, Rows) else x
+        if isinstance(x, Rows) and len(out.shape) > 2:  # merged rows would have one label for two dimensions
+            same = out.shape == whole.shape
+            made = whole if same else self.placer.place(Built(Reshape(out.shape), (whole,)), self.names[node.name])
             self.values[out.name] = made
-        return made is not None
+            return True
+        if len(out.shape) != 2 or len(whole.shape) < 3 or not whole.activation:
+            return False
+        shape = before_merging(whole.shape, *out.shape)
+        if shape is None:
+            return False
+        if shape != whole.shape:
+            whole = self.placer.place(Built(Reshape(shape), (whole,)), self.names[node.name])
+        self.values[out.name] = Rows(whole, out.shape)
+        return True
 
     def works_by_row(self, node: Node) -> bool:
         """Whether a call takes merged rows that need not be merged for it."""
-        rows = [r for r in node.operands if isinstance(self.known(r), MergedRows)]
+        rows = [r for r in node.operands if isinstance(self.known(r), Rows)]
         if not rows or node.outputs[0] is None:
             return False
         if base_name(node.target) in ELEMENTWISE or base_name(node.target) in UNCHANGED:
@@ -241,24 +247,25 @@ class _Importer:
     def operand(self, ref: Ref) -> Operand:
         """The value of a tensor, rows merged."""
         value = self.values[ref.name]
-        if isinstance(value, MergedRows):
-            value = self.values[ref.name] = self.placer.merged(value)
+        if isinstance(value, Rows):
+            value = self.placer.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
+            self.values[ref.name] = value
         return value
 
-    def argument(self, value: object, *, unmerged: bool = False) -> Argument:
+    def argument(self, value: object, *, whole: bool = False) -> Argument:
         """An argument as a Call has it."""
         if isinstance(value, Ref):
             known = self.known(value)
             if known is None:
                 return None
-            return known.unmerged if unmerged and isinstance(known, MergedRows) else self.operand(value)
+            return known.whole if whole and isinstance(known, Rows) else self.operand(value)
         if isinstance(value, tuple):
-            return tuple(self.argument(v, unmerged=unmerged) for v in value)
+            return tuple(self.argument(v, whole=whole) for v in value)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         return str(value).removeprefix("torch.")  # dtypes, devices, layouts
 
-    def known(self, ref: Ref) -> Operand | MergedRows | None:
+    def known(self, ref: Ref) -> Operand | Rows | None:
         """A tensor; None for one without elements."""
         if ref.name not in self.values and ref.name not in self.nothing:
             raise LayerwiseError(f"the model uses {ref.name!r}, an output that layerwise does not make")
@@ -294,20 +301,6 @@ class _Importer:
         results = torch_call(node, call, used=output.__eq__, shapes=self.placer.shapes)
         assert isinstance(results, tuple)
         return next(made for made in results if made is not None)
-
-
-def _check_moved_once(program: TracedProgram) -> None:
-    """LayerwiseError where a spectral norm is computed twice: both calls move its vectors."""
-    moved = set[object]()
-    for node in program.nodes:
-        if node.target == SPECTRAL_NORM:
-            if node.arguments["u"] in moved:
-                raise LayerwiseError(
-                    f"{where(node)} has a spectral norm that is computed more than once in a forward pass, and moves "
-                    "its vectors every time, which layerwise would lose: call such a module once, of all its inputs "
-                    "together, or inside of parametrize.cached()"
-                )
-            moved.add(node.arguments["u"])
 
 
 def _spec(value: Value) -> TensorSpec:

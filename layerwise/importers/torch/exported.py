@@ -139,9 +139,12 @@ class FxReader:
 
 def stack_of(node: fx.Node) -> Stack:
     """The modules around a node, outermost first."""
-    modules = (node.meta.get("nn_module_stack") or {}).items()
-    # Strict export writes L['self'].features.0.
-    return tuple((key, path.removeprefix("L['self']").removeprefix(".")) for key, (path, _) in modules)
+    stack = []
+    for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        # Strict export writes L['self'].features.0.
+        stack.append((key, path.removeprefix("L['self']").removeprefix("."), name))
+    return tuple(stack)
 
 
 def _named(name: str, val: object) -> list[tuple[str, object]]:

@@ -1,7 +1,6 @@
 """Parts: modules of a model that are not traced but called, each by one layer (`ops.whole`).
 
-While the model is traced an operator stands in for each of them, which knows the shapes that the example gave; and so
-it does for what PyTorch writes out in many calls, of which one layer is made: spectral and local response norms.
+While the model is traced an operator stands in for each of them, which knows the shapes that the example gave.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
@@ -31,7 +28,6 @@ from layerwise.ops.opaque import Made
 from layerwise.ops.whole import Whole
 
 Shape = tuple[int, ...]
-SPECTRAL_NORM = "layerwise::spectral_norm"
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
@@ -120,7 +116,7 @@ class WholeModule:
                 self.path,
                 "it is called here with other arguments, or with samples of another shape, than on the example",
             )
-        tensors = list(tensors_of(module).values())
+        tensors = list(held(module).values())
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         return self.unpacked(torch.ops.layerwise.whole(self.path, inputs, tensors))
 
@@ -130,7 +126,7 @@ class WholeModule:
         return self.shapes[0] if len(self.shapes) == 1 else (sum(map(prod, self.shapes)),)
 
     def layer(self, call: Call) -> Built:
-        """Returns the layer that calls it."""
+        """Its layer."""
         inputs, tensors = call["inputs"], call["tensors"]
         assert isinstance(inputs, tuple)
         assert isinstance(tensors, tuple)
@@ -147,7 +143,7 @@ class WholeModule:
         dtype = str(self.dtype).removeprefix("torch.")
         alike = (x.spec.dims for x in operands if x.spec.index("n") == 0 and len(x.shape) == len(shape) + 1)
         labels = next(alike, usual_labels(len(shape) + 1, dtype, signal=False))
-        names = zip(tensors_of(self.module).items(), parameters, strict=True)
+        names = zip(held(self.module).items(), parameters, strict=True)
         work = self.work
         assert work is not None
         op = Whole(
@@ -170,7 +166,7 @@ def refused(path: str, why: str) -> LayerwiseError:
     return LayerwiseError(f"module {path!r} cannot be whole, run as it is written by itself: {why}")
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def held(module: nn.Module) -> dict[str, Tensor]:
     """Its parameters and buffers that have elements, by their names in it."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     return {name: x for name, x in tensors if 0 not in x.shape}
@@ -179,7 +175,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def copied(module: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers have no memory. LayerwiseError where it cannot be copied."""
     memo: dict[int, object] = {}
-    for x in tensors_of(module).values():
+    for x in held(module).values():
         empty = torch.empty_like(x, device="meta")
         memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
     return copy.deepcopy(module, memo)
@@ -192,7 +188,7 @@ PARTS: ContextVar[Mapping[str, WholeModule]] = ContextVar(
 
 @contextmanager
 def importing(parts: Mapping[str, WholeModule]) -> Iterator[None]:
-    """Within it a traced model has these parts."""
+    """Within it a model that is traced has these parts."""
     token = PARTS.set(parts)
     try:
         yield
@@ -202,41 +198,18 @@ def importing(parts: Mapping[str, WholeModule]) -> Iterator[None]:
 
 @contextmanager
 def stood_in(model: nn.Module) -> Iterator[None]:
-    """Within it operators stand in for the parts of the model, and for PyTorch's spectral norms.
+    """Within it the parts of the model are not computed but stood in for.
 
     And SyncBatchNorm runs where it would refuse to: it is a batch norm, of the full batch as all are here.
     """
-    forwards: list[tuple[object, str, Callable[..., object]]] = []
-    for path, module in model.named_modules():
-        if part := PARTS.get().get(path):
-            forwards.append((module, "forward", partial(part.stand_in, module)))
-        elif isinstance(module, nn.SyncBatchNorm):
-            forwards.append((module, "forward", partial(nn.modules.batchnorm._BatchNorm.forward, module)))
-        elif module.training:
-            forwards += spectral_norms_of(module)
+    forwards = {path: part.stand_in for path, part in PARTS.get().items()}
+    synchronised = (path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm))
+    forwards |= dict.fromkeys(synchronised, nn.modules.batchnorm._BatchNorm.forward)
     with ExitStack() as stack:
-        for owner, name, function in forwards:
-            stack.enter_context(mock.patch.object(owner, name, function))
+        for path, forward in forwards.items():
+            module = model.get_submodule(path)
+            stack.enter_context(mock.patch.object(module, "forward", partial(forward, module)))
         yield
-
-
-def spectral_norms_of(module: nn.Module) -> list[tuple[object, str, Callable[..., object]]]:
-    """Returns what computes a module's spectral norms, a parametrization or hooks: owner, method, and its stand-in."""
-    if isinstance(module, parametrizations._SpectralNorm) and hasattr(module, "_u"):  # a vector has no such buffer
-        return [(module, "forward", partial(_normalised, module))]
-    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
-    return [(hook, "compute_weight", partial(_weight_of, hook)) for hook in hooks]
-
-
-def _normalised(norm: Any, weight: Tensor) -> Any:
-    u_first, steps = True, norm.n_power_iterations
-    return torch.ops.layerwise.spectral_norm(weight, norm._u, norm._v, norm.dim, steps, norm.eps, u_first)
-
-
-def _weight_of(hook: SpectralNorm, module: nn.Module, do_power_iteration: bool) -> Any:
-    u_first, steps = False, hook.n_power_iterations
-    weight, u, v = (getattr(module, f"{hook.name}_{of}") for of in ("orig", "u", "v"))
-    return torch.ops.layerwise.spectral_norm(weight, u, v, hook.dim, steps, hook.eps, u_first)
 
 
 def whole_layer(call: Call) -> Built:
@@ -249,12 +222,7 @@ def _listed(shapes: Sequence[object]) -> str:
 
 
 _LIBRARY = torch.library.Library("layerwise", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema in (
-    "whole(str path, Tensor[] inputs, Tensor[] tensors) -> Tensor",
-    "spectral_norm(Tensor weight, Tensor u, Tensor v, int dim, int iterations, float eps, bool u_first) -> Tensor",
-    "local_response_norm(Tensor input, int size, float alpha=0.0001, float beta=0.75, float k=1.0) -> Tensor",
-):
-    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
+_LIBRARY.define("whole(str path, Tensor[] inputs, Tensor[] tensors) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("layerwise::whole", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -262,11 +230,3 @@ def _fake(path: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Ten
     part = PARTS.get()[path]
     first = next(x for x, known in zip(inputs, part.inputs, strict=True) if known.follows)
     return first.new_empty((first.shape[0], *part.packed_shape), dtype=part.dtype)
-
-
-def _fake_like(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x)
-
-
-for _name in (SPECTRAL_NORM, "layerwise::local_response_norm"):
-    torch.library.register_fake(_name, _fake_like, lib=_LIBRARY)

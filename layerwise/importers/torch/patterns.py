@@ -1,4 +1,4 @@
-"""Patterns: operators that libraries write out in smaller ones, found in a program and replaced by one call."""
+"""Operators that PyTorch's own modules write out in smaller ones, found again in a Program."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, maker
+from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker
 
+LOCAL_RESPONSE_NORM = "layerwise::local_response_norm"
 DROP_PATH = "layerwise::drop_path"
 BATCH_MEAN = 3  # a reduction that torch.nn.functional.kl_div has and aten::kl_div has not
+
+
+_BETWEEN = (
+    "aten::view", "aten::reshape", "aten::squeeze.dim", "aten::unsqueeze", "aten::pad", "aten::constant_pad_nd"
+)  # fmt: skip
 
 Made = dict[str, Node]  # by the name of a value, the node that makes it
 Match = tuple[dict[str, object], list[Node]]  # arguments of the call that replaces a node, and the nodes behind it
@@ -18,7 +24,7 @@ Drawn = tuple[object, object, list[Node]]  # what is dropped, the chance to be k
 
 def rewrite(program: TracedProgram) -> TracedProgram:
     """The same program with the patterns replaced."""
-    return _batch_means(_drop_paths(program))
+    return _batch_means(_local_response_norms(_drop_paths(program)))
 
 
 def _drop_paths(program: TracedProgram) -> TracedProgram:
@@ -88,6 +94,30 @@ def _one_a_sample(drawn: Node, product: Node) -> bool:
     shape = drawn.outputs[0].shape if drawn.outputs[0] else ()
     x = product.outputs[0].shape if product.outputs[0] else ()
     return bool(x) and shape == (x[0], *(1,) * (len(x) - 1))
+
+
+def _local_response_norms(program: TracedProgram) -> TracedProgram:
+    """x / (k + alpha * average_pool(pad(x²)))^beta, as torch.nn.functional.local_response_norm exports."""
+
+    def match(node: Node, made: Made) -> Match | None:
+        x = node.arguments.get("self")
+        if node.target != "aten::div.Tensor" or not isinstance(x, Ref):
+            return None
+        chain = list(behind([node.arguments["other"]], made, {x.name}).values())
+        one = {n.target: n for n in chain if x not in n.operands}
+        squares = [n for n in chain if n.target == "aten::mul.Tensor" and n.operands == (x, x)]
+        pool = one.get("aten::avg_pool2d", one.get("aten::avg_pool3d"))
+        steps = [one.get(name) for name in ("aten::mul.Tensor", "aten::add.Tensor", "aten::pow.Tensor_Scalar")]
+        known = {*_BETWEEN, *(n.target for n in (*steps, pool) if n)}
+        if pool is None or None in steps or len(squares) != 1 or not one.keys() <= known:
+            return None
+        numbers = [[*n.arguments.values()][1] for n in steps if n]
+        kernel = pool.arguments["kernel_size"]
+        if any(isinstance(number, Ref) for number in numbers) or not isinstance(kernel, tuple):
+            return None
+        return dict(zip(("alpha", "k", "beta"), numbers, strict=True)) | {"input": x, "size": kernel[0]}, chain
+
+    return _replaced(program, LOCAL_RESPONSE_NORM, match)
 
 
 def _batch_means(program: TracedProgram) -> TracedProgram:

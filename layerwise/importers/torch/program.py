@@ -6,7 +6,7 @@ nothing by themselves (`torch.no_grad()`, autocast) inlined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -17,7 +17,7 @@ from layerwise.graph.types import Region, Regions
 from layerwise.tensorfile import dtype_name
 
 TRACING = Lock()  # torch.export and its like keep modes, log and stderr for the process, not for a thread
-Stack = tuple[tuple[str, str], ...]  # (key, path) of the modules around a call, outermost first
+Stack = tuple[tuple[str, str, str], ...]  # (key, path, class) of the modules around a call, outermost first
 
 # Regions that run their graph as it stands, and how many arguments stand between the graph and its operands.
 # https://github.com/pytorch/pytorch/tree/main/torch/_higher_order_ops
@@ -116,6 +116,19 @@ def refs(value: object) -> Iterator[Ref]:
 def maker(value: object, makers: Mapping[str, Node]) -> Node | None:
     """The call that makes a value, if it is a tensor that a call makes."""
     return makers.get(value.name) if isinstance(value, Ref) else None
+
+
+def behind(values: Iterable[object], makers: Mapping[str, Node], ends: Collection[str]) -> dict[str, Node]:
+    """The calls that values are made of, by name, as far as these tensors."""
+    found: dict[str, Node] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        node = None if isinstance(value, Ref) and value.name in ends else maker(value, makers)
+        if node is not None and node.name not in found:
+            found[node.name] = node
+            left += node.operands
+    return found
 
 
 def called(node: Node, tensor: Callable[[Ref], torch.Tensor], device: str) -> object:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.torch.affordable import check_affordable
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.effects import as_it_was, changed, configured, hookable, numbers
@@ -30,7 +31,6 @@ from layerwise.importers.torch.unfused import (
     UnfusedLayers,
     UnlikeError,
     UnprovenError,
-    check_affordable,
     distance,
     filled,
     fixed_weights,
@@ -50,7 +50,7 @@ _reason: ContextVar[str | None] = ContextVar("reason", default=None)
 
 @contextmanager
 def left_unproven(why: str | None) -> Iterator[None]:
-    """Within it an import is not proven, where there is a reason, which UnprovenError has."""
+    """Within it nothing is run to prove it, where there is a reason: UnprovenError has it."""
     token = _reason.set(why)
     try:
         yield
@@ -59,7 +59,7 @@ def left_unproven(why: str | None) -> Iterator[None]:
 
 
 def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW) -> Imported:
-    """Returns the import with the effects that running shows. UnlikeError, UnprovenError.
+    """The same, with the effects that running shows. UnlikeError, UnprovenError.
 
     imported: at the batch of the call, of which so many samples are run.
     """
@@ -86,7 +86,7 @@ def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW)
 
 
 def _proof(imported: Imported, model: nn.Module, call: Call) -> tuple[str, ...]:
-    """Returns the effects that running shows. UnlikeError, UnprovenError."""
+    """The effects that running shows. UnlikeError, UnprovenError."""
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
     types = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
     away, where, effects = _compared(imported, model, call)
@@ -100,12 +100,12 @@ def _proof(imported: Imported, model: nn.Module, call: Call) -> tuple[str, ...]:
 
 
 def few(call: Call, batch: int, samples: int) -> Call:
-    """Returns a call with so many samples: some of the example's, or all of them repeated; its tensors are copies."""
+    """A call with some of the example's samples, or several times the one that it has; its tensors are copies."""
 
     def shorter(x: Tensor) -> Tensor:
         some = x.detach()
         if x.dim() and x.shape[0] == batch:
-            some = torch.cat([some] * -(-samples // batch))[:samples]
+            some = torch.cat([some] * samples)[:samples] if batch < samples else some[:samples]
         if is_hollow(x):
             some = values_like(some)
         elif x.is_floating_point():  # an example by torch.empty may have anything, and all is equal where all is NaN
@@ -139,7 +139,7 @@ Compared = tuple[float, tuple[str, str], tuple[str, ...]]
 
 
 def _compared(imported: Imported, model: nn.Module, call: Call) -> Compared:
-    """Returns the layers' distance relative to the largest number, the first layer that is away, and the effects."""
+    """How far away the layers are, relative to the largest number; where that is first, and effects of the model."""
     graph, structure = imported.graph, imported.structure
     if structure is None:
         raise UnprovenError("it returns a tensor that no layer makes")
@@ -217,7 +217,7 @@ def _paths(name: str) -> Iterator[str]:
 def _effects(
     model: nn.Module, call: Call, before: Any, after: Any, leaves: Sequence[object], buffers: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
-    """Returns what a second call, without gradients, shows: numbers that change, or another result."""
+    """What a second call shows, which is made without gradients: numbers that change, or something else computed."""
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
             buffer.copy_(buffers[name])
@@ -233,7 +233,7 @@ def _effects(
 def _paired(
     leaves: Sequence[object], places: Sequence[int | None], values: Sequence[object], outputs: Sequence[Tensor]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields number, value here and value there of each output that is a tensor. UnlikeError where others differ."""
+    """Number, value here and value there of each output that is a tensor. UnlikeError where the others differ."""
     if len(leaves) != len(places):
         raise UnlikeError("outputs", f"it returns {len(leaves)} values, and {len(places)} in its trace")
     for leaf, i, value in zip(leaves, places, values, strict=True):
@@ -246,7 +246,7 @@ def _paired(
 
 
 def _in_float64(imported: Imported, model: nn.Module, call: Call) -> float:
-    """Returns the layers' distance in float64. UnprovenError where the model cannot be run in it."""
+    """How far the layers are away in float64. UnprovenError where the model cannot be run in it."""
 
     def double(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -282,13 +282,13 @@ def _noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _total(graph: LayerGraph, name: str, x: Tensor) -> Tensor:
-    """Returns a loss as PyTorch has it; here it is a number a sample."""
+    """A loss, a number a sample here, as PyTorch's."""
     kind = graph.losses.get(name)
     return x if kind is None or not x.dim() else x.mean() if kind == "mean" else x.sum()
 
 
 def _gradients(outputs: Sequence[Tensor], of: Iterable[Tensor]) -> Sequence[Tensor | None]:
-    """Returns the gradients of the outputs' sum with fixed weights."""
+    """Of the outputs' sum with fixed weights."""
     wanted, total = list(of), torch.zeros(())
     for x in outputs:
         if x.requires_grad:

@@ -18,12 +18,14 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx import config as fx_config
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
-from layerwise.importers.torch.parts import spectral_norms_of, stood_in
+from layerwise.importers.torch.parts import stood_in
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure, structure_of
@@ -78,6 +80,7 @@ def import_module(
     try:
         if after is not None:
             put_back(model, after.after)
+        before = numbers(model)
         exported, effects = _export(model, *call, name)
     finally:
         put_back(model, known)
@@ -86,7 +89,7 @@ def import_module(
     arguments = Arguments.of(model, exported, graph.batch)
     graph = replace(graph, unseen=tuple(effects.found))
     where = next(iter(effects.found.values()), "")
-    return Imported(graph, stored, structure, arguments, effects.before, effects.numbers, unseen_in=where)
+    return Imported(graph, stored, structure, arguments, before, effects.numbers, unseen_in=where)
 
 
 def _export(
@@ -98,7 +101,7 @@ def _export(
                 f"layer {path!r} is in {'training' if module.training else 'evaluation'} mode and the model is not: "
                 "layerwise has one mode for all; call train() or eval() on the whole model"
             )
-        if not model.training and spectral_norms_of(module):
+        if not model.training and _has_spectral_norm(module):
             raise LayerwiseError(
                 f"layer {path!r} has a spectral norm, which moves its vectors in training only: call train() on the "
                 "model before it is imported"
@@ -131,7 +134,7 @@ def _export(
 
 @contextmanager
 def _all_on_meta(model: nn.Module) -> Iterator[None]:
-    """Within it, where some tensors are on the meta device, stand-ins that know their values replace the others."""
+    """Within it, where some tensors are on the meta device, others are stood in for, by what knows their values."""
     tensors = [*model.parameters(), *model.buffers()]
     made: dict[int, torch.Tensor] = {}
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -154,9 +157,15 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _has_spectral_norm(module: nn.Module) -> bool:
+    """Of either of PyTorch's kinds, a parametrization or a hook."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, parametrizations._SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
+
+
 @contextmanager
 def _set_for_tracing() -> Iterator[None]:
-    """Within it PyTorch traces `torch.autocast("cuda")` also where there is no CUDA, and records no stacks.
+    """Within it PyTorch traces `torch.autocast("cuda")` as it is written also where there is no CUDA, and no stacks.
 
     Python's stack at every call of the model takes a third of the time of an export, and nobody reads it here.
     """
@@ -174,7 +183,7 @@ def _set_for_tracing() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within it torch's log, warnings and the half-traced graph that it prints are left out: its error says enough."""
+    """Without torch's log, warnings and the half-traced graph that it prints: the error that is raised says enough."""
     level, printed = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.ERROR)
     try:
@@ -201,7 +210,7 @@ def _export_failed(title: str, error: Exception) -> str:
 
 
 def _looks_at(error: BaseException) -> str:
-    """Returns the line where it failed: the last that is neither torch's nor ours."""
+    """Where it failed: the last line that is neither torch's nor ours."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_MODEL)]
     if not own or not own[-1].line:
         return ""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, nearest
-from layerwise.importers.torch.parts import PLAIN, ModuleInput, WholeModule, copied, importing, refused, tensors_of
+from layerwise.importers.torch.parts import PLAIN, ModuleInput, WholeModule, copied, held, importing, refused
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.proof import FEW, ROUNDING, few
 from layerwise.importers.torch.read.arguments import Call
@@ -66,14 +66,14 @@ def _part(model: nn.Module, path: str, call: Call, samples: int, why: str) -> Wh
     )  # fmt: skip
     try:
         with torch.enable_grad():
-            part.packed(module, _graded(long.tensors), tensors_of(module), module.training)
+            part.packed(module, _graded(long.tensors), held(module), module.training)
     except Exception:  # if not for having no gradient, `_prove` says why
         part = replace(part, differentiable=False)
     for training in (True, False):
         _prove(part, module, long, training)
     inputs = [x.detach().clone() for x in short.tensors]
-    count, names = len(inputs), list(tensors_of(module))
-    values = [x.detach().clone() for x in tensors_of(module).values()]
+    count, names = len(inputs), list(held(module))
+    values = [x.detach().clone() for x in held(module).values()]
     work = observed(
         lambda given: part.packed(module, given[:count], dict(zip(names, given[count:], strict=True)), model.training),
         [*inputs, *values],
@@ -90,7 +90,7 @@ def _check(model: nn.Module, module: nn.Module, path: str) -> None:
         raise refused(path, "the model is on the meta device, and it has to be run")
     if any(m.training != model.training for m in module.modules()):
         raise refused(path, "some of it is in another mode than the model: call train() or eval() on the whole model")
-    own = {id(x): name for name, x in tensors_of(module).items()}
+    own = {id(x): name for name, x in held(module).items()}
     for name, x in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if id(x) in own and not name.startswith(f"{path}."):
             raise refused(path, f"its {own[id(x)]!r} is also the model's {name!r}")
@@ -107,12 +107,12 @@ class _Use:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that it is called with."""
+        """That it is called with."""
         return [x for x in self.arguments if isinstance(x, Tensor)]
 
 
 def _use(model: nn.Module, module: nn.Module, path: str, call: Call) -> _Use:
-    """Returns the call that the model makes of the module, which must be one."""
+    """How the model calls the module, which it must do once."""
     uses: list[_Use] = []
 
     def plain(value: object) -> list[Any]:
@@ -142,7 +142,7 @@ def _use(model: nn.Module, module: nn.Module, path: str, call: Call) -> _Use:
 
 
 def _along(path: str, short: object, long: object) -> object:
-    """Returns what a value of a call is, by the value at `FEW` samples and at twice as many."""
+    """What a value of a call is, of `FEW` samples and of twice as many."""
     if not isinstance(short, Tensor) or not isinstance(long, Tensor):
         if type(short) is not type(long) or short != long:
             raise refused(path, f"a value that it is called with, or returns, is {short!r} or {long!r} by the batch")
@@ -159,7 +159,7 @@ def _prove(part: WholeModule, module: nn.Module, use: _Use, training: bool) -> N
     follows = [x.follows for x in part.inputs]
 
     def together(inputs: Sequence[Tensor]) -> Tensor:
-        return part.packed(module, inputs, tensors_of(module), training)
+        return part.packed(module, inputs, held(module), training)
 
     def alone(inputs: Sequence[Tensor]) -> Tensor:
         samples = ([x[i : i + 1] if f else x for x, f in zip(inputs, follows, strict=True)] for i in range(2 * FEW))
@@ -223,13 +223,13 @@ def _unchanging(part: WholeModule, module: nn.Module) -> Iterator[None]:
 
 
 def _states() -> tuple[object, ...]:
-    """Returns the states of all generators of random numbers."""
+    """Of all generators of random numbers."""
     devices = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return *draws(), *(x.numpy().tobytes() for x in (torch.random.get_rng_state(), *devices))
 
 
 def _computed(run: Callable[[Sequence[Tensor]], Tensor], module: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what a function makes of these tensors, and its gradients of them and of the module's parameters."""
+    """What a function of these tensors makes, its gradients of them and of the module's parameters."""
     inputs = _graded(tensors)
     wanted = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
     with torch.enable_grad():
@@ -248,7 +248,7 @@ def _graded(tensors: Sequence[Tensor]) -> list[Tensor]:
 def import_partly(
     attempt: Callable[[], Imported], model: nn.Module, call: Call, samples: int, parts: Mapping[str, WholeModule]
 ) -> tuple[Imported, Mapping[str, WholeModule]]:
-    """Returns what `attempt` imports, and the parts that it takes: the smallest modules without which it fails.
+    """What `attempt` imports, and the parts that it takes: the smallest modules without which it fails.
 
     parts: those that it has in any case. Raises what is raised without others, where none help.
     """

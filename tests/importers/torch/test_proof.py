@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import network_of
 from layerwise.importers.registry import Built, _builds, register_op
-from layerwise.importers.torch import unfused
+from layerwise.importers.torch import affordable
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.importers.torch.read.effects import UntracedEffects
 from layerwise.importers.torch.unfused import UnlikeError
@@ -210,8 +210,8 @@ def test_random_numbers_are_none_of_the_differences(training: bool) -> None:
 
 
 def test_products_count_as_what_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unfused, "FLOPS", 0.0)
-    monkeypatch.setattr(unfused, "FLOPS_A_LAYER", 3000.0)
+    monkeypatch.setattr(affordable, "FLOPS", 0.0)
+    monkeypatch.setattr(affordable, "FLOPS_A_LAYER", 3000.0)
     network = network_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), (torch.randn(4, 64),), None, "test")
     assert network.unproven is not None
     assert "2 samples of it are 1.7e+04 operations" in network.unproven

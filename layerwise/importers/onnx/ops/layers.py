@@ -1,7 +1,4 @@
-"""Rows of the ONNX importer's table: layers with weights, norms, pooling, reductions, losses.
-
-https://onnx.ai/onnx/operators/
-"""
+"""Rows of the ONNX importer's table: layers with weights, pooling, reductions, losses. https://onnx.ai/onnx/operators/"""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any, Literal
 from layerwise.errors import LayerwiseError
 from layerwise.importers import functions
 from layerwise.importers.functions import einsum, linear_layer, scaled
-from layerwise.importers.onnx.call import axes, axis, integers, optional, recast, text, weights
+from layerwise.importers.onnx.call import axes, integers, optional, recast, text, weights
 from layerwise.importers.onnx.ops.index import along
 from layerwise.importers.onnx.ops.pointwise import both
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
@@ -20,11 +17,10 @@ from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose, Pads
 from layerwise.ops.nn.linear import MatMul
 from layerwise.ops.nn.loss import Loss
-from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.tensor.along import Softmax
-from layerwise.ops.tensor.pointwise import Binary, Unary
-from layerwise.ops.tensor.reduce import Mode, Reduce
+from layerwise.ops.tensor.pointwise import Unary
+from layerwise.ops.tensor.reduce import Mode
 
 Ints = tuple[int, ...]
 
@@ -234,69 +230,4 @@ LAYERS: Table = {
     "NegativeLogLikelihoodLoss": nll_loss,
     "Attention": attention,
     "Einsum": einsum,
-}
-
-
-def batch_norm(call: Call) -> Result:
-    x = call.operand("X")
-    if call.get("spatial", 1) != 1:
-        raise LayerwiseError("spatial=0 (statistics for every position) is not supported")
-    names = [name for name in call.arguments if name not in ("X", "input")]
-    stored = tuple(weights(call, name) for name in names if isinstance(call.get(name), Operand))
-    # ONNX keeps `momentum` of the old statistics, PyTorch takes it of the new ones.
-    op = BatchNorm(affine=True, eps=call.number("epsilon"), momentum=1 - call.number("momentum"), track=True)
-    return (Built(op, (x,), stored), None, None)
-
-
-def layer_norm(call: Call) -> Result:
-    x = call.operand("X")
-    shape = x.shape[axis(call, len(x.shape)) :]
-    stored = tuple(recast(w, shape) for w in optional(call, "Scale", "B"))
-    op = LayerNorm(len(shape), weight=True, bias=len(stored) == 2, eps=call.number("epsilon"))
-    return (Built(op, (x,), stored), None, None)
-
-
-def rms_norm(call: Call) -> Result:
-    x = call.operand("X")
-    shape = x.shape[axis(call, len(x.shape)) :]
-    scale = recast(weights(call, "scale"), shape)
-    return Built(RMSNorm(len(shape), weight=True, eps=call.number("epsilon")), (x,), (scale,))
-
-
-def group_norm(call: Call) -> Result:
-    x, groups = call.operand("X"), call.integer("num_groups")
-    scale, bias = optional(call, "scale", "bias")
-    channels, eps = x.shape[1], call.number("epsilon")
-    return Built(GroupNorm(groups, affine=True, eps=eps), (x,), (recast(scale, (channels,)), recast(bias, (channels,))))
-
-
-def instance_norm(call: Call) -> Result:
-    op = InstanceNorm(affine=True, eps=call.number("epsilon"))
-    return Built(op, (call.operand("input"),), optional(call, "scale", "B"))
-
-
-def local_response_norm(call: Call) -> Result:
-    size = call.integer("size")
-    alpha, beta, k = (call.number(name) for name in ("alpha", "beta", "bias"))
-    return Built(LocalResponseNorm(size, alpha, beta, k, before=(size - 1) // 2), (call.operand("X"),))
-
-
-def lp_normalization(call: Call) -> Result:
-    x = call.tensors[0]
-    dims = (axis(call, len(x.shape)),)
-    if call.integer("p") == 2:
-        norm = Built(Reduce("norm2", dims, keepdim=True), (x,))
-    else:
-        norm = Built(Reduce("sum", dims, keepdim=True), (Built(Unary("abs"), (x,)),))
-    return Built(Binary("div"), (x, norm))
-
-
-NORMS: Table = {
-    "BatchNormalization": batch_norm,
-    "LayerNormalization": layer_norm,
-    "RMSNormalization": rms_norm,
-    "GroupNormalization": group_norm,
-    "InstanceNormalization": instance_norm,
-    "LRN": local_response_norm,
-    "LpNormalization": lp_normalization,
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce as folded
 from math import inf, isclose
 
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.functions import binary, clamped, gelu, pair, scaled, unary, with_number
-from layerwise.importers.onnx.call import element_type, number, recast
+from layerwise.importers.functions import gelu, scaled, unary
+from layerwise.importers.onnx.call import element_type, number, operands, recast
 from layerwise.importers.onnx.constants import thin
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
@@ -50,11 +51,20 @@ def swish(call: Call) -> Result:
 
 
 def clip(call: Call) -> Result:
-    def bound(name: str, infinite: float) -> Operand | float:
-        given = call.get(name)
-        return given if isinstance(given, Operand) and given.activation else number(call, name, infinite)
-
-    return clamped(call.tensors[0], bound("min", -inf), bound("max", inf))
+    result: Tensor = call.tensors[0]
+    bounds = call.get("min"), call.get("max")
+    if any(isinstance(b, Operand) and b.activation for b in bounds):
+        for fn, bound in zip(("maximum", "minimum"), bounds, strict=True):
+            if bound is not None:
+                assert isinstance(bound, Operand)
+                result = Built(Binary(fn), (result, bound))
+        return result
+    low, high = number(call, "min", -inf), number(call, "max", inf)
+    if low == -inf and "int" in call.tensors[0].spec.dtype:  # which has no infinity
+        return Built(Unary("minimum_scalar", (high,)), (result,)) if high != inf else result
+    if high == inf and "int" in call.tensors[0].spec.dtype:
+        return Built(Unary("maximum_scalar", (low,)), (result,))
+    return Built(Unary("clamp", (low, high)), (result,))
 
 
 def is_inf(call: Call) -> Result:
@@ -77,7 +87,7 @@ def prelu(call: Call) -> Result:
     padded = (1,) * (len(x.shape) - len(slope.shape)) + slope.shape
     if count == 1 or (count == channels and padded[1:2] == (channels,)):
         return Built(Prelu(count), (x,), (recast(slope, (count,)),))
-    return pair(Binary("prelu"), x, few(slope))
+    return _with_constant("prelu", x, slope, swapped=False)
 
 
 def dropout(call: Call) -> Result:
@@ -106,33 +116,49 @@ def where(call: Call) -> Result:
     return Built(Where(), tuple(few(t) for t in (condition, x, y)))
 
 
-def two(fn: str) -> Build:
-    """The row of a function of two tensors."""
-    return lambda call: both(fn, *call.tensors)
+def binary(fn: str, scalar: str = "", swapped: str = "") -> Build:
+    """A row of two tensors; `scalar` fn(x, number), `swapped` fn(number, x)."""
+
+    def build(call: Call) -> Result:
+        first, second = call.tensors
+        return both(fn, first, second, scalar, swapped)
+
+    return build
 
 
 def divide(call: Call) -> Result:
     """Between integers it rounds towards zero."""
-    quotient, dtype = both("div", *call.tensors), call.tensors[0].spec.dtype
-    return quotient if "int" not in dtype else Built(Cast(dtype), (Built(Unary("trunc"), (quotient,)),))
+    first, second = call.tensors
+    quotient = both("div", first, second, "div_scalar", "rdiv_scalar")
+    if "int" not in first.spec.dtype:
+        return quotient
+    return Built(Cast(first.spec.dtype), (Built(Unary("trunc"), (quotient,)),))
 
 
 def modulo(call: Call) -> Result:
-    return both("fmod" if call.get("fmod", 0) else "remainder", *call.tensors)
+    first, second = call.tensors
+    name = "fmod" if call.get("fmod", 0) else "remainder"
+    return both(name, first, second, f"{name}_scalar", "")
 
 
-def both(fn: str, first: Tensor, second: Tensor) -> Built:
+def both(fn: str, first: Tensor, second: Tensor, scalar: str = "", swapped: str = "") -> Tensor:
     """fn of two tensors, of which at most one is stored."""
-    x = _stored(first, second, with_number(fn, swapped=True))
-    return binary(fn, x, _stored(second, first, with_number(fn, swapped=False)))
+    stored = [isinstance(t, Operand) and not t.activation for t in (first, second)]
+    if not any(stored):
+        return Built(Binary(fn), (first, second))
+    operand, x = (first, second) if stored[0] else (second, first)
+    assert isinstance(operand, Operand)
+    number = _scalar(operand, len(x.shape) if isinstance(x, Operand) else 0)
+    name = swapped if stored[0] else scalar
+    if number is not None and name:
+        return Built(Unary(name, (number,)), (x,))
+    return _with_constant(fn, x, operand, swapped=stored[0])
 
 
-def _stored(x: Tensor, other: Tensor, with_number: str) -> Tensor | float:
-    """A stored operand: a number, where it is one and the function takes one, else without repetitions."""
-    if not isinstance(x, Operand) or x.activation:
-        return x
-    number = _scalar(x, len(other.shape) if isinstance(other, Operand) else 0) if with_number else None
-    return few(x) if number is None else number
+def _with_constant(fn: str, x: Tensor, operand: Operand, *, swapped: bool) -> Built:
+    operand = few(operand)
+    op = Binary(fn, operand.shape, swapped, trainable=operand.role == "parameter")
+    return Built(op, (x,), (operand,))
 
 
 def few(operand: Operand) -> Operand:
@@ -155,24 +181,23 @@ def _scalar(operand: Operand, rank: int) -> float | None:
     return float(number) if isinstance(number, float) else number
 
 
-def chain(fn: str) -> Build:
+def chain(fn: str, scalar: str) -> Build:
     """A row of any number of tensors: the first two, then the result with the third, ..."""
 
     def build(call: Call) -> Result:
+        tensors: tuple[Tensor, ...] = operands(next(iter(call.arguments.values())))
         # Activations first: a stored operand then joins the running result.
-        first, *others = sorted(call.tensors, key=lambda t: not t.activation)
-        made: Tensor = first
-        for x in others:
-            made = both(fn, made, x)
-        return made
+        ordered = sorted(tensors, key=lambda t: isinstance(t, Operand) and not t.activation)
+        return folded(lambda a, b: both(fn, a, b, scalar, scalar), ordered)
 
     return build
 
 
 def mean(call: Call) -> Result:
-    total = chain("add")(call)
+    count = len(call.tensors)
+    total = chain("add", "add_scalar")(call)
     assert isinstance(total, (Operand, Built))
-    return scaled(total, 1 / len(call.tensors))
+    return scaled(total, 1 / count)
 
 
 _SAME_NAME: dict[str, str] = {
@@ -182,11 +207,6 @@ _SAME_NAME: dict[str, str] = {
     "Reciprocal": "reciprocal", "Relu": "relu", "Round": "round", "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin",
     "Sinh": "sinh", "Softplus": "softplus", "Softsign": "softsign", "Sqrt": "sqrt", "Tan": "tan", "Tanh": "tanh",
     "IsNaN": "isnan", "BitwiseNot": "bitwise_not",
-}  # fmt: skip
-_TWO: dict[str, str] = {
-    "Add": "add", "Sub": "sub", "Mul": "mul", "Pow": "pow", "Equal": "eq", "Greater": "gt", "GreaterOrEqual": "ge",
-    "Less": "lt", "LessOrEqual": "le", "And": "logical_and", "Or": "logical_or", "Xor": "logical_xor",
-    "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor",
 }  # fmt: skip
 
 POINTWISE: Table = {
@@ -207,11 +227,25 @@ POINTWISE: Table = {
     "Cast": cast,
     "CastLike": cast,
     "Where": where,
-    **{name: two(fn) for name, fn in _TWO.items()},
+    "Add": binary("add", "add_scalar", "add_scalar"),
+    "Sub": binary("sub", "sub_scalar", "rsub_scalar"),
+    "Mul": binary("mul", "mul_scalar", "mul_scalar"),
     "Div": divide,
+    "Pow": binary("pow", "pow_scalar", "rpow_scalar"),
     "Mod": modulo,
-    "Sum": chain("add"),
-    "Max": chain("maximum"),
-    "Min": chain("minimum"),
+    "Sum": chain("add", "add_scalar"),
+    "Max": chain("maximum", "maximum_scalar"),
+    "Min": chain("minimum", "minimum_scalar"),
     "Mean": mean,
+    "Equal": binary("eq", "eq_scalar", "eq_scalar"),
+    "Greater": binary("gt", "gt_scalar", "lt_scalar"),
+    "GreaterOrEqual": binary("ge", "ge_scalar", "le_scalar"),
+    "Less": binary("lt", "lt_scalar", "gt_scalar"),
+    "LessOrEqual": binary("le", "le_scalar", "ge_scalar"),
+    "And": binary("logical_and"),
+    "Or": binary("logical_or"),
+    "Xor": binary("logical_xor"),
+    "BitwiseAnd": binary("bitwise_and"),
+    "BitwiseOr": binary("bitwise_or"),
+    "BitwiseXor": binary("bitwise_xor"),
 }

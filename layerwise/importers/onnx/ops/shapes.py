@@ -11,14 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.call import axes, axis, integers, number, numbers, recast, text
+from layerwise.importers.onnx.call import axes, axis, integers, number, numbers, operands, recast, text
 from layerwise.importers.onnx.ops.pointwise import few
-from layerwise.importers.registry import Built, Call, Result, Table, Tensor
+from layerwise.importers.registry import Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import depth_to_space as to_space
-from layerwise.importers.tensors import expanded, gathered, joined, permuted, repeated, reshaped, sliced, wrapped
+from layerwise.importers.tensors import expanded, gathered, joined, permuted, repeated, reshaped, sliced
 from layerwise.importers.tensors import space_to_depth as to_depth
-from layerwise.ops.nn.linear import Embedding
+from layerwise.ops.nn.linear import Embedding, Learned
 from layerwise.ops.nn.resample import Interpolate, Pad
+from layerwise.ops.tensor.view import Expand, Slice
 from layerwise.tensor import TensorSpec
 
 Floats = NDArray[np.floating]
@@ -30,16 +31,29 @@ LONGEST = 1 << 20  # extent after resampling
 
 def reshape(call: Call) -> Result:
     x, target = call.operand("data"), integers(call, "shape") or ()
-    literal = call.flag("allowzero")
-    shape = [x.shape[i] if extent == 0 and not literal else extent for i, extent in enumerate(target)]
+    shape = list(target)
+    if not call.flag("allowzero"):
+        if any(extent == 0 and i >= len(x.shape) for i, extent in enumerate(shape)):
+            raise LayerwiseError(f"Reshape to {target}: 0 stands for an extent that {x.shape} does not have")
+        shape = [x.shape[i] if extent == 0 else extent for i, extent in enumerate(shape)]
+    if shape.count(-1) > 1 or min(shape, default=1) < -1:
+        raise LayerwiseError(f"Reshape to {target} leaves more than one extent open")
     if -1 in shape:
-        shape[shape.index(-1)] = x.spec.volume // prod(extent for extent in shape if extent != -1)
+        rest = prod(extent for extent in shape if extent != -1)
+        if rest == 0 or x.spec.volume % rest:
+            raise LayerwiseError(f"{x.spec.describe()} does not reshape to {target}")
+        shape[shape.index(-1)] = x.spec.volume // rest
+    if prod(shape) != x.spec.volume:
+        raise LayerwiseError(f"{x.spec.describe()} does not reshape to {target}")
     return reshaped(x, shape)
 
 
 def flatten(call: Call) -> Result:
     x = call.operand("input")
-    dim = wrapped(call.integer("axis"), len(x.shape))
+    dim = call.integer("axis")
+    dim = dim + len(x.shape) if dim < 0 else dim
+    if not 0 <= dim <= len(x.shape):
+        raise LayerwiseError(f"Flatten: there is no axis {dim} in {x.spec.describe()}")
     return reshaped(x, (prod(x.shape[:dim]), prod(x.shape[dim:])))
 
 
@@ -48,6 +62,8 @@ def squeeze(call: Call) -> Result:
     dims = axes(call, len(x.shape))
     if dims is None:
         dims = tuple(i for i, extent in enumerate(x.shape) if extent == 1)
+    if any(x.shape[i] != 1 for i in dims):
+        raise LayerwiseError(f"Squeeze: axes {dims} of {x.spec.describe()} are not of extent 1")
     return reshaped(x, [extent for i, extent in enumerate(x.shape) if i not in dims])
 
 
@@ -66,11 +82,17 @@ def transpose(call: Call) -> Result:
 
 def expand(call: Call) -> Result:
     x, target = call.operand("input"), integers(call, "shape") or ()
-    return expanded(x, np.broadcast_shapes(x.shape, target), call.batch)
+    try:
+        shape = np.broadcast_shapes(x.shape, target)
+    except ValueError:
+        raise LayerwiseError(f"{x.spec.describe()} does not expand to {target}") from None
+    return expanded(x, shape, call.batch)
 
 
 def tile(call: Call) -> Result:
     x, repeats = call.operand("input"), integers(call, "repeats") or ()
+    if min(repeats) < 1:
+        raise LayerwiseError(f"Tile by {repeats} leaves nothing")
     if any(s > 1 and r > 1 and d == "n" for s, r, d in zip(x.shape, repeats, x.spec.dims, strict=True)):
         raise LayerwiseError(f"Tile by {repeats} repeats the samples, which is not supported")
     shape = tuple(s * r for s, r in zip(x.shape, repeats, strict=True))
@@ -78,16 +100,24 @@ def tile(call: Call) -> Result:
 
 
 def concat(call: Call) -> Result:
-    dim = axis(call, len(call.tensors[0].shape))
-    running = next((p.spec for p in call.tensors if p.activation and p.spec.index("n") == 0), None)
+    parts = operands(call["inputs"])
+    rank = len(parts[0].shape)
+    dim = axis(call, rank)
+    running = next((p.spec for p in parts if p.activation and p.spec.index("n") == 0), None)
     if running is None or dim == 0:
-        return joined(call.tensors, dim)
+        return joined(parts, dim)
     # A stored part (a class token) is the same for every sample, however it is written.
-    samples = running.shape[0]
-    parts = [few(p) for p in call.tensors]
-    alike = [not p.activation and p.shape[0] == 1 for p in parts]
-    wide = (expanded(p, (samples, *p.shape[1:]), samples) if same else p for p, same in zip(parts, alike, strict=True))
-    return joined(list(wide), dim)
+    return joined([p if p.activation else _each_sample(p, running.shape[0]) for p in parts], dim)
+
+
+def _each_sample(part: Operand, batch: int) -> Tensor:
+    part = few(part)
+    if part.shape[0] != 1:
+        return part
+    shape = (batch, *part.shape[1:])
+    if part.role == "parameter" and not part.transposed:
+        return Built(Learned(part.shape, shape, part.spec.dtype), (), (part,))
+    return Built(Expand(shape, samples=True), (part,))
 
 
 def split(call: Call) -> Result:
@@ -109,9 +139,16 @@ def slice_(call: Call) -> Result:
     starts, ends = integers(call, "starts") or (), integers(call, "ends") or ()
     dims = axes(call, len(x.shape)) or tuple(range(len(starts)))
     steps = integers(call, "steps") or (1,) * len(starts)
+    if not len(starts) == len(ends) == len(dims) == len(steps) or 0 in steps:
+        raise LayerwiseError(f"Slice: starts {starts}, ends {ends}, axes {dims} and steps {steps} do not fit")
     result: Tensor = x
     for dim, start, stop, step in zip(dims, starts, ends, steps, strict=True):
-        result = sliced(result, x.shape, dim, start, stop, step)
+        if step > 0:
+            result = sliced(result, x.shape, dim, start, stop, step)
+        else:
+            first, last, _ = slice(start, stop, step).indices(x.shape[dim])
+            # Python has no number for "before the first", ours is by Python's rule.
+            result = Built(Slice(dim, first, last if last >= 0 else -x.shape[dim] - 1, step), (result,))
     return result
 
 
@@ -138,24 +175,40 @@ def gather(call: Call) -> Result:
 
 
 def depth_to_space(call: Call) -> Result:
-    blocks_first = text(call, "mode", "DCR") != "CRD"
-    return to_space(call.operand("input"), call.integer("blocksize"), blocks_first=blocks_first)
+    x, b = call.operand("input"), call.integer("blocksize")
+    c, *_ = _image(x)
+    if b < 1 or c % (b * b):
+        raise LayerwiseError(f"DepthToSpace: {c} channels do not divide into blocks of {b} x {b}")
+    return to_space(x, b, blocks_first=text(call, "mode", "DCR") != "CRD")
 
 
 def space_to_depth(call: Call) -> Result:
-    blocks_first = text(call, "mode", "DCR") != "CRD"
-    return to_depth(call.operand("input"), call.integer("blocksize"), blocks_first=blocks_first)
+    x, b = call.operand("input"), call.integer("blocksize")
+    _, h, w = _image(x)
+    if b < 1 or h % b or w % b:
+        raise LayerwiseError(f"SpaceToDepth: {h} x {w} does not divide into blocks of {b} x {b}")
+    return to_depth(x, b, blocks_first=text(call, "mode", "DCR") != "CRD")
+
+
+def _image(x: Operand) -> tuple[int, ...]:
+    if len(x.shape) != 4:
+        raise LayerwiseError(f"an image (n, c, h, w) is needed, not {x.spec.describe()}")
+    return x.shape[1:]
 
 
 def pad(call: Call) -> Result:
     x = call.tensors[0]
     flat = integers(call, "pads") or ()
     dims = axes(call, len(x.shape)) or tuple(range(len(x.shape)))
+    if len(flat) != 2 * len(dims):
+        raise LayerwiseError(f"Pad: {len(flat)} pads for {len(dims)} axes")
     pairs = [(0, 0)] * len(x.shape)
     for dim, low, high in zip(dims, flat[: len(dims)], flat[len(dims) :], strict=True):
         pairs[dim] = (low, high)
     value = number(call, "value" if "value" in call.arguments else "constant_value", 0.0)
     mode = text(call, "mode", "constant")
+    if mode not in PADDINGS:
+        raise LayerwiseError(f"Pad: there is no mode {mode!r}")
     return Built(Pad(tuple(pairs), PADDINGS[mode], value), (x,)) if any(flat) else x
 
 

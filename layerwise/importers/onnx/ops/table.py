@@ -7,7 +7,8 @@ element-wise operators.
 from __future__ import annotations
 
 from layerwise.importers.onnx.ops.index import INDEXING
-from layerwise.importers.onnx.ops.layers import LAYERS, NORMS
+from layerwise.importers.onnx.ops.layers import LAYERS
+from layerwise.importers.onnx.ops.norms import NORMS
 from layerwise.importers.onnx.ops.pointwise import POINTWISE
 from layerwise.importers.onnx.ops.recurrent import RECURRENT
 from layerwise.importers.onnx.ops.shapes import SHAPES

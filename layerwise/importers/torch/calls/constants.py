@@ -41,7 +41,7 @@ def is_constant(node: Node, known: Callable[[str], bool]) -> bool:
 
 
 def constant_names(program: TracedProgram) -> set[str]:
-    """Returns the names of a program's constants."""
+    """All constants of a program, by name."""
     names = {source.value.name for source in program.sources if source.kind == "buffer"}
     for node in program.nodes:
         if is_constant(node, names.__contains__):
@@ -76,7 +76,7 @@ class Constants:
             self._keep(name, tensor.detach().to("cpu", copy=True))
 
     def value(self, name: str) -> NDArray[np.generic] | None:
-        """Returns a constant as an array; None where its value is not known."""
+        """As an array, where it is known."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None

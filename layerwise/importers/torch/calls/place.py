@@ -1,30 +1,23 @@
-"""Layers of a PyTorch program: their names, what stands alone beside them, their element types, and which are losses.
-
-A loss inside a model is a number a sample here, of which the mean (or sum) over all samples is taken last. So a model
-may do with its loss only what commutes with that: scale it, add losses.
-"""
+"""Layers of a PyTorch program: which parameters and constants stand alone in it, what layers and inputs are called."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
-from layerwise.graph.mixed import made_by
-from layerwise.graph.types import autocast_within
 from layerwise.importers.labels import asked_labels, usual_labels
 from layerwise.importers.place import Placer, as_tied
-from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
-from layerwise.importers.torch.calls.functional import overwritten
-from layerwise.importers.torch.ops.matrix import RECURRENT
-from layerwise.importers.torch.ops.table import PROMOTING, base_name
+from layerwise.importers.registry import Built, Operand
+from layerwise.importers.torch.ops.recurrent import RECURRENT
+from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import SHAPED, UNCHANGED
-from layerwise.importers.torch.program import Node, Ref, Source, TracedProgram, module_path
+from layerwise.importers.torch.program import Node, Source, TracedProgram, module_path
 from layerwise.ops.base import Op, space
-from layerwise.ops.tensor.pointwise import Binary, Cast, promoted
+from layerwise.ops.tensor.pointwise import Binary
 from layerwise.tensor import TensorSpec
 
 
@@ -117,7 +110,7 @@ def layer_names(program: TracedProgram, layers: Sequence[Node]) -> dict[str, str
     `layers` are the nodes that may become layers. A module does one thing if it has no modules inside and only one
     operator, or only one that uses its parameters (a convolution with padding of its own).
     """
-    containers = {path for node in program.nodes for _, path in node.stack[:-1]}
+    containers = {path for node in program.nodes for _, path, _ in node.stack[:-1]}
     weights = {s.value.name for s in program.sources if s.kind == "parameter"}
     runs = groupby(layers, lambda node: node.stack[-1:])  # what a module without modules inside calls is together
     inside = {node.name: run for run in (list(nodes) for _, nodes in runs) for node in run}
@@ -157,102 +150,3 @@ def _is_signal(program: TracedProgram, name: str) -> bool:
                 return False
             name = next((v.name for v in node.outputs if v), name)
     return False
-
-
-def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
-    """What a row makes of a call; where the types differ, of operands that are cast first.
-
-    LayerwiseError where that gives another type than PyTorch, too.
-    """
-    promoting, asked = base_name(node.target) in PROMOTING, call.get("dtype") is not None
-
-    def in_type(x: Operand) -> bool:  # that is asked for; under autocast it may have another
-        return x.activation and x.spec.differentiable and x.spec.dtype == call.outputs[0].dtype
-
-    result = build(_cast(call, call.outputs[0].dtype, in_type, placer) if promoting and asked else call)
-    if (wrong := _wrong(call, result, placer.builder)) is None:
-        return result
-    wanted = wrong[0].dtype
-    if overwritten(node) and isinstance(result, Operand | Built):  # computed in the common type, stored in its own
-        return Built(Cast(wanted), (result,))
-    if promoting:
-
-        def narrower(x: Operand) -> bool:  # or any other, where the type is asked for; a number has none
-            return x.spec.dtype != wanted and (asked or not x.shape or promoted(x.spec.dtype, wanted) == wanted)
-
-        result = build(_cast(call, wanted, narrower, placer))
-        if _wrong(call, result, placer.builder) is None:
-            return result
-    if "float" in wanted and not wrong[1].differentiable:
-        raise LayerwiseError(
-            f"is given {wrong[1].dtype}, but its weights need floating-point numbers: give example_inputs of the type "
-            "that the model is called with"
-        )
-    raise LayerwiseError(
-        f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: give example_inputs of the type that the model is "
-        f"called with, or bring what it is given to that type with .to(torch.{wanted})"
-    )
-
-
-def _cast(call: Call, dtype: str, chosen: Callable[[Operand], bool], placer: Placer) -> Call:
-    """The call with these operands in another type."""
-
-    def cast(key: str, value: Argument) -> Argument:
-        if isinstance(value, tuple):
-            return tuple(cast(key, v) for v in value)
-        if key in ("mask", "condition") or not isinstance(value, Operand) or not chosen(value):
-            return value
-        return placer.place(Built(Cast(dtype), (value,)), f"{call.layer}.cast")
-
-    return replace(call, arguments={key: cast(key, value) for key, value in call.arguments.items()})
-
-
-def _wrong(call: Call, result: Result, builder: GraphBuilder) -> tuple[TensorSpec, TensorSpec] | None:
-    """The first output that has another element type than PyTorch's: there, and here."""
-    results = result if isinstance(result, tuple) else (result,)
-    pairs = (
-        (out, _made(r, builder))
-        for out, r in zip(call.outputs, results, strict=False)
-        if isinstance(r, Operand | Built)
-    )
-    return next(((out, made) for out, made in pairs if out.dtype != made.dtype), None)
-
-
-def _made(result: Operand | Built, builder: GraphBuilder) -> TensorSpec:
-    """What a result is, within the regions of autocast that are around it."""
-    if isinstance(result, Operand):
-        return result.spec
-    specs = tuple(_made(i, builder) for i in result.inputs)
-    out, here = result.op.output(*specs), autocast_within(builder.autocast, builder.traced, None)
-    if here is None:
-        return out
-    weights = next((p.spec.dtype for p in result.parameters), out.dtype)
-    return replace(out, dtype=made_by(result.op, specs, weights, here, builder.traced))
-
-
-SCALING = (*UNCHANGED, "detach", "neg")
-
-
-def follows(node: Node, losses: Mapping[str, str], elements: Callable[[Ref], int]) -> str | None:
-    """The reduction of what a call makes of losses, which are named with theirs; None where it makes something else.
-
-    elements: of a tensor. With one that has several a loss makes as many numbers, which are no loss.
-    """
-    first, *rest = node.arguments.values()
-    if any(isinstance(v, Ref) and v.name not in losses and elements(v) != 1 for v in (first, *rest[:1])):
-        return None
-    taken = [losses.get(v.name, "") if isinstance(v, Ref) else "" for v in (first, *rest[:1])]
-    reductions = {reduction for reduction in taken if reduction}
-    if len(reductions) != 1:
-        return None
-    (reduction,) = reductions
-    both, name = all(taken), base_name(node.target)
-    if name in SCALING:
-        allowed = True
-    elif name in ("add", "sub", "rsub"):
-        allowed = both or reduction == "mean"  # a number more for every sample changes a sum
-    elif name == "mul":
-        allowed = not both
-    else:
-        allowed = name == "div" and not both and bool(taken[0]) and node.arguments.get("rounding_mode") is None
-    return reduction if allowed else None

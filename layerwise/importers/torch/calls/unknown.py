@@ -24,7 +24,8 @@ from layerwise.importers.registry import Built, Call, Operand, Result, canonical
 from layerwise.importers.torch.calls.constants import constant_names
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.exported import FxReader
-from layerwise.importers.torch.ops.table import CHECKS, FREE, OWN, SHAPED_ONLY, base_name, free_dims, row
+from layerwise.importers.torch.ops.free import FREE, free_dims
+from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_name, row
 from layerwise.importers.torch.program import TRACING, Node, Ref, TracedProgram, Value, called
 from layerwise.ops.opaque import Argument, ElementType, Here, Slot, TorchOp
 from layerwise.tensor import TensorSpec
@@ -200,7 +201,7 @@ def _held(call: Call, shapes: Mapping[str, TensorSpec]) -> list[Operand]:
 
 
 def _argument(raw: object, bound: Bound, inputs: list[Operand], held: list[Operand]) -> Argument:
-    """Returns an argument as a TorchOp has it; appends a tensor to `inputs`, unless it lives in the layer."""
+    """As a TorchOp has it; appends the tensor that it is to `inputs`, unless it is one of those that are held."""
     match raw:
         case Ref():
             if not isinstance(bound, Operand):

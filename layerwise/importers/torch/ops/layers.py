@@ -9,10 +9,11 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers import functions
-from layerwise.importers.functions import binary, scaled
+from layerwise.importers.functions import scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import reshaped
 from layerwise.importers.torch.ops.matrix import standardised
+from layerwise.importers.torch.ops.pointwise import binary
 from layerwise.importers.torch.patterns import BATCH_MEAN
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose
@@ -247,8 +248,13 @@ def huber_loss(call: Call) -> Result:
     return scaled(functions.loss(op, call.operand("self"), call.operand("target")), delta)
 
 
+MODES: dict[str, Literal["constant", "reflect", "replicate", "circular"]] = {
+    "constant": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"
+}  # fmt: skip
+
+
 def pad(mode: str = "") -> Build:
-    """The row of a padding, whose mode the call tells where it is not given; pads count from the last dimension."""
+    """Without a `mode` the call tells it. torch counts the pads from the last dimension."""
 
     def build(call: Call) -> Result:
         x = call.operand("self")
@@ -256,10 +262,9 @@ def pad(mode: str = "") -> Build:
         pads = [(numbers[i], numbers[i + 1]) for i in range(0, len(numbers), 2)][::-1]
         if not any(map(any, pads)):
             return x
-        value = call.get("value", 0.0)
+        how, value = MODES[mode or str(call["mode"])], call.get("value", 0.0)
         assert isinstance(value, (int, float))
-        around = ((0, 0),) * (len(x.shape) - len(pads)) + tuple(pads)
-        return Built(Pad(around, mode or str(call["mode"]), float(value)), (x,))  # type: ignore[arg-type]
+        return Built(Pad(((0, 0),) * (len(x.shape) - len(pads)) + tuple(pads), how, float(value)), (x,))
 
     return build
 

@@ -1,19 +1,18 @@
-"""Rows of the PyTorch importer's table: linear and recurrent layers, products, reductions; computed weights."""
+"""Rows of the PyTorch importer's table: linear layers, matrix products, einsum, reductions; computed weights."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers import functions
-from layerwise.importers.functions import binary, einsum, is_matrix, linear_layer, product, scaled
+from layerwise.importers.functions import einsum, is_matrix, linear_layer, product, scaled
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result, Table, Tensor
-from layerwise.importers.tensors import joined, permuted, reshaped, sliced, wrapped
-from layerwise.ops.nn.recurrent import GATES, Recurrent
+from layerwise.importers.tensors import permuted, reshaped, wrapped
+from layerwise.importers.torch.ops.pointwise import binary
 from layerwise.ops.nn.spectral import SpectralNorm
 from layerwise.ops.tensor.along import Cumsum
-from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Unary
+from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
 from layerwise.ops.tensor.reduce import Mode, Reduce
 
 
@@ -63,15 +62,21 @@ def standardised(x: Operand, eps: float, weight: Argument, bias: Argument) -> Te
     made: Built = Built(Binary("mul"), (away, Built(Unary("rsqrt"), (shifted,))))
     shape = (1, x.shape[1], *(1,) * (len(x.shape) - 2))
     if isinstance(weight, Operand):
-        made = binary("mul", made, reshaped(weight, shape))
-    return made if not isinstance(bias, Operand) else binary("add", made, reshaped(bias, shape))
+        made = binary("mul", made, _as(weight, shape))
+    return made if not isinstance(bias, Operand) else binary("add", made, _as(bias, shape))
 
 
 def spectral_norm(call: Call) -> Result:
-    """weight / sigma; u and v are buffers of the model (see `layerwise.importers.torch.parts`)."""
+    """weight / sigma; u and v are buffers of the model (see `layerwise.importers.torch.calls.spectral`)."""
     steps, eps = call.integer("iterations"), call.number("eps")
     op = SpectralNorm(call.integer("dim"), steps, eps, call.flag("u_first"))
     return Built(op, (call.operand("weight"),), (call.operand("u"), call.operand("v")))
+
+
+def _as(x: Operand, shape: tuple[int, ...]) -> Operand | Built:
+    made = reshaped(x, shape)
+    assert isinstance(made, (Operand, Built))
+    return made
 
 
 MATRICES: Table = (
@@ -143,59 +148,3 @@ REDUCTIONS: Table = (
         "argmax": argmax,
     }
 )
-
-
-def recurrent(fn: str) -> Build:
-    """A layer an output; with dropout between its layers, those are layers of their own."""
-
-    def build(call: Call) -> Result:
-        if not call.target.endswith(".input"):
-            raise LayerwiseError("packed sequences are not supported: pad them, and leave the padding out of the loss")
-        x = call.operand("input")
-        if len(x.shape) != 3:
-            raise LayerwiseError(f"it takes a batch (samples, steps, channels), not one sample of shape {x.shape}")
-        weights, states = _operands(call, "params"), _operands(call, "hx")
-        if any(w.role != "parameter" or w.transposed for w in weights):
-            raise LayerwiseError("its weights are computed in the forward pass; they must be parameters")
-        both, layers = call.flag("bidirectional"), call.integer("num_layers")
-        dropped = call.number("dropout") if layers > 1 else 0.0
-        parts = layers if dropped else 1
-        each, deep = len(weights) // parts, layers // parts * (2 if both else 1)
-        op = Recurrent(
-            fn,  # type: ignore[arg-type]
-            weights[0].shape[0] // GATES[fn],
-            layers // parts,
-            call.flag("has_biases"),
-            both,
-            call.flag("batch_first"),
-            given=any(state.value is None or state.role != "constant" or state.value.any() for state in states),
-            projected=_projected(weights, both=both, bias=call.flag("has_biases"), layers=layers),
-        )
-        made: list[list[Tensor]] = []
-        sequence: Tensor = x
-        for part in range(parts):
-            ends = [sliced(state, state.shape, 0, part * deep, (part + 1) * deep) for state in states]
-            inputs = (sequence, *ends) if op.given else (sequence,)
-            held = weights[part * each : (part + 1) * each]
-            results: list[Tensor] = [
-                Built(replace(op, result=number), inputs, held) for number in range(len(states) + 1)
-            ]
-            made.append(results)
-            sequence = results[0] if part == parts - 1 else Built(Dropout(dropped), (results[0],))
-        return (sequence, *(joined([part[i + 1] for part in made], 0) for i in range(len(states))))
-
-    return build
-
-
-def _operands(call: Call, name: str) -> tuple[Operand, ...]:
-    value = call[name]
-    return tuple(v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Operand))
-
-
-def _projected(weights: tuple[Operand, ...], *, both: bool, bias: bool, layers: int) -> int:
-    """The width that an LSTM's states are projected to, 0 where they are not."""
-    per = len(weights) // (layers * (2 if both else 1))
-    return weights[per - 1].shape[0] if per > (4 if bias else 2) else 0
-
-
-RECURRENT: Table = {fn: recurrent(fn) for fn in GATES}

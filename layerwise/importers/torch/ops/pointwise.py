@@ -1,4 +1,4 @@
-"""Rows of the PyTorch importer's table: element-wise operators, softmax, and random numbers."""
+"""Rows of the PyTorch importer's table: element-wise operators, and softmax."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import inf
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.functions import binary, clamped, exact, gelu, pair, plain, scaled, tensor, unary
+from layerwise.importers.functions import gelu, scaled, unary
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import axis, reshaped, sliced
 from layerwise.ops.tensor.along import Softmax
-from layerwise.ops.tensor.draw import Distribution, Draw
-from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
-from layerwise.tensor import TensorSpec
+from layerwise.ops.tensor.pointwise import KEEPING, REAL, TESTING, Binary, Cast, Dropout, Prelu, Unary, Where
+
+Number = bool | int | float
 
 
 def two(fn: str) -> Build:
@@ -41,6 +41,65 @@ def without(name: str, fn: str) -> Build:
     return build
 
 
+def tensor(value: Argument | Built) -> Tensor:
+    """`value`, which must be a tensor."""
+    assert isinstance(value, (Operand, Built)), value
+    return value
+
+
+def binary(fn: str, x: Argument | Built, y: Argument | Built) -> Built:
+    """fn(x, y); one of them may be a number, a parameter or a constant."""
+    x, y = _plain(x), _plain(y)
+    if isinstance(y, (int, float)):
+        return Built(_with_scalar(f"{fn}_scalar", y), (tensor(x),))
+    if isinstance(x, (int, float)):
+        return Built(_with_scalar(f"{_SWAPPED.get(fn, f'r{fn}')}_scalar", x), (tensor(y),))
+    return pair(Binary(fn), tensor(x), tensor(y))
+
+
+def pair(op: Binary, x: Tensor, y: Tensor) -> Built:
+    """`op` of two tensors, one of which may live in the layer: a parameter, a buffer, a constant."""
+    fn, arguments = op.fn, op.arguments
+    if isinstance(y, Operand) and lives_in_layer(y) and not (isinstance(x, Operand) and not x.activation):
+        return Built(Binary(fn, y.shape, False, y.role == "parameter", arguments), (x,), (y,))
+    if isinstance(x, Operand) and lives_in_layer(x) and not (isinstance(y, Operand) and not y.activation):
+        return Built(Binary(fn, x.shape, True, x.role == "parameter", arguments), (y,), (x,))
+    return Built(op, (x, y))
+
+
+def lives_in_layer(x: Operand) -> bool:
+    """Whether this is a parameter or constant that a layer can hold as it is."""
+    return not x.activation and not x.transposed and x.spec.index("n") is None
+
+
+def _plain(value: Argument | Built) -> Argument | Built:
+    """A constant of one element without dimensions is a number."""
+    if isinstance(value, Operand) and value.role == "constant" and value.shape == () and value.value is not None:
+        number = value.value.item()
+        return number if isinstance(number, (bool, int, float)) else value
+    return value
+
+
+# fn(a, x) as a function of x and a.
+_SWAPPED = {
+    "add": "add", "mul": "mul", "maximum": "maximum", "minimum": "minimum",
+    "eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le",
+}  # fmt: skip
+
+
+def _with_scalar(fn: str, number: Number) -> Unary:
+    if fn not in REAL | KEEPING | TESTING:
+        raise LayerwiseError(f"{fn.removesuffix('_scalar')} with a number is not supported; give it a tensor")
+    return Unary(fn, (_exact(number),))
+
+
+def _exact(number: Number) -> float:
+    """LayerwiseError for a whole number that no float is."""
+    if float(number) != number and number == number:
+        raise LayerwiseError(f"the number {number} is more than floating-point numbers tell apart; give it as a tensor")
+    return float(number)
+
+
 def div(call: Call) -> Result:
     mode = call.get("rounding_mode")
     if mode is None:
@@ -57,7 +116,14 @@ def rsub(call: Call) -> Result:
 
 
 def clamp(call: Call) -> Result:
-    return clamped(call.operand("self"), call.get("min", -inf), call.get("max", inf))
+    low, high = _plain(call.get("min", -inf)), _plain(call.get("max", inf))
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+        return Built(Unary("clamp", (float(low), float(high))), (call.operand("self"),))
+    result: Tensor = call.operand("self")
+    for fn, bound in (("maximum", low), ("minimum", high)):
+        if not isinstance(bound, float) or abs(bound) != inf:
+            result = binary(fn, result, bound)
+    return result
 
 
 def elu(call: Call) -> Result:
@@ -93,7 +159,7 @@ def dropout(call: Call) -> Result:
 
 
 def drop_path(call: Call) -> Result:
-    """Stochastic depth (see `importers.torch.patterns`)."""
+    """Stochastic depth (see torch_patterns)."""
     return Built(Dropout(call.number("p"), samples=True), (call.operand("input"),))
 
 
@@ -102,12 +168,12 @@ def masked_fill(call: Call) -> Result:
 
 
 def where(call: Call) -> Result:
-    condition, x, y = call.operand("condition"), plain(call["self"]), plain(call["other"])
+    condition, x, y = call.operand("condition"), _plain(call["self"]), _plain(call["other"])
     if isinstance(y, (int, float)):
         inverse = _inverse(condition)
         if isinstance(x, (int, float)):
             cast = Built(Cast(call.outputs[0].dtype), (condition,))
-            return Built(Binary("masked_fill", arguments=(exact(y),)), (_filled(cast, condition, x), inverse))
+            return Built(Binary("masked_fill", arguments=(_exact(y),)), (_filled(cast, condition, x), inverse))
         return _filled(tensor(x), inverse, y)
     if isinstance(x, (int, float)):
         return _filled(tensor(y), condition, x)
@@ -115,16 +181,16 @@ def where(call: Call) -> Result:
 
 
 def _inverse(mask: Operand) -> Tensor:
-    """Returns the mask's inverse, which is a constant where the mask is one."""
+    """Where the mask is false; of a constant one it is a constant."""
     if mask.role == "constant":
         return replace(mask, name=f"{mask.name}.not", value=None if mask.value is None else np.logical_not(mask.value))
     return Built(Unary("logical_not"), (mask,))
 
 
 def _filled(x: Tensor, mask: Tensor, value: Argument | Built) -> Built:
-    value = plain(value)
+    value = _plain(value)
     if isinstance(value, (int, float)):
-        return pair(Binary("masked_fill", arguments=(exact(value),)), x, mask)
+        return pair(Binary("masked_fill", arguments=(_exact(value),)), x, mask)
     return Built(Where(), (mask, tensor(value), x))
 
 
@@ -188,66 +254,3 @@ POINTWISE: Table = (
         "where": where,
     }
 )  # fmt: skip
-
-
-def draw(distribution: Distribution, *arguments: str | float) -> Build:
-    """arguments: of the distribution, numbers or the call's names of them."""
-
-    def build(call: Call) -> Result:
-        _own_generator(call)
-        return Built(Draw(distribution, tuple(_number(call, a) for a in arguments), spec_of(call)), ())
-
-    return build
-
-
-def spec_of(call: Call) -> TensorSpec:
-    """Returns the result's spec: labelled as the tensor that it is drawn like, else n where it has a row a sample."""
-    out = call.outputs[0]
-    like = next((x for x in call.tensors if x.activation and x.shape == out.shape), None)
-    if like is not None:
-        return replace(like.spec, dtype=out.dtype)
-    samples = bool(out.shape) and out.shape[0] == call.batch
-    return replace(out, dims=("n", *out.dims[1:])) if samples else out
-
-
-def bernoulli(call: Call) -> Result:
-    """1 with the chance `p`, or with the one that the tensor has at each place."""
-    _own_generator(call)
-    p = call.get("p")
-    if isinstance(p, (int, float)):
-        return Built(Draw("bernoulli", (float(p),), spec_of(call)), ())
-    chances = p if isinstance(p, Operand) else call.operand("self")
-    numbers = Built(Draw("uniform", (0.0, 1.0), replace(spec_of(call), dtype=chances.spec.dtype)), ())
-    return Built(Cast(call.outputs[0].dtype), (Built(Binary("lt"), (numbers, chances)),))
-
-
-def normal(call: Call) -> Result:
-    if any(isinstance(call[name], Operand) for name in ("mean", "std")):
-        raise LayerwiseError(
-            "normal numbers with a tensor as mean or std are not supported (PyTorch has no gradient of them either): "
-            "write mean + std * torch.randn_like(mean)"
-        )
-    return draw("normal", "mean", "std")(call)
-
-
-def _number(call: Call, argument: str | float) -> float:
-    return call.number(argument) if isinstance(argument, str) else argument
-
-
-def _own_generator(call: Call) -> None:
-    if call.get("generator") is not None:
-        raise LayerwiseError("a generator of random numbers of the model's own is not supported: draw without it")
-
-
-def integers(call: Call) -> Result:
-    _own_generator(call)
-    low = call.number("low") if "low" in call.arguments else 0.0
-    return Built(Draw("integers", (low, call.number("high")), spec_of(call)), ())
-
-
-RANDOM: Table = (
-    dict.fromkeys(("rand", "rand_like"), draw("uniform", 0.0, 1.0))
-    | dict.fromkeys(("randn", "randn_like"), draw("normal", 0.0, 1.0))
-    | dict.fromkeys(("randint", "randint_like"), integers)
-    | {"uniform": draw("uniform", "from", "to"), "normal": normal, "bernoulli": bernoulli}
-)

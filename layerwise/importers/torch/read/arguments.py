@@ -100,7 +100,7 @@ class Arguments:
 
     @staticmethod
     def of(model: nn.Module, exported: ExportedProgram, samples: int) -> Arguments:
-        """Returns the arguments that a module was exported with."""
+        """Those that a module was exported with."""
         nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
         leaves = []
         for spec in exported.graph_signature.input_specs:
@@ -114,7 +114,7 @@ class Arguments:
 
     @staticmethod
     def of_inputs(names: Iterable[str]) -> Arguments:
-        """Returns the arguments of a network that has no code: tensors by position."""
+        """Those of a network that has no code: tensors by position."""
         return Arguments(_ANY, (tuple(Leaf(name, None) for name in names), {}), 0)
 
     def named(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:

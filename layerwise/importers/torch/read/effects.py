@@ -13,7 +13,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -34,7 +33,6 @@ class UntracedEffects(TorchFunctionMode):
         super().__init__()
         self.found: dict[str, str] = {}  # a phrase each, with the path of the module that it is in
         self.inside: list[str] = []  # paths of the modules that are being called, also where one has raised
-        self.before: Numbers = {}
         self.numbers: Numbers = {}  # as the last call of the model has left them
         self._seen: set[object] = set()  # nodes of autograd
         self._thread = get_ident()
@@ -45,8 +43,6 @@ class UntracedEffects(TorchFunctionMode):
         return self.inside[-1] if self.inside else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.local_response_norm:  # else it is traced as the pools and powers that PyTorch computes it by
-            return torch.ops.layerwise.local_response_norm(*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
         if func in _NOTED:
             self.found[f"{_NOTED[func]} in its forward"] = self.here
@@ -58,13 +54,14 @@ class UntracedEffects(TorchFunctionMode):
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[UntracedEffects]:
         """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
-        drawn = draws()
-        self.before = self.numbers = numbers(model)
+        drawn, before = draws(), numbers(model)
+        self.numbers = before
 
         def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
             self.numbers = numbers(model)
 
         with ExitStack() as stack:
+            stack.callback(put_back, model, before)
             for path, module in hookable(model):
                 if module is model:
                     stack.callback(module.register_forward_hook(look).remove)
@@ -112,7 +109,7 @@ _NOTED = {Tensor.register_hook: "registers a hook of a gradient", torch.autograd
 
 @contextmanager
 def reentrant_checkpoints() -> Iterator[None]:
-    """Within it, on this thread, reentrant checkpoints call their functions, in which autograd would be off."""
+    """Within it, on this thread, what a reentrant checkpoint is around is called: in it autograd would be off."""
     kind, thread = checkpoint.CheckpointFunction, get_ident()
     apply: Any = kind.apply
 
@@ -136,7 +133,7 @@ def numbers(model: nn.Module) -> Numbers:
     return {
         (path, name): copy.copy(value)
         for path, name, value in attributes
-        if name not in _OF_MODULES and _is_numbers(value)
+        if name not in _OF_MODULES and (_is_number(value) or (isinstance(value, list | dict) and _are_numbers(value)))
     }
 
 
@@ -148,7 +145,7 @@ def put_back(model: nn.Module, known: Numbers) -> None:
         if isinstance(value, list) and isinstance(now, list):
             now[:] = value
         elif isinstance(value, dict) and isinstance(now, dict):
-            if value or _is_numbers(now):
+            if value or _are_numbers(now):
                 now.clear()
                 now.update(value)
         elif now != value:
@@ -190,14 +187,15 @@ def changed(before: Numbers, after: Numbers) -> tuple[str, ...]:
     return tuple(f"changes its attribute {name!r} in its forward" for name in names)
 
 
-def _is_numbers(value: object) -> bool:
-    """Whether a value is a number, or a list or dict of such, which has some."""
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    return bool(values) and all(isinstance(each, int | float) for each in values)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _are_numbers(value: list[Any] | dict[Any, Any]) -> bool:
+    return bool(value) and all(map(_is_number, value.values() if isinstance(value, dict) else value))
 
 
 def draws() -> tuple[object, ...]:
-    """Returns the states of Python's and numpy's random numbers."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
@@ -214,7 +212,7 @@ SWITCHES: tuple[tuple[str, tuple[object, ...], object], ...] = (
 
 @contextmanager
 def configured(model: nn.Module) -> Iterator[None]:
-    """Within it the switches of the model and of the modules inside are set for a trace."""
+    """With the switches of the model and of the modules inside set for a trace; afterwards as before."""
     configurations = {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}
     with ExitStack() as stack:
         for configuration in configurations.values():

@@ -109,12 +109,12 @@ class _Archive:
         return model
 
     def weights(self) -> dict[str, Json]:
-        """Returns the places of parameters and buffers, once all that PyTorch would unpickle is vetted."""
+        """Where each parameter and buffer is, once all that PyTorch would unpickle is known to be plain data."""
         self.vet()
         return self.config("weights")
 
     def value(self, item: Json) -> torch.Tensor | None:
-        """Returns one weight's value; None where it is damaged."""
+        """One of them."""
         if item.get("use_pickle"):
             content = io.BytesIO(self.bytes("data/weights/" + item["path_name"]))
             tensor = torch.load(content, weights_only=True, map_location="cpu")
@@ -151,7 +151,7 @@ class _Archive:
             ) from None
 
     def config(self, kind: str) -> dict[str, Json]:
-        """Returns the places of weights or constants, of which what is pickled is vetted."""
+        """Where each weight or constant is; what is pickled is known to be plain data then."""
         folder, name = f"data/{kind}/", self.model.removeprefix("models/").removesuffix(".json")
         if f"{folder}{name}.pt" in self.members:
             raise LayerwiseError(f"its {kind} are in one pickle, as torch 2.8 wrote them; save it with 2.11 or later")

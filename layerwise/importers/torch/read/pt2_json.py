@@ -253,8 +253,8 @@ def _stack(said: str) -> Stack:
     """The modules around a call: "key,path,class;..."."""
     entries = []
     for entry in said.split(";") if said else []:
-        key, *path, _ = entry.split(",")
+        key, *path, kind = entry.split(",")
         shown = "".join(c if c.isprintable() else "?" for c in ",".join(path))
         if not shown.startswith("_empty_nn_module_stack"):
-            entries.append((key, shown))
+            entries.append((key, shown, kind))
     return tuple(entries)

@@ -137,26 +137,45 @@ def test_spectral_norm_is_imported_in_training() -> None:
 
 
 class Vectors(nn.Module):
-    """A spectral norm of the model's own."""
+    """A spectral norm of its own, nearly as PyTorch writes it."""
 
     u: Tensor
+    v: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 5))
+        self.weight, self.way = nn.Parameter(torch.randn(5, 5)), way
         self.register_buffer("u", F.normalize(torch.randn(5), dim=0))
+        self.register_buffer("v", F.normalize(torch.randn(5), dim=0))
 
     def forward(self, x: Tensor) -> Tensor:
+        u, v, matrix, way = self.u, self.v, self.weight, self.way
+        before = x + u if way == "read before" else x
         with torch.no_grad():
-            F.normalize(torch.mv(self.weight, self.u), dim=0, out=self.u)
-        u = self.u.clone()
-        return F.linear(x, self.weight / torch.dot(u, torch.mv(self.weight, u)))
+            old = u.clone() if way == "of the old u" else u
+            p = 1 if way == "another norm" else 2
+            F.normalize(torch.mv(matrix, v), p=p, dim=0, eps=1e-12, out=u)
+            early = u.clone() if way == "sigma of before" else u
+            turned = matrix if way == "not transposed" else matrix.t()
+            F.normalize(torch.mv(turned, old), p=p, dim=0, eps=1e-12, out=v)
+            if way == "twice the same":
+                F.normalize(torch.mv(matrix.t(), u), dim=0, eps=1e-12, out=v)
+        u, v = early.clone(), v.clone()
+        return F.linear(before, matrix / torch.dot(u, torch.mv(matrix, v)))
 
 
-def test_vectors_that_a_model_moves_itself_are_refused() -> None:
-    """Its writes would be lost."""
-    with pytest.raises(LayerwiseError, match=r"writes into its buffer 'u'"):
-        from_torch(Vectors(), torch.zeros(2, 5))
+def test_a_spectral_norm_of_its_own_is_one() -> None:
+    graph = from_torch(Vectors("as PyTorch"), torch.zeros(2, 5))
+    assert [layer.op.kind for layer in graph.layers if layer.op.remembers] == ["spectral_norm"]
+
+
+@pytest.mark.parametrize(
+    "way", ["read before", "of the old u", "not transposed", "another norm", "twice the same", "sigma of before"]
+)
+def test_vectors_that_move_in_another_way_are_refused(way: str) -> None:
+    """Their writes would be lost."""
+    with pytest.raises(LayerwiseError, match=r"writes into its buffer '[uv]'"):
+        from_torch(Vectors(way), torch.zeros(2, 5))
 
 
 @pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.built_in import LOSSES, dice, model_with, parted
 from layerwise.importers.load import load_model
+from layerwise.importers.with_loss import LOSSES, dice, model_with, parted
 from layerwise.search.__main__ import main
 
 

@@ -1,0 +1,80 @@
+"""Losses by name, behind a built-in network that has none of its own: `unet3d:64+dice` is a network with its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from layerwise.errors import LayerwiseError
+from layerwise.models import names
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+SMOOTH = 1e-5  # as MONAI's and nnU-Net's: a class that is nowhere, and is not found, has a Dice of 1
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """The mean over samples and positions."""
+    import torch.nn.functional as F
+
+    return F.cross_entropy(logits, target)
+
+
+def dice(logits: Tensor, target: Tensor) -> Tensor:
+    """1 - the mean of the soft Dice of each sample and class, as MONAI's DiceLoss(softmax=True, to_onehot_y=True)."""
+    import torch.nn.functional as F
+
+    p, positions = logits.softmax(1), tuple(range(2, logits.dim()))
+    t = F.one_hot(target, logits.shape[1]).movedim(-1, 1).to(p.dtype)
+    both, each = (p * t).sum(positions), p.sum(positions) + t.sum(positions)
+    return 1 - ((2 * both + SMOOTH) / (each + SMOOTH)).mean()
+
+
+def dice_and_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Their sum, as MONAI's DiceCELoss has it."""
+    return dice(logits, target) + cross_entropy(logits, target)
+
+
+LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ce": cross_entropy,
+    "dice": dice,
+    "dice+ce": dice_and_cross_entropy,
+}
+
+
+def parted(spec: str) -> tuple[str, str | None]:
+    """The network's own name, and its loss's, if it names one."""
+    name, _, loss = spec.partition("+")
+    return (name, loss) if loss in LOSSES else (spec, None)
+
+
+def model_with(spec: str, loss: str | None) -> str:
+    """MODEL with this loss. LayerwiseError where it has one already, or is none of the built-in networks."""
+    if loss is None:
+        return spec
+    if spec.partition(":")[0].partition("+")[0] not in names():
+        raise LayerwiseError(f"model {spec!r}: --loss is for built-in networks; let yours return its loss of a target")
+    if parted(spec)[1] is not None:
+        raise LayerwiseError(f"model {spec!r} names its loss already: leave out --loss")
+    return f"{spec}+{loss}"
+
+
+def with_loss(network: nn.Module, inputs: tuple[Tensor, ...], spec: str, loss: str) -> tuple[nn.Module, Tensor]:
+    """The network, which returns its loss from now on, by its own names; and a target for it, classes of positions.
+
+    LayerwiseError where its output is not (samples, classes, positions, ...).
+    """
+    import torch
+
+    kind, of = type(network), LOSSES[loss]
+
+    def forward(self: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        return of(kind.forward(self, x), target)
+
+    with torch.no_grad():
+        out = network(*inputs)
+    if not isinstance(out, torch.Tensor) or out.dim() < 3:
+        raise LayerwiseError(f"model {spec!r}: --loss is for one output (samples, classes, positions), which it lacks")
+    network.__class__ = type(f"{kind.__name__}WithLoss", (kind,), {"forward": forward})  # copies of it have that, too
+    return network, torch.zeros_like(out[:, 0], dtype=torch.int64)
