@@ -106,10 +106,22 @@ def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str)
 
 
 def _check_positions(network: Network) -> None:
-    """LayerwiseError where a position has no row in its table, which no trace shows."""
-    for layer in network.graph.layers:
-        source = network.graph[layer.inputs[0]] if isinstance(layer.op, Embedding) else None
-        if isinstance(layer.op, Embedding) and source is not None and source.role is Role.CONSTANT:
-            positions = network.constant(source.name)
-            if getattr(positions, "is_meta", True) or int(positions.max()) >= layer.op.count:  # type: ignore[attr-defined]
-                raise LayerwiseError(f"table {layer.name!r} has {layer.op.count:,} rows, too few for such a size")
+    """LayerwiseError where a position has no row in its table, which no trace shows, or where that cannot be told.
+
+    Looked up are tokens that are fed, and positions that the forward pass makes; not two kinds of what is fed, nor what
+    is computed of it, as positions may be.
+    """
+    graph, fed = network.graph, set[str]()
+    for layer in graph.layers:
+        if layer.role is Role.CONSTANT:
+            network.constant(layer.name)  # one that is looked up beyond its end has no value
+        if isinstance(layer.op, Embedding):
+            source = graph[layer.inputs[0]]
+            if source.role is Role.CONSTANT:
+                positions = network.constant(source.name)
+                if getattr(positions, "is_meta", True) or int(positions.max()) >= layer.op.count:  # type: ignore[attr-defined]
+                    raise LayerwiseError(f"table {layer.name!r} has {layer.op.count:,} rows, too few for such a size")
+            elif source.role is Role.INPUT:
+                fed.add(source.name)
+            if source.role not in (Role.CONSTANT, Role.INPUT) or len(fed) > 1:
+                raise LayerwiseError(f"what table {layer.name!r} is asked for cannot be told apart from positions")

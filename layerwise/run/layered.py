@@ -107,7 +107,9 @@ class LayeredModule(SplitFacade):
             schedule = Schedule(graph, plan, self.comm, options, all_classes=self._all_classes)
             self._prepare("statistics", schedule.statistics)
             self._prepare("transfers", schedule.groups)
-            self._executors[key] = Executor(schedule, shaped.constants(schedule), self._spans)
+            with torch.inference_mode(False):  # constants may be used in training
+                constants = shaped.constants(schedule)
+            self._executors[key] = Executor(schedule, constants, self._spans)
         return self._executors[key]
 
     @property

@@ -106,7 +106,7 @@ class Shapes:
         inputs = Inputs(network, plan, comm, options)
         made = None if planned else network
         first = Shaped(network.graph, inputs, network.structure, plan, self.sizes, made)
-        self._of_calls: dict[frozenset[str], Shapes] = {}
+        self._of_calls: dict[frozenset[tuple[object, ...]], Shapes] = {}
         module = network.module
         self._traced = planned and (module is None or module.training)  # the mode of this network
         self._modes = module is not None and _may_ask_its_mode(module)
@@ -125,12 +125,17 @@ class Shapes:
 
     def of_call(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Shapes:
         """Returns the shapes of an evaluation with other arguments than the example's: without labels, for one."""
-        given = frozenset(self.arguments.named(inputs, named))
-        if given == self.arguments.leaves.keys() or self._skeleton is None or self.plan.io == "boxes":
+        given = self.arguments.named(inputs, named)
+        planned = self.arguments.leaves.keys()
+        if given.keys() == planned or self._skeleton is None or self.plan.io == "boxes":
             return self
-        if given not in self._of_calls:
-            self._of_calls[given] = self._of_call((inputs, dict(named)))
-        return self._of_calls[given]
+        if any(isinstance(x, Mapping) for x in inputs) and not any("[" in path for path in planned):
+            return self  # a batch in the place of its items: `tensors_of` says so
+        key = frozenset((path, *_kind(leaf)) for path, leaf in given.items())
+        if key not in self._of_calls:
+            with torch.inference_mode(False):
+                self._of_calls[key] = self._of_call((inputs, dict(named)))
+        return self._of_calls[key]
 
     def _of_call(self, call: Call) -> Shapes:
         assert self._skeleton is not None
@@ -184,7 +189,8 @@ class Shapes:
         """The network at these sizes. LayerwiseError where it is another one there, or cannot be traced."""
         key = sizes, training if self._modes else self._traced
         if key not in self._known:
-            self._known[key] = self._shaped(*key)
+            with torch.inference_mode(False):  # its constants may be used in training
+                self._known[key] = self._shaped(*key)
         return self._known[key]
 
     def fitted(self, batch: int, shaped: Shaped, *, few: bool) -> tuple[LayerGraph, Plan]:
@@ -262,6 +268,11 @@ class Shapes:
             (layer.name, a, b) for layer, a, b in zip(self._layers, sizes, self.sizes, strict=True) if a != b
         )
         return f"input {name!r} has samples of shape {size}, and the plan is for {planned}: {why}"
+
+
+def _kind(leaf: object) -> tuple[object, ...]:
+    """What decides, of an argument, which network is traced; sizes aside."""
+    return (leaf.dim(), str(leaf.dtype)) if isinstance(leaf, Tensor) else (repr(leaf),)
 
 
 def _may_ask_its_mode(module: nn.Module) -> bool:

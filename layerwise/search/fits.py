@@ -237,8 +237,9 @@ def _size(q: FitQuestion, sizes: Sizes, gpus: int, plan: Strategy | None) -> Lim
         start = int(sizes.size * (q.limit_bytes / q.need(q.graph, gpus, plan)) ** (1 / sizes.dims))
         step = STEP * max(1, min(start, most) // (STEP * FINE)) if sizes.dims < 3 else STEP
         limits = largest_side(need, q.limit_bytes, start, sizes.least, most, step)
-        if limits.fits is not None and limits.beyond is not None and limits.beyond.bytes == inf:
-            return largest_side(need, q.limit_bytes, limits.fits.number, sizes.least, most)
+        if limits.beyond is not None and limits.beyond.bytes == inf:  # more than it takes: which is the last, exactly
+            start = sizes.size if limits.fits is None else limits.fits.number
+            return largest_side(need, q.limit_bytes, start, sizes.least, most)
         return limits
     return None
 

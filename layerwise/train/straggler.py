@@ -17,7 +17,8 @@ EVERY, FIRST, STEPS = 50, 10, 3  # of 50 steps, those from the tenth to the twel
 LOOKS = 3  # in a row that name the same rank
 FACTOR = 1.25  # of the other ranks' median
 MATTERS = 0.02  # of a step: what is less slows nobody
-Look = tuple[str, float, float]  # a rank's host, its layers' measured seconds, and their ratio to predicted ones
+Times = dict[str, tuple[float, float]]  # by layer: measured seconds, and predicted ones of this rank's part
+Look = tuple[str, Times]  # with the rank's host
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class Stragglers:
     """Finds a straggler by times of layers in some forward passes, where nobody waits. Every rank has one."""
 
     module: ParallelModule
-    _times: list[tuple[float, float]] = field(default_factory=list)  # seconds and ratios of the steps that are timed
+    _times: list[Times] = field(default_factory=list)  # of the steps that are timed
     _expected_s: Mapping[str, float] | None = None
     _rank: int = -1  # that was slowest at the last look
     _looks: int = 0  # in a row at which it was
@@ -52,40 +53,43 @@ class Stragglers:
         if len(self._times) < STEPS:
             return None
         times, self._times = self._times, []
-        return platform.node(), *min(times)
+        return platform.node(), min(times, key=lambda one: sum(measured_s for measured_s, _ in one.values()))
 
     def named(self, looks: Sequence[Look | None], step_s: float) -> str | None:
         """Returns a sentence on the rank that was slowest at the last looks, once. looks: of all ranks."""
-        told = {rank: look for rank, look in enumerate(looks) if look is not None and look[1] > 0}
-        if len(told) < 2:
+        told = {rank: look for rank, look in enumerate(looks) if look is not None and look[1]}
+        common = set.intersection(*(set(times) for _, times in told.values())) if len(told) > 1 else set()
+        if not common:  # no layer is on all of these ranks
             return None
-        slowest = max(told, key=lambda rank: told[rank][2])
-        host, seconds, ratio = told.pop(slowest)
-        others_s, others = median(look[1] for look in told.values()), median(look[2] for look in told.values())
+        seconds, ratios = dict[int, float](), dict[int, float]()
+        for rank, (_, times) in told.items():
+            measured_s, expected_s = (sum(times[layer][i] for layer in common) for i in (0, 1))
+            seconds[rank], ratios[rank] = measured_s, measured_s / expected_s
+        slowest = max(ratios, key=lambda rank: ratios[rank])
+        ratio, seconds_s = ratios.pop(slowest), seconds.pop(slowest)
+        others, others_s = median(ratios.values()), median(seconds.values())
         # The smallest part of a layer has the largest ratio, by what every call takes, but nobody waits for it.
-        slow = ratio > FACTOR * others and seconds > FACTOR * others_s and seconds - others_s > MATTERS * step_s
+        slow = ratio > FACTOR * others and seconds_s > FACTOR * others_s and seconds_s - others_s > MATTERS * step_s
         self._looks = self._looks + 1 if slow and slowest == self._rank else int(slow)
         self._rank = slowest
         if self._looks != LOOKS:
             return None
         return (
-            f"rank {slowest} on {host} takes {ratio / others:.1f} times as long for its layers as the other ranks do, "
-            f"at each of the last {LOOKS} looks: every step waits for it"
+            f"rank {slowest} on {told[slowest][0]} takes {ratio / others:.1f} times as long for its layers as the "
+            f"other ranks do, at each of the last {LOOKS} looks: every step waits for it"
         )
 
-    def _time(self, spans: Sequence[Span]) -> tuple[float, float]:
-        """Seconds of this rank's layers forward, and their ratio to what the plan predicts of them forward and back.
+    def _time(self, spans: Sequence[Span]) -> Times:
+        """Seconds of this rank's layers forward, beside those that the plan predicts of them forward and back.
 
-        The latter is too small on all ranks alike. Back, a layer's time may include waiting for sums of gradients.
+        The latter are too many on all ranks alike. Back, a layer's time may include waiting for sums of gradients.
         """
         expected = self._expected_s or {}
         measured: dict[str, float] = {}
         for span in spans:
             if span.category == "compute" and span.name in expected:
                 measured[span.name] = measured.get(span.name, 0.0) + span.end_s - span.start_s
-        predicted = sum(expected[layer] for layer in measured)
-        seconds = sum(measured.values())
-        return seconds, seconds / predicted if predicted else 0.0
+        return {layer: (seconds, expected[layer]) for layer, seconds in measured.items()}
 
     def _expected(self) -> dict[str, float]:
         """The plan's seconds of each layer, which are the largest part's, by the size of this rank's part.

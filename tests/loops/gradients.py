@@ -196,7 +196,7 @@ def laplacian(setting: Setting) -> Numbers:
 
 @row
 def transformed(setting: Setting) -> Numbers:
-    """`torch.func.jvp`, `vmap` of the model"""
+    """`torch.func.jvp`, `vmap`"""
     model = setting.net(smooth=True)
     (x, _), *_ = setting.batches()
     return {"rows.slope": torch.func.jvp(model, (x,), (x,))[1].detach()}

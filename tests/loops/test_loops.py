@@ -33,6 +33,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "split": "was asked for by torch.autograd.grad or by inputs= of backward()",
     },
     "transformed": dict.fromkeys(("data", "split"), "was called within a transform of torch.func"),
+    "part_written": {"split": "such as p[0], was written to, and would stay as it is"},
     "some_inputs": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
     "some_inputs_twice": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
     "torch_save_by_one_rank": {"split": "alone, as torch.save(model.state_dict()) writes them"},

@@ -164,3 +164,28 @@ def shared_folder(setting: Setting) -> str:
     if setting.comm is None:
         return tempfile.mkdtemp()
     return setting.comm.broadcast_text(tempfile.mkdtemp() if setting.rank == 0 else "")
+
+
+@row
+def part_written(setting: Setting) -> Numbers:
+    """`p[0].zero_()`, split there"""
+    model = setting.net()
+    with torch.no_grad():
+        model.hidden.weight[0].zero_()
+    return whole(model)
+
+
+@row
+def sums_written(setting: Setting) -> Numbers:
+    """sums of parameters, in place"""
+    model = setting.net()
+    numbers = {}
+    for name, p in model.named_parameters():
+        total = p.detach().square().sum(0)
+        total.view(-1).mul_(2)
+        total.add_(1)
+        mean = p.detach().abs().mean().clamp_(min=1e-3)
+        numbers |= {f"{name}.sum": total, f"{name}.mean": mean}
+        own = torch.ones((), dtype=p.dtype)
+        numbers[f"{name}.own"] = own.mul_(0.5).add_(p.detach().sum(), alpha=0.5)
+    return {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in numbers.items()}

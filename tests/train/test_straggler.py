@@ -30,10 +30,15 @@ sys.exit(run_main(main, sys.argv[1:]))
 """
 
 
+def look(rank: int, seconds: float, ratio: float) -> Look | None:
+    """Of a rank with one layer, which takes so many seconds."""
+    return (f"node{rank}", {"layer": (seconds, seconds / ratio)} if seconds else {})
+
+
 def said(times: list[tuple[float, float]], step_s: float = 4.0) -> list[str | None]:
     """What is said at each look, where these are the ranks' seconds and ratios at all of them."""
     stragglers = Stragglers(module=None)  # type: ignore[arg-type]
-    looks: list[Look | None] = [(f"node{rank}", *each) for rank, each in enumerate(times)]
+    looks = [look(rank, *each) for rank, each in enumerate(times)]
     return [stragglers.named(looks, step_s) for _ in range(LOOKS + 2)]
 
 
@@ -60,9 +65,16 @@ def test_what_nobody_feels_is_not_named() -> None:
     assert said([(1.0, 1.0), (2.0, 2.0)], step_s=100.0) == [None] * (LOOKS + 2)
 
 
+def test_layers_that_one_rank_alone_has_do_not_count() -> None:
+    stragglers = Stragglers(module=None)  # type: ignore[arg-type]
+    looks: list[Look | None] = [("a", {"both": (1.0, 9.0), "one": (5.0, 1.0)}), ("b", {"both": (1.0, 9.0)})]
+    apart: list[Look | None] = [("a", {"one": (5.0, 1.0)}), ("b", {"other": (1.0, 1.0)})]
+    assert [stragglers.named(each, 4.0) for each in (looks, looks, looks, looks, apart)] == [None] * 5
+
+
 def test_looks_must_agree() -> None:
     stragglers = Stragglers(module=None)  # type: ignore[arg-type]
-    slow: list[Look | None] = [("a", 1.0, 1.0), ("b", 2.0, 2.0)]
+    slow = [look(0, 1.0, 1.0), look(1, 2.0, 2.0)]
     lines = [stragglers.named(looks, 4.0) for looks in (slow, slow, slow[::-1], slow, slow, [None, None], slow)]
     assert [line is not None for line in lines] == [False] * 6 + [True]
 

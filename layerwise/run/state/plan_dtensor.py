@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from layerwise.errors import LayerwiseError
 
 ALIGNMENT = 16  # bytes: of tensors that travel together
+ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NUMBER = torch.ops.aten._local_scalar_dense.default
 CAT = torch.ops.aten.cat.default
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -56,11 +57,11 @@ class PlanDTensor(DTensor):
     ) -> Any:
         """Returns what the operation makes of local tensors, where these lie alike; else what DTensor does."""
         kwargs = kwargs or {}
+        if _writes(func) and isinstance(args[0], cls) and args[0]._is_view():
+            _check_view(args[0])
         if _elementwise(func) and (columns := _aligned(args, kwargs)) is not None:
             return _run_locally(func, args, kwargs, columns)
-        if func._schema.is_mutable and _settled(args[0]):
-            return cls.__torch_dispatch__(func, types, args, kwargs)
-        if func._schema.is_mutable and type(args[0]) is Tensor and args[0].dim() == 0:  # an optimizer's own number
+        if _writes(func) and _of_numbers(args, kwargs):  # an optimizer's own, which are no DTensors
             return func(*_each(lambda x: _number(x) if isinstance(x, DTensor) else x, args), **kwargs)
         if func is NUMBER:
             return func(_number(args[0]))
@@ -99,7 +100,13 @@ class PlanDTensor(DTensor):
             return _marked(x, given[0]._local_tensor.device) if isinstance(x, DTensor) else x
 
         named = dict(zip(kwargs, _each(plain, kwargs.values()), strict=True))
-        return _each(marked, (func(*_each(plain, args), **named),))[0]
+        try:
+            made = func(*_each(plain, args), **named)
+        except RuntimeError as error:
+            if "placement changes" not in str(error) or not _settled(args[0]):
+                raise
+            return cls.__torch_dispatch__(func, types, args, kwargs)
+        return _each(marked, (made,))[0]
 
     if torch.__version__ < "2.13":  # its C++ takes an object of a subclass for a DTensor, and does not come here
 
@@ -272,9 +279,43 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
 # ---- numbers, and tensors of several meshes ----
 
 
+@cache
+def _writes(func: Any) -> bool:
+    """True if the operation writes to its first argument."""
+    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return first is not None and first.is_write
+
+
+def _of_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether plain tensors of one number are written to, and DTensors of one number are read."""
+    written, *read = (list(x) if isinstance(x, list | tuple) else [x] for x in args)
+    tensors = [x for xs in read for x in xs if isinstance(x, DTensor)]
+    plain = all(type(x) is Tensor and x.numel() == 1 for x in written)
+    named = any(isinstance(x, DTensor) for x in kwargs.values())
+    return plain and bool(tensors) and not named and all(x.numel() == 1 for x in tensors)
+
+
+def _check_view(view: PlanDTensor) -> None:
+    """LayerwiseError where a part of a DTensor is to be written to, which DTensor has brought together elsewhere."""
+    base: Any = view._base
+    if isinstance(base, DTensor):
+        here, there = (x._local_tensor.untyped_storage()._cdata for x in (view, base))
+        if here != there and base._local_tensor.numel():  # a rank outside of a sub-mesh has nothing to write to
+            raise LayerwiseError(
+                "a part of a parameter that the plan splits, such as p[0], was written to, and would stay as it is: "
+                "write before the model is made parallel, or by model.apply(fn), or all of p: p.copy_(x), p.mul_(mask)"
+            )
+
+
 def _settled(tensor: Any) -> bool:
-    """Makes parts of a sum over the ranks the sum, in the tensor itself; False where it has none."""
+    """Makes parts of a sum over the ranks the sum, in the tensor itself; False where it has none.
+
+    Nor where another tensor has the same memory, a view or what `detach` returns: it would go on with the part.
+    """
     if not isinstance(tensor, PlanDTensor) or not any(p.is_partial() for p in tensor.placements):
+        return False
+    storage = tensor._local_tensor.untyped_storage()
+    if torch._C._storage_Use_Count(storage._cdata) > ALONE:
         return False
     made = _plain(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
     tensor._local_tensor, tensor._spec = made._local_tensor, made._spec
