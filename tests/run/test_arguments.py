@@ -43,7 +43,7 @@ def given(samples: int, size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_argument_that_is_left_out_stays_left_out(ranks: int) -> None:
-    """Evaluated at once, with another batch and larger images too; by position the second is another argument."""
+    """With another batch and larger images too. By position the second is another, which evaluation alone takes."""
     torch.manual_seed(0)
     model = Modulated().double()
     network = network_of(model, (), 4, "test", given(4, 8))
@@ -59,7 +59,9 @@ def test_an_argument_that_is_left_out_stays_left_out(ranks: int) -> None:
                 mine = {name: value[share] for name, value in batch.items()}
                 away.append(difference(module(**mine), single(**batch)[share]))
             away.append(difference(module(mine["x"], None, mine["scale"]), single(**batch)[share]))
+            away.append(difference(module(mine["x"], mine["scale"]), single(batch["x"], batch["scale"])[share]))
         if ranks > 1:
+            module.train()
             with pytest.raises(LayerwiseError, match="inputs x, scale; 'scale' is missing"):
                 module(mine["x"], mine["scale"])
         return away

@@ -187,7 +187,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     for action in parser()._actions:
         assert action.help
     commands = re.findall(r"-m layerwise\.run (.*)", text.replace("\\\n", " "))
-    assert len(commands) == 5
+    assert len(commands) == 4
     for command in commands:  # the examples are valid
         parser().parse_args(command.split())
 
