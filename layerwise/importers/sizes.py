@@ -111,10 +111,13 @@ def _check_positions(network: Network) -> None:
     Looked up are tokens that are fed, and positions that the forward pass makes; not two kinds of what is fed, nor what
     is computed of it, as positions may be.
     """
+    from layerwise.importers.torch.calls.constants import Missing
+
     graph, fed = network.graph, set[str]()
     for layer in graph.layers:
-        if layer.role is Role.CONSTANT:
-            network.constant(layer.name)  # one that is looked up beyond its end has no value
+        for read in (network.stored.get(name) for name in (layer.name, *layer.parameters)):
+            if isinstance(read, Missing):  # such as a table's rows by positions
+                read()
         if isinstance(layer.op, Embedding):
             source = graph[layer.inputs[0]]
             if source.role is Role.CONSTANT:

@@ -126,10 +126,23 @@ class Positions(nn.Module):
         return out
 
 
+class Looked(Positions):
+    """Positions are rows of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Buffer(torch.randn(100, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.tokens(ids) + self.rows[torch.arange(ids.shape[1])])
+        return out
+
+
 @pytest.mark.parametrize(
     ("model", "example", "line"),
     [
         (Positions(), torch.randint(0, 50, (2, 24)), "sequences of 96: a plan takes .*; 104 are more than it takes"),
+        (Looked(), torch.randint(0, 50, (2, 24)), "sequences of 96: a plan takes .*; 104 are more than it takes"),
         (nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), torch.randn(2, 12, 16), "sequences of"),
         (nn.Conv1d(4, 4, 3), torch.randn(2, 4, 100), "sequences of"),
         (nn.Conv2d(1, 4, 3), torch.randn(2, 1, 32, 32), "images of .*²"),
@@ -146,8 +159,21 @@ def test_the_largest_input(model: nn.Module, example: Tensor, line: str) -> None
     assert re.search(line, " ".join(str(said).split()))
 
 
+class Counted(Positions):
+    """Positions are computed of the tokens, as RoBERTa's are."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.tokens(ids) + self.positions((ids != 0).long().cumsum(1)))
+        return out
+
+
 @pytest.mark.parametrize(
-    ("model", "example"), [(nn.Conv2d(1, 4, 3), torch.randn(2, 1, 32, 16)), (nn.Linear(64, 4), torch.randn(2, 64))]
+    ("model", "example"),
+    [
+        (nn.Conv2d(1, 4, 3), torch.randn(2, 1, 32, 16)),
+        (nn.Linear(64, 4), torch.randn(2, 64)),
+        (Counted(), torch.randint(0, 50, (2, 24))),
+    ],
 )
 def test_no_size_is_said_where_there_is_none(model: nn.Module, example: Tensor) -> None:
     assert layerwise.memory(model, example, gpu="t4", memory_limit="1MB").size is None
