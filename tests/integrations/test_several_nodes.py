@@ -39,6 +39,6 @@ def test_slurm_starts_torchrun_on_two_nodes(tmp_path: Path) -> None:
     save_plans(tmp_path)
     place = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     place |= {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-    subprocess.run(["bash", "job"], cwd=tmp_path, env=environment() | place, check=True, timeout=120)
+    subprocess.run(["bash", "job"], cwd=tmp_path, env=environment() | place, check=True, timeout=240)
     said = (tmp_path / "first").read_text() + (tmp_path / "second").read_text()
     assert (tmp_path / "checkpoints" / "step-00000004").exists(), said
