@@ -134,7 +134,8 @@ def memory(
         memory_limit: Bytes of a device, or a text such as "14GB". None: what it has, less what libraries take.
 
     Returns:
-        The answer; printed, it is one screen.
+        The answer; printed, it is one screen. The largest sequence, image or cube is among it, where the model takes
+        another size than the example's: it is traced at some.
 
     Raises:
         LayerwiseError: The model cannot be traced, or there is no such device.

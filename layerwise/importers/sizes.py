@@ -1,4 +1,4 @@
-"""Sizes: a network at other sizes of its inputs than those that it is imported with."""
+"""Resizable: a network at other sizes of its inputs than those that it is imported with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = {1: "sequences of {:,}", 2: "images of {:,}²", 3: "cubes of {:,}³"}
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class Resizable:
     """A network that takes other sizes.
 
     Attributes:
@@ -46,13 +46,15 @@ class Sizes:
         return NAMES[self.dims].format(size)
 
 
-def sizes_of_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Sizes | None:
+def sizes_of_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Resizable | None:
     """The sizes of what `load_model` loads; None where it has but one."""
     if input_shape is not None:
         channels, *sides = input_shape
         if len(sides) not in NAMES or len(set(sides)) > 1:
             return None
-        return Sizes(lambda n: fuse(load_model(spec, batch, (channels, *[n] * len(sides)))), len(sides), sides[0], 8)
+        return Resizable(
+            lambda n: fuse(load_model(spec, batch, (channels, *[n] * len(sides)))), len(sides), sides[0], 8
+        )
     if names_code(spec):
         module, examples = called(spec)
         return sizes_of_module(module, (examples, {}), batch, spec)
@@ -67,11 +69,11 @@ def sizes_of_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = 
     for least in SMALLEST:
         with suppress(LayerwiseError):
             cube(least)
-            return Sizes(cube, 3, load_model(spec, batch).layers[0].out.shape[-1], least)
+            return Resizable(cube, 3, load_model(spec, batch).layers[0].out.shape[-1], least)
     return None
 
 
-def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str) -> Sizes | None:
+def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str) -> Resizable | None:
     """The sizes of a module that is called so: of the first kind of which it takes another one, too.
 
     Images and volumes have all sides equal. What is longer than an example repeats its values, so they stay valid.
@@ -80,12 +82,12 @@ def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str)
     from torch import Tensor
     from torch.utils import _pytree as pytree
 
-    def candidates() -> Iterator[Sizes]:
+    def candidates() -> Iterator[Resizable]:
         tensors = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
         for first, dims, ranks in ((1, 1, (2, 3)), (2, 1, (3,)), (2, 2, (4,)), (2, 3, (5,))):
             sides = {side for x in tensors for side in x.shape[first : first + dims]}
             if len(sides) == 1 and all(x.dim() in ranks for x in tensors):
-                yield Sizes(partial(graph, range(first, first + dims)), dims, sides.pop(), 8)
+                yield Resizable(partial(graph, range(first, first + dims)), dims, sides.pop(), 8)
 
     def graph(dims: range, n: int) -> LayerGraph:
         def resized(x: Tensor) -> Tensor:

@@ -271,7 +271,7 @@ class Shapes:
 
 
 def _kind(leaf: object) -> tuple[object, ...]:
-    """What decides, of an argument, which network is traced; sizes aside."""
+    """Returns the facts of an argument, but for its sizes, that another network is traced for."""
     return (leaf.dim(), str(leaf.dtype)) if isinstance(leaf, Tensor) else (repr(leaf),)
 
 

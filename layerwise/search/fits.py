@@ -17,7 +17,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.sizes import Sizes
+from layerwise.importers.sizes import Resizable
 from layerwise.machine import DeviceGraph, Profile
 from layerwise.partition.sharding import held_configurations, why_not_held
 from layerwise.quantities import samples, units
@@ -61,7 +61,7 @@ class FitQuestion:
     gpus: tuple[int, ...]
     options: CostOptions
     limit_bytes: float
-    sizes: Sizes | None = None
+    sizes: Resizable | None = None
     space: SearchSpace = field(default_factory=lambda: SearchSpace(1))
 
     def devices(self, gpus: int) -> DeviceGraph:
@@ -142,7 +142,7 @@ class Fits:
     most: int  # devices, of which all below is
     samples: Limits | None  # a largest batch, by the plans of `gpus`; None: the batch cannot be another
     size: Limits | None  # likewise a largest sequence, or side of an image or a cube
-    sizes: Sizes | None = field(repr=False)  # what has that size
+    sizes: Resizable | None = field(repr=False)  # what has that size
 
     @property
     def bytes(self) -> float:
@@ -222,7 +222,7 @@ def _samples(q: FitQuestion, gpus: int, plan: Strategy | None) -> Limits | None:
     return None
 
 
-def _size(q: FitQuestion, sizes: Sizes, gpus: int, plan: Strategy | None) -> Limits | None:
+def _size(q: FitQuestion, sizes: Resizable, gpus: int, plan: Strategy | None) -> Limits | None:
     @cache
     def need(size: int) -> float:
         try:

@@ -32,7 +32,7 @@ MANY = 999999  # poolings of an axis, of which nnU-Net allows any number
 
 
 class LargestPatch(ExperimentPlanner):  # type: ignore[misc] # mypy does not read nnU-Net
-    """What a planner of nnU-Net's is where several GPUs train one network, for use as its first base.
+    """A base that comes before a planner of nnU-Net's, and makes it one for several GPUs that train one network.
 
     A patch is at first as large as the median case, and is made smaller by nnU-Net's rule until some plan is predicted
     to fit. The batch is nnU-Net's least, 2, unless the patch is nnU-Net's. 2-D configurations are nnU-Net's.
