@@ -6,6 +6,7 @@ The names below are imported when they are first used, so that `import layerwise
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerwise.version import __version__
@@ -44,6 +45,10 @@ _HOME = {
 }
 
 __all__ = ["__version__", *_HOME]
+
+# In a clone models/ and profiles/ stand beside this folder; an install has them inside it.
+if not (_here := Path(__file__).parent).joinpath("models").is_dir():
+    __path__.append(str(_here.parent))
 
 if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.api.arguments import ParallelOptions as ParallelOptions

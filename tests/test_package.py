@@ -139,6 +139,17 @@ def test_installed_elsewhere(wheel: Path, tmp_path: Path) -> None:
     assert json.loads(python(*module, cwd=tmp_path, path=str(target)))["optimal"]
 
 
+def test_a_clone_needs_no_install(tmp_path: Path) -> None:
+    """Python started in a clone imports its folder, whatever is installed: models and profiles are found beside it."""
+    script = (
+        "import sys; sys.meta_path[:] = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]\n"
+        "import layerwise.models, layerwise.profiles\n"
+        "print(layerwise.models.__file__, layerwise.profiles.__path__[0])\n"
+    )
+    models, profiles = python("-c", script, cwd=tmp_path, path=str(ROOT)).split()
+    assert (models, profiles) == (str(ROOT / "models" / "__init__.py"), str(ROOT / "profiles"))
+
+
 def test_packages_are_found(wheel: Path) -> None:
     """All of them, and nothing that is no part of the package (`models/` and `profiles/` are installed inside it)."""
     inside = {str(Path(name).parent) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("layerwise/")}
