@@ -12,7 +12,7 @@ from layerwise.cli import MODEL_HELP, Parser, check_files, run_main
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.importers.load import load_model, planned_model, planned_shape
+from layerwise.importers.load import load_model, planned_call
 from layerwise.ops.nn.linear import Linear
 from layerwise.plan import Plan, load_plan
 
@@ -176,8 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_files({"--out": args.out})
     plan = load_plan(args.plan)
-    shape = planned_shape(plan.provenance.get("input_shape"))
-    network = load_model(planned_model(plan.model, args.model), plan.batch, shape)
+    network = load_model(*planned_call(plan.model, args.model, plan.batch, plan.provenance))
     text = export_plan(plan, network, args.form)
     if args.out is None:
         print(text, end="")

@@ -24,14 +24,14 @@ from layerwise.files import JSON
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.as_written import LAYER
-from layerwise.importers.load import Network
+from layerwise.importers.load import Network, whole_of
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.plan import Plan, parse_plan
 from layerwise.quantities import samples
 from layerwise.report.text import text
 from layerwise.run.guards.hooks import NotByLayersError, without_hooks
 from layerwise.run.load import build_module
-from layerwise.run.options import RuntimeOptions, uses_local_batch_norm, whole_of
+from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
 from layerwise.run.parallel import ParallelModule
 from layerwise.version import __version__
 
@@ -84,7 +84,7 @@ class Task:
         a_module = isinstance(self.model, nn.Module)
         with without_hooks(self.model) if isinstance(self.model, nn.Module) else nullcontext():
             # The plan says which they were. Mixed precision and compilation are not planned for what is not traced.
-            asked = self.whole or (() if self.plan is None else whole_of(self.plan))
+            asked = self.whole or (() if self.plan is None else whole_of(self.plan.provenance))
             partly = self.plan is None and self.request.autocast is None and self.runtime.compile is None
             imported = replace(self._agreed(tuple(asked), partly=partly and a_module), itself=a_module)
         return imported, dtype_of(imported)
@@ -113,9 +113,6 @@ class Task:
         machine = machine_of(graph, world, request, self.options, measure=not chosen)
         planner = Planner(graph, world, machine.profile, request)
         choice = alone(world.comm, lambda: planner.choose(self.strategy) if plan is None else planner.priced(plan))
-        if choice is not None and imported.whole:
-            facts = {**choice.plan.provenance, "whole": sorted(imported.whole)}
-            choice = replace(choice, plan=replace(choice.plan, provenance=facts))
         runtime = replace(self.runtime, dtype=dtype)
         if self.options.race > 1 and world.size > 1:
             choice = self._raced(choice, imported, runtime)
@@ -125,10 +122,7 @@ class Task:
         if choice is None:
             return module, ()
         notes = [*choice.notes, *machine.notes]
-        notes += [
-            f"module {path!r} is called as it is written, each rank with its own samples, because {part.why}"
-            for path, part in imported.whole.items()
-        ]
+        notes += [op.note for op in graph.whole_modules]
         if imported.unproven is not None and not imported.graph.unseen:
             notes.append(f"the layers were not run beside the model as it was imported: {imported.unproven}")
         noted = replace(choice, notes=tuple(notes))

@@ -33,7 +33,6 @@ from layerwise.measure.job import Job, base_profile
 from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.links import measure_links, with_links
 from layerwise.measure.topology import find_topology
-from layerwise.ops.whole import Whole
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.search.find import search
@@ -162,7 +161,7 @@ def _measure(planner: Planner, profile: Profile | None, path: Path | None, budge
 def _layers(planner: Planner, path: Path, budget_s: float) -> None:
     """Times of layers, into the file, unless it has enough of them."""
     world, graph, options, space = planner.world, planner.graph, planner.options, planner.space
-    if any(isinstance(layer.main, Whole) for layer in graph.layers):  # of random values its code may do anything
+    if graph.whole_modules:  # of random values its code may do anything
         return
     device = world.comm.device
     mode = mode_of(device, options.dtype, channels_last=False)

@@ -15,6 +15,7 @@ from layerwise.ops.base import Op, Role, Stage, space
 from layerwise.ops.facts import Parameter, Space
 from layerwise.ops.opaque import TorchOp
 from layerwise.ops.specs import same
+from layerwise.ops.whole import Whole
 from layerwise.tensor import ITEM_BYTES, TensorSpec
 
 if TYPE_CHECKING:
@@ -225,6 +226,11 @@ class LayerGraph:
     def inner(self) -> tuple[Layer, ...]:
         """The layers whose configuration is chosen: all but what is fed, constant, or the sink."""
         return tuple(layer for layer in self.layers if not layer.end)
+
+    @property
+    def whole_modules(self) -> tuple[Whole, ...]:
+        """The modules that are called as they are written, in order."""
+        return tuple(layer.main for layer in self.inner if isinstance(layer.main, Whole))
 
     def edges(self) -> Iterator[tuple[str, str, int]]:
         """(producer, consumer, slot), in topological order of the consumers."""

@@ -65,13 +65,21 @@ class Network:
         return self.value(name if name in self.stored else name.partition(":")[0])
 
 
-def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
+def load_model(
+    spec: str,
+    batch: int,
+    input_shape: tuple[int, ...] | None = None,
+    whole: Sequence[str] = (),
+    partly: bool = True,
+) -> LayerGraph:
     """Returns the network that `spec` names, unfused. Weights are not needed and not allocated.
 
     Args:
         spec: A built-in name, an .onnx or .pt2 file, or "package.module:callable".
         batch: Samples of all devices together.
         input_shape: Of one sample, for a callable that returns a module without example inputs.
+        whole: Modules inside, by path, that are called as they are written, as `parallelize` has it.
+        partly: Whether modules that cannot be taken apart into layers are called so, too.
 
     Returns:
         Its layers. For a built-in network no torch is imported: its graph is written down.
@@ -84,16 +92,27 @@ def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None
         32
     """
     written = written_graph(spec) if input_shape is None and parted(spec)[1] is None else None
-    return load_network(spec, batch, input_shape).graph if written is None else written.rebatch(batch)
+    if written is None or whole:
+        return load_network(spec, batch, input_shape, whole, partly).graph
+    return written.rebatch(batch)
 
 
-def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Network:
+def load_network(
+    spec: str,
+    batch: int,
+    input_shape: tuple[int, ...] | None = None,
+    whole: Sequence[str] = (),
+    partly: bool = True,
+) -> Network:
     """`load_model`, with the network's values."""
     if batch < 1:
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     suffix = Path(spec).suffix.lower()
     if names_code(spec):
-        return network_of(*called(spec, input_shape), batch, spec.partition(":")[2])
+        network, inputs = called(spec, input_shape)
+        return network_of(network, inputs, batch, spec.partition(":")[2], whole=whole, partly=partly)
+    if whole:
+        raise LayerwiseError(f"model {spec!r} has layers alone: whole modules are for package.module:callable")
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
     if suffix == ".onnx":
@@ -115,22 +134,28 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
     return _built_in(spec, batch)
 
 
-def load_planned(named: str, model: str | None, batch: int, input_shape: object) -> Network:
-    """The network of a plan: see `planned_model`."""
-    return load_network(planned_model(named, model), batch, planned_shape(input_shape))
+LoadArguments = tuple[str, int, tuple[int, ...] | None, tuple[str, ...], bool]
 
 
-def planned_model(named: str, model: str | None) -> str:
-    """MODEL that a plan names, or `model`, which the user gives for it.
+def planned_call(named: str, model: str | None, batch: int, facts: Mapping[str, object]) -> LoadArguments:
+    """What `load_model` and `load_network` are called with for the network of a plan: as `facts`, its provenance, say.
 
-    A plan is data and may come from anybody. LayerwiseError where it names code which the user does not name, too.
+    named: MODEL of the plan; model: what the user gives for it, if anything. A plan is data and may come from anybody:
+    LayerwiseError where it names code which the user does not name, too.
     """
     if model is None and names_code(named):
         raise LayerwiseError(
             f"the plan is for {named!r}, which is code, and a plan runs none: if you trust it, give --model {named} "
             "(in Python: model=...)"
         )
-    return model or named
+    return model or named, batch, planned_shape(facts.get("input_shape")), whole_of(facts), False
+
+
+def whole_of(facts: Mapping[str, object]) -> tuple[str, ...]:
+    """Paths of the modules that a plan's network has as they are written."""
+    paths = facts.get("whole", [])
+    assert isinstance(paths, list)
+    return tuple(paths)
 
 
 def planned_shape(input_shape: object) -> tuple[int, ...] | None:

@@ -40,6 +40,12 @@ class Whole(Op):
     flops_a_sample: float
     saved_bytes: tuple[float, float, float]  # a sample: saved for backward, taken forward, and back
     make: Callable[[], Function] = field(compare=False, repr=False)
+    why: str = field(compare=False)  # it is not taken apart
+
+    @property
+    def note(self) -> str:
+        """A sentence for whoever plans the model."""
+        return f"module {self.path!r} is called as it is written, each rank with its own samples, because {self.why}"
 
     @property
     def detaches(self) -> bool:

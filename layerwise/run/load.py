@@ -18,7 +18,7 @@ from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.samples import check_samples
-from layerwise.importers.load import Network, load_planned, network_of
+from layerwise.importers.load import Network, load_network, network_of, planned_call, whole_of
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
@@ -26,7 +26,7 @@ from layerwise.run.data_parallel.module import DataParallelModule, Facts
 from layerwise.run.data_parallel.replacements import replacements
 from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
 from layerwise.run.layered import LayeredModule
-from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm, whole_of
+from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.model_state import settle_values
@@ -53,7 +53,7 @@ def load(
     """This rank's part of a planned network; all ranks call it alike.
 
     model: what the plan is for, also by name as on the command line (default: what the plan names; a plan may not name
-    `package.module:callable` by itself, see `load_planned`). A module that is on the meta device, or a built-in
+    `package.module:callable` by itself, see `planned_call`). A module that is on the meta device, or a built-in
     network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes more than it owns.
     Where the ranks have built modules of different values, rank 0's win. `example_inputs` are needed, to trace one.
     weights: a state dict, possibly lazy, instead of the model's values. comm: default torch.distributed's group, if
@@ -82,14 +82,14 @@ def load(
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            imported = network_of(model, positional, plan.batch, plan.model, named, whole=whole_of(plan))
+            imported = network_of(model, positional, plan.batch, plan.model, named, whole=whole_of(plan.provenance))
             network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
     elif isinstance(model, Network):
         network = replace(model, itself=False)
     else:
-        network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
+        network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance))
     return build_module(plan, network, comm, options, loss=loss, weights=weights)
 
 

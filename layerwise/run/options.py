@@ -79,13 +79,6 @@ def uses_local_batch_norm(plan: Plan, wanted: bool | None = None) -> bool:
     return bool(searched_with(plan, "local_batch_norm")) if wanted is None else wanted
 
 
-def whole_of(plan: Plan) -> tuple[str, ...]:
-    """Paths of the modules that the plan's network has as they are written."""
-    paths = plan.provenance.get("whole", [])
-    assert isinstance(paths, list)
-    return tuple(paths)
-
-
 def planned_types(plan: Plan, graph: LayerGraph) -> LayerGraph:
     """`graph` with the element types that the plan's predictions are of."""
     types = plan.provenance.get("mixed_precision")

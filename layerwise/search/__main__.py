@@ -135,6 +135,13 @@ def _space_flags(g: Flags) -> None:
         help="what may save memory, layer by layer, where a limit binds (default: both)",
     )
     offers.add_argument("--no-offer", type=offered, default=(), metavar="recompute,shard", help="what may not")
+    g.add_argument(
+        "--whole",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="of a package.module:callable, called as it is written; so is what cannot be taken apart. Can be repeated",
+    )
     g.add_argument("--no-fuse", action="store_true", help="a layer for every operator, element-wise ones too")
     g.add_argument(
         "--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"
@@ -283,7 +290,7 @@ def _searched(
 
 
 def _graph(name: str, batch: int, args: argparse.Namespace) -> LayerGraph:
-    raw = load_model(name, batch, args.input_shape)
+    raw = load_model(name, batch, args.input_shape, args.whole)
     return raw if args.no_fuse else fuse(raw)
 
 

@@ -14,7 +14,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.load import load_model, planned_model, planned_shape
+from layerwise.importers.load import load_model, planned_call
 from layerwise.machine import DTYPES
 from layerwise.machine.devices import DeviceGraph
 from layerwise.machine.profiles import planned
@@ -30,7 +30,7 @@ CHOICES = {name: get_args(get_type_hints(CostOptions)[name]) for name in ("link_
 
 
 def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) -> tuple[CostModel, SearchSpace]:
-    """The cost model and the space under which a plan was found; `model`, `profile`: see `planned_model`, `planned`."""
+    """The cost model and the space under which a plan was found; `model`, `profile`: see `planned_call`, `planned`."""
     raw, devices, options, space = _searched(plan, model, profile)
     graph = plan.layers(raw)
     plan.check(graph)
@@ -88,7 +88,6 @@ def _searched(
     """The network as it is imported, and the devices, options and space of the plan's search."""
     p = plan.provenance
     try:
-        shape = p["input_shape"]
         devices = planned(cast(str, p["profile"]), profile).device_graph(plan.gpus, plan.gpus_per_node)
         options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
         dims = tuple(cast(list[str], p["dims"]))
@@ -101,7 +100,7 @@ def _searched(
     for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES, **CHOICES}.items():
         if (value := getattr(options, option)) not in choices:
             raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(choices)}")
-    return load_model(planned_model(plan.model, model), plan.batch, planned_shape(shape)), devices, options, space
+    return load_model(*planned_call(plan.model, model, plan.batch, p)), devices, options, space
 
 
 def offered(plan: Plan) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.importers.load import load_planned
+from layerwise.importers.load import load_network, planned_call
 from layerwise.importers.torch.read.arguments import tensors
 from layerwise.importers.with_loss import parted
 from layerwise.run.load import build_module
@@ -183,7 +183,7 @@ def predicting(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data
     plan, (model, loss) = module.plan, parted(module.plan.model)
     if loss is None:
         return None
-    network = load_planned(model, None, plan.batch, plan.provenance.get("input_shape"))
+    network = load_network(*planned_call(model, None, plan.batch, plan.provenance))
     graph = plan.layers(network.graph.rebatch(plan.batch))
     strategy = {layer.name: plan.strategy[layer.name] for layer in graph.inner}
     for name in graph.layers[-1].inputs:

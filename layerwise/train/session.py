@@ -18,7 +18,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.importers.load import Network, load_planned
+from layerwise.importers.load import Network, load_network, planned_call
 from layerwise.plan import Plan
 from layerwise.run.load import build_module
 from layerwise.run.options import RuntimeOptions, plan_digest
@@ -63,7 +63,7 @@ class Session:
         values = "" if weights is None else fingerprint(weights)
         facts = {"plan": plan_digest(plan), "layerwise": __version__, "torch": torch.__version__}
         comm.handshake(facts | {"the content of --weights": values})
-        network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
+        network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance))
         graph = fuse(network.graph) if plan.fused else network.graph
         self.data = load_data(data, graph, options.seed)
         self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)

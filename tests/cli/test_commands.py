@@ -176,6 +176,35 @@ def test_callables(run: Run, refuse: Run, here: Path) -> None:
     assert "another model" in refuse(*explain)
 
 
+GATED = """
+import torch
+from torch import nn
+
+
+class Gate(nn.Module):
+    def forward(self, x):
+        return torch.stack([row * 2 if row.sum() > 0 else row for row in x])
+
+
+def gated():
+    return nn.Sequential(nn.Linear(8, 64), Gate(), nn.Sequential(nn.Linear(64, 4))), (torch.randn(6, 8),)
+"""
+
+
+def test_what_no_trace_shows_is_planned_as_it_is_written(run: Run, refuse: Run, here: Path) -> None:
+    (here / "networks.py").write_text(GATED)
+    search = ("search", "networks:gated", "--gpus", "1", "--batch", "6")
+    text = " ".join(run(*search, "--out", "p.json").split())
+    assert "Module '1' is called as it is written, each rank with its own samples, because" in text
+    assert load_plan("p.json").provenance["whole"] == ["1"]
+    for command in (["explain", "p.json", "0", "--json"], ["run", "p.json", "--data", "synthetic", "--steps", "1"]):
+        assert run(*command, "--model", "networks:gated")
+    run(*search, "--whole", "2", "--out", "p.json")
+    assert load_plan("p.json").provenance["whole"] == ["1", "2"]
+    assert "whole= names 'x', and the model has no such module" in refuse(*search, "--whole", "x")
+    assert "are for package.module:callable" in refuse("search", "lenet5", "--gpus", "2", "--whole", "x")
+
+
 def test_a_plan_runs_no_code_that_the_user_does_not_name(run: Run, refuse: Run, here: Path) -> None:
     (here / "networks.py").write_text(NETWORKS)
     run("search", "networks:alone", "--gpus", "1", "--input-shape", "8", "--out", "p.json")

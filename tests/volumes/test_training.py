@@ -158,7 +158,7 @@ def test_a_dice_loss_trains_as_one_device(
     brain: tuple[Case, Data], loss: str, io: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`unet3d+dice`: also where the loss is of the whole batch; the Dice of what is held out, too."""
-    monkeypatch.setattr(score, "load_planned", lambda own, *_: {"unet3d:16": brain[0].network}[own])
+    monkeypatch.setattr(score, "load_network", lambda own, *_: {"unet3d:16": brain[0].network}[own])
     network, graph = scored_unet(loss)
     assert "network" not in "".join(network.keys)
     data = load_data("mni152", graph)

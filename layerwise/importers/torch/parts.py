@@ -157,6 +157,7 @@ class WholeModule:
             work.flops / 2 + prod(shape),
             (work.saved / 2, work.forward / 2, work.backward / 2),
             self.function,
+            self.why,
         )
         return Built(op, tuple(operands), tuple(parameters))
 

@@ -133,7 +133,8 @@ def whole_shares(model: CostModel, candidate: Candidate) -> dict[str, float]:
 
 
 def whole_lines(model: CostModel, candidate: Candidate) -> Iterator[str]:
-    """One sentence, where there are some."""
+    """A sentence, where there are some; and one for each module that is called as it is written."""
+    yield from (f"{op.note[0].upper()}{op.note[1:]}." for op in model.graph.whole_modules)
     shares = whole_shares(model, candidate)
     if shares and model.devices.count > 1:
         named = (f"{name} ({model.graph[name].stages[0].label}), {share:.0%}" for name, share in shares.items())
