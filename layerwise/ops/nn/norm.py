@@ -151,8 +151,9 @@ class GroupNorm(_ChannelNorm):
         y, *_ = normalised(channels, None, None, count=count, eps=self.eps, all_reduce=local.all_reduce)
         if weight is None or bias is None:
             return y.view(x.shape)
-        along = (-1, *(1,) * (len(shape) - 2))
-        return torch.addcmul(bias.view(along), y.view(x.shape), weight.view(along)).to(x.dtype)
+        along, y = (-1, *(1,) * (len(shape) - 2)), y.view(x.shape)
+        into = None if torch.is_grad_enabled() else y  # which nobody else has
+        return torch.addcmul(bias.view(along), y, weight.view(along), out=into).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

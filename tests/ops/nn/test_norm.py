@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from benchmarks.common.live import Live
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.base import Op, space
@@ -328,3 +329,18 @@ def test_initial_values_are_pytorchs(op: Op, layer: nn.Module) -> None:
     assert found.keys() == real.keys()
     for name, value in found.items():
         assert torch.equal(value, real[name])
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_without_gradients_a_group_norm_of_shared_statistics_makes_one_tensor(weights: torch.dtype) -> None:
+    """As memory is predicted; its numbers are those with gradients."""
+    op, x = GroupNorm(2), TensorSpec((2, 8, 32, 32), IMAGES[2])
+    at, t = whole(op, [x], all_reduce=lambda s: s), torch.randn(x.shape).to(weights)
+    p = {name: value.to(weights) for name, value in held(op, x).items()}
+    with torch.no_grad(), Live([t, *p.values()]) as live:
+        before, out = live.peak, op.run(at, [t], p)
+    assert live.peak - before < 1.1 * out.nbytes
+    assert torch.equal(out, op.run(at, [t.requires_grad_()], p))
+    mixed = {name: value.float() for name, value in p.items()}
+    with torch.no_grad():
+        assert torch.equal(op.run(at, [t], mixed), op.run(at, [t.requires_grad_()], mixed))
