@@ -24,6 +24,7 @@ from layerwise.search.limit.multipliers import least_rows
 from layerwise.search.limit.rest import possible
 from layerwise.search.limit.variants import Strategy, Variants
 from layerwise.search.overlap.cuts import Cuts
+from layerwise.search.solve.eliminate import sums_of
 
 Effort = Literal["quick", "normal", "thorough"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
@@ -190,7 +191,8 @@ def overlapped(
     if _entries(model, small) > CLOSELY:
         return Overlapped((), min(max(game.bound, 0.0), upper))
     cuts = Cuts(model, small, telling_devices(model.devices))
-    minimise = by_elimination(memory_bytes) if _sums(small) <= WORK else by_messages
+    sums = sums_of({name: len(base) for name, base in small.bases.items()}, (edge[:2] for edge in model.graph.edges()))
+    minimise = by_elimination(memory_bytes) if sums <= WORK else by_messages
     game = least_rows(_problem(cuts, step_s), minimise)
     polish = Polish(cuts, game.mixed(upper)[0].costs, step_s, fits, effort)
     met = sorted(game.met, key=lambda met: float(met.rows.max()))[: MET if SIMULATIONS[effort] else 0]
@@ -207,12 +209,6 @@ def overlapped(
 def _entries(model: CostModel, space: Variants) -> int:
     """Numbers in all tables of edges."""
     return sum(len(space.bases[u]) * len(space.bases[v]) for u, v, _ in model.graph.edges())
-
-
-def _sums(space: Variants) -> float:
-    """The number of sums that an elimination forms, of a chain of so many configurations."""
-    most = max(map(len, space.bases.values()))
-    return float(sum(most * len(these) ** 2 for these in space.bases.values()))
 
 
 def _problem(cuts: Cuts, step_s: Callable[[Strategy], float]) -> Problem:

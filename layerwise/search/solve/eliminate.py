@@ -153,6 +153,30 @@ def min_fill_order(sizes: Mapping[str, int], scopes: Iterable[tuple[str, ...]]) 
     return order
 
 
+def sums_of(sizes: Mapping[str, int], pairs: Iterable[tuple[str, ...]]) -> float:
+    """The number of sums that an elimination forms, about: of variables of these sizes, joined in these pairs."""
+    around: dict[str, set[str]] = {name: set() for name in sizes}
+    for pair in pairs:
+        _connect(around, pair)
+    count, waiting = 0.0, list(around)
+
+    def take(name: str) -> None:
+        nonlocal count
+        near = around.pop(name)
+        count += sizes[name] * prod(sizes[other] for other in near)
+        for other in near:
+            around[other].remove(name)
+        _connect(around, near)
+        waiting.extend(near)
+
+    while waiting:  # along chains, as node elimination goes
+        if (name := waiting.pop()) in around and len(around[name]) <= 2:
+            take(name)
+    for name in min_fill_order({n: sizes[n] for n in around}, [(n, m) for n, near in around.items() for m in near]):
+        take(name)
+    return count
+
+
 def _connect(around: dict[str, set[str]], names: Iterable[str]) -> None:
     """Joins each of these variables to all the others."""
     for a, b in combinations(names, 2):
