@@ -83,7 +83,12 @@ def page(rows: Sequence[Row], others: Sequence[Row] = (), before: str = "") -> s
             *(_package(package, own) for package, own in packages.items()),
             "\nLayers, K (the final graph of the search) and seconds are the largest. Import/export (CPU time)\n"
             "and gain (predicted, over data parallelism) are the median, and the largest.\n",
-            _marked("To 1e-6, as they cast a part of themselves to float32", [row for row in rows if row.narrow]),
+            _marked(
+                "To 1e-6, as they cast a part of themselves to float32",
+                [row for row in rows if row.narrow and not row.widened],
+            ),
+            _marked("With such casts to float64, as these round more", [row for row in rows if row.widened]),
+            _marked("To 1e-3, as PyTorch has kernels of float32 alone", [row for row in rows if row.single]),
             _marked("Beside one rank's layers, as they draw random numbers", [row for row in rows if row.random]),
             _not_exact(rows),
             _by_type(others),

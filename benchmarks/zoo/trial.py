@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,8 @@ class Row:
     gain: float = 0.0  # predicted, over data parallelism
     planned: str = ""  # why there is no plan for 8 GPUs, if there is none
     narrow: bool = False  # parts of it compute in float32 whatever the rest does, so it is compared to that
+    single: bool = False  # all of it computes in float32, as PyTorch has no kernel of float64 for some of it
+    widened: bool = False  # so rounded that it is compared with these parts in float64, too
     random: bool = False  # it draws: plans are compared with one rank's layers, not with PyTorch
     differences: dict[str, float] = field(default_factory=dict)  # by plan: the largest, relative (see compare)
     refused: dict[str, str] = field(default_factory=dict)  # by plan: the sentence
@@ -83,6 +87,9 @@ def _stages(row: Row, *, timed: bool) -> None:
     torch.set_num_threads(1)
     _export(nn.Linear(2, 2), (torch.randn(2, 2),))  # what torch.export imports at its first call is nobody's time
     given = prepared(build(row.name), getattr(torch, row.dtype))
+    if row.dtype == "float64" and not _runs(given):
+        row.single = True
+        given = prepared(build(row.name), torch.float32)
     call = given.call(given.inputs)
     row.parameters = sum(p.numel() for p in given.model.parameters())
     row.stage = "export"
@@ -108,9 +115,36 @@ def _stages(row: Row, *, timed: bool) -> None:
         row.planned = str(error)
     row.stage = "run"
     made = {stage.space.out.dtype for layer in network.graph.inner for stage in layer.stages}
-    row.narrow = row.dtype == "float64" and "float32" in made
+    row.narrow = row.dtype == "float64" and "float32" in made and not row.single
+    tolerance = TOLERANCES["float32" if row.single else row.dtype]
     with traced_once():
-        _run(row, given, network, NARROW if row.narrow else TOLERANCES[row.dtype])
+        _run(row, given, network, NARROW if row.narrow else tolerance)
+    if row.narrow and row.wrong:  # by rounding alone? then it is not where nothing is rounded so
+        row.widened, row.wrong, row.refused, row.differences = True, {}, {}, {}
+        with widened():
+            network = network_of(given.model, call[0], SAMPLES * RANKS, row.name, call[1])
+            with traced_once():
+                _run(row, given, network, tolerance)
+
+
+def _runs(given: Example) -> bool:
+    """Whether PyTorch itself has all that the network needs in its element type."""
+    positional, named = given.call(given.inputs)
+    try:
+        with torch.no_grad():
+            copy.deepcopy(given.model)(*positional, **named)
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """Within it what is cast to float32 is cast to float64, in all threads: each rank traces the model once more."""
+    with ExitStack() as stack:
+        for where, name, value in ((Tensor, "float", Tensor.double), (torch, "float32", torch.float64)):
+            stack.enter_context(mock.patch.object(where, name, value))
+        yield
 
 
 def _export(model: nn.Module, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor] | None = None) -> None:
