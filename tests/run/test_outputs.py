@@ -15,6 +15,7 @@ from layerwise.comm.base import Comm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
+from layerwise.run.local_tensor import local_tensor
 from tests.comm.thread import run_threads
 from tests.run import small_plans
 from tests.run.plans import random_plan
@@ -51,6 +52,8 @@ PACKS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "tuple of one": lambda a, b: (b,),
     "dict": lambda a, b: {"logits": b, "hidden": a},
     "nested": lambda a, b: {"y": (b, {"x": [a]}), "none": None, "number": 3},
+    "the same": lambda a, b: {"logits": b, "same": b, "viewed": b.view(-1, 4), "hidden": a},
+    "constants": lambda a, b: (b, torch.arange(4.0).expand(len(b), 4), {"mask": torch.ones(len(b), dtype=torch.bool)}),
     "dataclass": lambda a, b: Found(b, (a,), "as they are"),
 }
 
@@ -80,11 +83,51 @@ def test_the_models_own_structure(pack: str, io: str) -> None:
     run_threads(2, run)
 
 
-def test_outputs_that_are_one_tensor_twice_come_flat() -> None:
-    network = network_of(Returns(lambda a, b: {"logits": b, "same": b.view(-1, 4)}), (torch.zeros(2, 6),), 4, "twice")
-    plan = random_plan(fuse(network.graph), 1, 0, "sample")
-    (made,) = run_threads(1, lambda comm: load(plan, network, comm=comm)(torch.zeros(4, 6)))
-    assert isinstance(made, Tensor | tuple | dict)
+class Own(nn.Module):
+    """It returns parameters as they are, and a buffer; others are made as wide as the batch in another shape."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.prior, self.tokens = (
+            nn.Linear(6, 8),
+            nn.Parameter(torch.randn(5)),
+            nn.Parameter(torch.randn(24)),
+        )
+        self.register_buffer("scale", torch.rand(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        tokens = self.tokens.view(1, 3, 8).expand(len(x), 3, 8)
+        y = torch.cat([self.first(x)[:, None], tokens, self.prior.reshape(1, 5, 1).expand(len(x), 5, 8)], 1)
+        return y, self.prior, self.first.weight, self.scale
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_no_layer_computes_is_returned(seed: int) -> None:
+    """Gradients reach it, and parameters have the shapes that the model gave them."""
+    torch.manual_seed(0)
+    model, x = Own(), torch.randn(4, 6)
+    network = network_of(model, (x[:2],), 4, "own")
+    plan = random_plan(fuse(network.graph), 2, seed, "sample")
+    wanted = model(x)
+    wanted[0].square().sum().add(4 * sum(y.square().sum() for y in wanted[1:])).backward()
+
+    def run(comm: Comm) -> None:
+        module = load(plan, network, comm=comm)
+        y, *rest = module(x[module.share()])
+        torch.testing.assert_close([y, *rest], [wanted[0][module.share()], *wanted[1:]])
+        (2 * y.square().sum()).add(4 * sum(t.square().sum() for t in rest)).backward()
+        shapes = {name: value.shape for name, value in module.full_state_dict().items()}
+        assert shapes == {name: value.shape for name, value in model.state_dict().items()}
+        for shard in module.shards():
+            if shard.name in dict(model.named_parameters()):
+                gradient, whole = module.get_parameter(shard.name).grad, model.get_parameter(shard.name).grad
+                assert gradient is not None
+                assert whole is not None
+                torch.testing.assert_close(local_tensor(gradient), whole[shard.box.slices()])
+
+    run_threads(2, run)
 
 
 def test_a_loss_in_16_bits_where_a_rank_has_no_part_of_the_output() -> None:

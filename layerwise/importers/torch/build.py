@@ -29,6 +29,7 @@ from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
 from layerwise.importers.torch.program import Node, Ref, TracedProgram, Value, samples_in
+from layerwise.ops.tensor.pointwise import Unary
 from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
@@ -100,12 +101,18 @@ class _Importer:
     def graph(self) -> LayerGraph:
         for node in self.program.nodes:
             self.call(node)
-        outputs = [self.operand(ref) for ref in self.program.outputs if self.known(ref) is not None]
+        returned = [ref for ref in dict.fromkeys(self.program.outputs) if self.known(ref) is not None]
         fed = {self.operand(Ref(s.value.name)).name for s in self.program.sources if s.kind == "input"}
-        computed = dict.fromkeys(o.name for o in outputs if o.activation)
-        if computed.keys() <= fed:
+        if {value.name for value in map(self.operand, returned) if value.activation} <= fed:
             raise LayerwiseError(f"model {self.placer.builder.name!r} computes nothing from its inputs")
-        graph = self.placer.builder.finish(list(computed))
+        outputs: dict[str, None] = {}
+        for ref in returned:
+            value = self.operand(ref)
+            again = value.name in outputs and ref.name not in self.losses
+            if again or not value.activation:  # a view of what is returned, too; a constant; a parameter as it is
+                value = self.placer.place(Built(Unary("identity"), (value,)), f"{value.name}.output")
+            outputs[value.name] = None
+        graph = self.placer.builder.finish(list(outputs))
         check_samples(graph)
         return graph
 

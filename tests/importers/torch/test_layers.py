@@ -53,6 +53,13 @@ def test_mean_over_the_batch_is_not_baked_in() -> None:
     assert layer.op.rows()["reduction"] == "batchmean"
 
 
+@pytest.mark.parametrize("truth", [True, False])
+@pytest.mark.parametrize("fn", [torch.bitwise_and, torch.bitwise_or])
+def test_masks_that_are_joined_with_a_truth(fn: Callable[..., Tensor], truth: bool) -> None:
+    imported(Function(lambda x: x.masked_fill(fn(x > 0, torch.tensor(truth)), 2.0)), (image(4, 5),))
+    imported(Function(lambda x: x.masked_fill(fn(torch.tensor(truth), x > 0), 2.0)), (image(4, 5),))
+
+
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "conv1d": (nn.Conv1d(4, 6, 3, stride=2, padding=2, dilation=2), (3, 4, 9)),
     "conv2d": (nn.Conv2d(4, 6, (3, 2), stride=(1, 2), padding=(0, 1), groups=2, bias=False), X),

@@ -17,7 +17,9 @@ from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import SHAPED, UNCHANGED
 from layerwise.importers.torch.program import Node, Source, TracedProgram, module_path
 from layerwise.ops.base import Op, space
+from layerwise.ops.nn.linear import Learned
 from layerwise.ops.tensor.pointwise import Binary
+from layerwise.ops.tensor.view import Expand
 from layerwise.tensor import TensorSpec
 
 
@@ -36,6 +38,8 @@ class TorchPlacer(Placer):
             op, parameters = Binary(op.fn, arguments=op.arguments), ()
         elif isinstance(op, Binary) and parameters and parameters[0].role == "parameter":
             op = replace(op, stored=without_ones(parameters[0].shape, self.shapes[parameters[0].name].shape))
+        elif isinstance(op, Learned) and parameters[0].shape != self.shapes[parameters[0].name].shape:
+            op, inputs, parameters = Expand(op.shape, True), [parameters[0]], ()
         for p in parameters:
             if self._is_reshaped(p):
                 raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
@@ -77,7 +81,9 @@ class TorchPlacer(Placer):
 
 def shared_parameters(program: TracedProgram) -> set[str]:
     """Parameters that are used more than once, also by way of transposes and other views."""
-    users: dict[str, list[Node]] = defaultdict(list)
+    users: dict[str, list[Node | None]] = defaultdict(list)  # None: it is returned as it is
+    for ref in program.outputs:
+        users[ref.name].append(None)
     read = set(program.used)
     for node in program.nodes:
         layers = (
@@ -88,7 +94,10 @@ def shared_parameters(program: TracedProgram) -> set[str]:
     lazy = (*SHAPED, *UNCHANGED, "t", "transpose", "permute", "numpy_T", "mT")
 
     def uses(name: str) -> int:
-        seen = [[v.name for v in node.outputs if v] if base_name(node.target) in lazy else None for node in users[name]]
+        seen = [
+            [v.name for v in node.outputs if v] if node is not None and base_name(node.target) in lazy else None
+            for node in users[name]
+        ]
         return sum(1 if through is None else sum(map(uses, through)) for through in seen)
 
     return {s.value.name for s in program.sources if s.kind == "parameter" and uses(s.value.name) > 1}

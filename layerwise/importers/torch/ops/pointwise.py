@@ -50,11 +50,24 @@ def tensor(value: Argument | Built) -> Tensor:
 def binary(fn: str, x: Argument | Built, y: Argument | Built) -> Built:
     """fn(x, y); one of them may be a number, a parameter or a constant."""
     x, y = _plain(x), _plain(y)
+    if (masked := _of_mask(fn, x, y)) is not None:
+        return masked
     if isinstance(y, (int, float)):
         return Built(_with_scalar(f"{fn}_scalar", y), (tensor(x),))
     if isinstance(x, (int, float)):
         return Built(_with_scalar(f"{_SWAPPED.get(fn, f'r{fn}')}_scalar", x), (tensor(y),))
     return pair(Binary(fn), tensor(x), tensor(y))
+
+
+_MASKS = {"bitwise_and": (2.0, 1.0), "bitwise_or": (1.0, 0.0)}  # a mask with False, with True: mask >= number
+
+
+def _of_mask(fn: str, x: Argument | Built, y: Argument | Built) -> Built | None:
+    """A mask, joined with True or False, as what hides nothing is; None where it is something else."""
+    mask, truth = (y, x) if isinstance(x, bool) else (x, y)
+    if fn not in _MASKS or not isinstance(truth, bool) or not isinstance(mask, Operand) or mask.spec.dtype != "bool":
+        return None
+    return Built(Unary("ge_scalar", (_MASKS[fn][truth],)), (mask,))
 
 
 def pair(op: Binary, x: Tensor, y: Tensor) -> Built:
