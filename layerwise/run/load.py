@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group
-from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.samples import check_samples
@@ -158,7 +157,10 @@ def serial(plan: Plan) -> Plan:
         gpus=1,
         gpus_per_node=1,
         device_order=(0,),
-        strategy={name: Config(recompute=config.recompute) for name, config in plan.strategy.items()},
+        strategy={
+            name: replace(config, degrees=(), placement="contiguous", states="replicated")
+            for name, config in plan.strategy.items()
+        },
     )
 
 

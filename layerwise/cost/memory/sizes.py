@@ -248,7 +248,7 @@ class TensorSizes:
         source = layer.inputs[0] if layer.inputs else ""
         if self._within.get(source) != (layer.name, 0) or self.edge(layer, 0).local:
             return None
-        if self.strategy[source].recompute or self.strategy[layer.name].recompute:
+        if self.strategy[source].alters_saved or self.strategy[layer.name].alters_saved:
             return None
         own = self.places[source].owned
         inside: Mask = own.active & (self.edge(layer, 0).owned == own.volume) & (own.volume > 0)

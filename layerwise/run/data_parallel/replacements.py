@@ -67,7 +67,7 @@ def replacements(
     module = network.module
     if module is not None and any(isinstance(layer.op, AsWritten) for layer in graph.layers):
         return as_written(module, size, options)
-    recompute = options.recompute or any(config.recompute for config in plan.strategy.values())
+    recompute = options.recompute or any(config.alters_saved for config in plan.strategy.values())
     if module is None or recompute or not _has_values(network, module):
         return None
     if size > 1 and any(config.states != "replicated" for config in plan.strategy.values()):

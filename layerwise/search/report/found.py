@@ -200,7 +200,7 @@ def strategy_json(model: CostModel, candidate: Candidate) -> dict[str, Any]:
         config = candidate.strategy[layer.name]
         labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
         degrees = {label: config[label] for label in labels}
-        strategy[layer.name] = degrees | {k: v for k, v in as_json(config).items() if k in ("recompute", "states")}
+        strategy[layer.name] = degrees | {k: v for k, v in as_json(config).items() if k != "placement"}
         if config.placement == "strided":
             placements[layer.name] = "strided"
     return {"strategy": strategy, "placements": placements}
