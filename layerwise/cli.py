@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -53,6 +54,24 @@ def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     except KeyboardInterrupt:
         print("layerwise: interrupted", file=sys.stderr)
         return 130
+
+
+def command(
+    parser: Callable[[], argparse.ArgumentParser],
+) -> Callable[[Callable[[argparse.Namespace], int | None]], Callable[..., int]]:
+    """Returns a decorator: what a command does with its flags becomes a function of its command line.
+
+    That takes the words behind the command's name (None: this process's), and returns the exit code.
+    """
+
+    def main_of(act: Callable[[argparse.Namespace], int | None]) -> Callable[..., int]:
+        @wraps(act)
+        def main(argv: Sequence[str] | None = None) -> int:
+            return act(parser().parse_args(argv)) or 0
+
+        return main
+
+    return main_of
 
 
 class Parser(argparse.ArgumentParser):

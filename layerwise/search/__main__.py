@@ -15,6 +15,7 @@ from layerwise.cache import answers
 from layerwise.cli import (
     Parser,
     check_files,
+    command,
     console,
     constraint_arguments,
     constraints,
@@ -216,9 +217,9 @@ def _output_flags(g: Flags) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, search, print."""
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Parses, searches, prints."""
     settle_machine(args)
     args.model = model_with(args.model, args.loss)
     devices = load(args.profile).device_graph(args.gpus, args.gpus_per_node)
@@ -239,9 +240,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = _model(args, devices, batch)
     seconds = {"import": time.perf_counter() - started}
     if args.price is not None:
-        return _price(model, space, limit, args)
+        _price(model, space, limit, args)
+        return
     if args.memory_curve is not None:
-        return show_curve(model, space, offer, args)
+        show_curve(model, space, offer, args)
+        return
     model, result, tried = _searched(model, space, limit, offer, args)
     seconds |= result.seconds
     if args.export_costs is not None:
@@ -252,7 +255,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         console().print(
             f"a plan runs no code: give layerwise.run and explain --model {args.model}, too", soft_wrap=True
         )
-    return 0
 
 
 def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostModel:
@@ -319,7 +321,7 @@ def _export(model: CostModel, configs: Configs, result: SearchResult, args: argp
     export_costs(tables, args.export_costs, args.model, rows, result.memory_bytes)
 
 
-def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> int:
+def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> None:
     """--price: one strategy beside the baselines."""
     check_names(space.constraints, [layer.name for layer in model.graph.inner])
     strategy = None if Path(args.price).is_file() else named_strategy(model, args.price, space.replicas)
@@ -332,7 +334,6 @@ def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Na
     named = {name: candidate(model, name, other, limit) for name, other in baselines(model, space).items()}
     shown = priced(model, yours, named, args.model, every_layer=args.layers, memory=args.memory)
     _deliver(model, space, yours, shown, args)
-    return 0
 
 
 def _deliver(
