@@ -249,7 +249,7 @@ def main(args: argparse.Namespace) -> None:
     seconds |= result.seconds
     if args.export_costs is not None:
         _export(model, configurations(model, space, baselines(model, space), {}), result, args)
-    shown = found(model, result, args.model, seconds, every_layer=args.layers, memory=args.memory, tried=tried)
+    shown = found(result, args.model, seconds, every_layer=args.layers, memory=args.memory, tried=tried)
     _deliver(model, space, result, shown, args)
     if args.out is not None and names_code(args.model) and not args.json:
         console().print(
@@ -332,7 +332,7 @@ def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Na
         space.check(strategy[layer.name], layer.space.dims, layer.name)
     yours = candidate(model, name, strategy, limit)
     named = {name: candidate(model, name, other, limit) for name, other in baselines(model, space).items()}
-    shown = priced(model, yours, named, args.model, every_layer=args.layers, memory=args.memory)
+    shown = priced(yours, named, args.model, every_layer=args.layers, memory=args.memory)
     _deliver(model, space, yours, shown, args)
 
 
@@ -346,7 +346,7 @@ def _deliver(
     if args.out is not None:
         plan.save(args.out)
     if args.timeline is not None:
-        write_timeline(model, best, args.timeline)
+        write_timeline(best, args.timeline)
     if args.plot is not None:
         save_plot(best.plot(), args.plot)
     files = {"plan": args.out, "cost tables": args.export_costs, "timeline": args.timeline, "picture": args.plot}

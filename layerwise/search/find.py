@@ -15,8 +15,8 @@ from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
-from layerwise.cost.price import MEASURED_ERROR, complete, model_error, price
-from layerwise.cost.timeline.simulate import step_spans, timeline
+from layerwise.cost.price import MEASURED_ERROR, complete
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.partition.sharding import held_configurations
@@ -287,18 +287,8 @@ def candidate(
     """Prices a strategy both ways. memory_limit_bytes: by default what a device has."""
     strategy = complete(model, strategy)
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
-    return Candidate(
-        name,
-        strategy,
-        timeline(model, strategy, bucket_bytes=bucket_bytes),
-        limit,
-        lambda: float(peak_bytes(model, strategy).max()),
-        lambda memory_bytes: price(model, strategy, memory_bytes=memory_bytes),
-        lambda: model_error(model, strategy),
-        reading_s(model, strategy),
-        bucket_bytes,
-        lambda: step_spans(model, strategy, bucket_bytes),
-    )
+    step = timeline(model, strategy, bucket_bytes=bucket_bytes)
+    return Candidate(name, strategy, step, model, limit, reading_s(model, strategy), bucket_bytes)
 
 
 def configurations(

@@ -63,7 +63,7 @@ def test_a_model_that_a_trace_does_not_show_is_run_as_it_is_written() -> None:
 def test_several_nodes_and_their_order() -> None:
     choice = planned(None, ranks=4, nodes=2)
     assert (choice.plan.gpus_per_node, choice.plan.device_order) == (2, (3, 2, 1, 0))
-    assert choice.model.devices.nodes == 2
+    assert choice.best.model.devices.nodes == 2
     assert choice.best.timeline.total_s <= choice.data.timeline.total_s
 
 

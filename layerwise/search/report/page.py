@@ -102,7 +102,7 @@ def plan_report(
     """
     plan, model, best = planned.plan, planned.model, planned.best
     by_block, _, folds = time_by_block(best)
-    table = Fold("The configurations as a table", [strategy_table(model, best)])
+    table = Fold("The configurations as a table", [strategy_table(best)])
     parts = [
         Section("The answer", [*_answer(planned), *([Fold("All that the search says", more)] if more else [])]),
         Section("Where the time goes", [by_block, *folds]),
@@ -112,7 +112,7 @@ def plan_report(
         Section("Memory", list(memory(best, planned.baselines, planned.course, curve))),
         Section("All layers", list(_tables(planned)), searched="Search layers and edges:"),
     ]
-    return Report(plan.model, about(model), parts, lambda: price_dict(model, best, planned.baselines, plan.model))
+    return Report(plan.model, about(model), parts, lambda: price_dict(best, planned.baselines, plan.model))
 
 
 def _answer(planned: Planned) -> Iterator[Part]:
@@ -130,7 +130,7 @@ def _answer(planned: Planned) -> Iterator[Part]:
     links = "measured" if isinstance(plan.provenance.get("links"), dict) else "as its profile states them"
     assumed = [describe(model, basis(model, best.price)), f"Links of {model.devices.name}: {links}.", *warnings(model)]
     yield Lines([*assumed, *limit_of(plan)])
-    yield candidates_table([best, *planned.baselines.values()], best, model.graph.batch)
+    yield candidates_table([best, *planned.baselines.values()], best)
 
 
 def _proof(plan: Plan) -> str:
