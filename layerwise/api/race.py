@@ -163,6 +163,7 @@ def _copied(read: Callable[[], object]) -> Callable[[], object]:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Within it, random numbers are drawn that nobody misses."""
     python, numpy = random.getstate(), np.random.get_state()
     used = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(used, device_type=device.type):
