@@ -22,7 +22,7 @@ from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import baselines as named_baselines
 from layerwise.search.baselines import cuts_classes, of_all_classes
-from layerwise.search.constrained import allowed, under_constraints
+from layerwise.search.constrained import allowed, heeding_constraints
 from layerwise.search.halos import reading_s
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
@@ -33,6 +33,7 @@ from layerwise.search.result import Candidate, SearchResult, preferred, timeline
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
 
 
+@heeding_constraints
 def search(
     model: CostModel,
     space: SearchSpace,
@@ -54,34 +55,6 @@ def search(
     optimum, and no baseline. `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
     `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
     """
-    find = partial(
-        _search,
-        model,
-        objective=objective,
-        memory_bytes=memory_bytes,
-        memory_limit_bytes=memory_limit_bytes,
-        offer=offer,
-        fixed=fixed,
-        effort=effort,
-        progress=progress,
-        answers=answers,
-    )
-    return under_constraints(model, space, find) if space.constraints else find(space)
-
-
-def _search(
-    model: CostModel,
-    space: SearchSpace,
-    *,
-    objective: Literal["timeline", "additive"],
-    memory_bytes: float,
-    memory_limit_bytes: float | None,
-    offer: Iterable[str],
-    fixed: Mapping[str, Config] | None,
-    effort: Effort,
-    progress: Progress | None,
-    answers: Answers | None,
-) -> SearchResult:
     limit = _limit(model, space, memory_limit_bytes, fixed or {})
     started = time.perf_counter()
     named = named_baselines(model, space)

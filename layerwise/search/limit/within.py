@@ -216,14 +216,11 @@ class LimitedSearch:
 
     def cost(self, strategy: Strategy, weight: float = 1.0) -> float:
         """Equation 1, with `weight` times t_S."""
-        self._price([strategy])
-        rest, sync = self._costs[tuple(strategy.values())]
+        key = tuple(strategy.values())
+        if key not in self._costs:
+            (self._costs[key],) = exact_costs(self.model, [strategy])
+        rest, sync = self._costs[key]
         return rest + weight * sync
-
-    def _price(self, strategies: Iterable[Strategy]) -> None:
-        """Several at once are sooner priced than one after the other."""
-        new = {key: strategy for strategy in strategies if (key := tuple(strategy.values())) not in self._costs}
-        self._costs |= zip(new, exact_costs(self.model, list(new.values())), strict=True)
 
     def _begun(self, limit: float, known: Sequence[Strategy]) -> Strategy | None:
         """A fast strategy that fits, of the cells of those that are known, in whatever forms."""
