@@ -11,7 +11,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -53,6 +54,24 @@ def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     except KeyboardInterrupt:
         print("layerwise: interrupted", file=sys.stderr)
         return 130
+
+
+def command(
+    parser: Callable[[], argparse.ArgumentParser],
+) -> Callable[[Callable[[argparse.Namespace], int | None]], Callable[..., int]]:
+    """Returns a decorator: what a command does with its flags becomes a function of its command line.
+
+    That takes the words behind the command's name (None: this process's), and returns the exit code.
+    """
+
+    def main_of(act: Callable[[argparse.Namespace], int | None]) -> Callable[..., int]:
+        @wraps(act)
+        def main(argv: Sequence[str] | None = None) -> int:
+            return act(parser().parse_args(argv)) or 0
+
+        return main
+
+    return main_of
 
 
 class Parser(argparse.ArgumentParser):
@@ -260,22 +279,30 @@ def search_space(args: argparse.Namespace, *, spread: bool) -> SearchSpace:
     return SearchSpace(args.gpus, dims, powers_of_two, spread)
 
 
+T = TypeVar("T")
+
+
+def argument(text: str, parse: Callable[[str], T], fits: Callable[[T], bool], what: str) -> T:
+    """The value of a flag. argparse's error, which says what it should be, unless it can be parsed and fits."""
+    try:
+        value: T | None = parse(text)
+    except ValueError:
+        value = None
+    if value is None or not fits(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
 def shape(text: str) -> tuple[int, ...]:
     """`3x224x224`."""
-    try:
-        sizes = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not sizes joined by x, such as 3x224x224")
-    return sizes
+    what = "sizes joined by x, such as 3x224x224"
+    return argument(text, lambda t: tuple(map(int, t.lower().split("x"))), lambda sizes: min(sizes) >= 1, what)
 
 
 def count(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    what = "a whole number of at least 1"
+    return argument(text, lambda t: int(t) if t.isdecimal() else 0, lambda number: number >= 1, what)
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -300,25 +327,16 @@ def counts(text: str) -> tuple[int, ...]:
 
 def positive(text: str) -> float:
     """A finite number above 0: seconds, or GiB."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+    return argument(text, float, lambda number: 0 < number < math.inf, "a number above 0")
 
 
 def seconds(text: str) -> float:
     """`120s`, `2m`, `90`: seconds, above 0."""
-    factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
-    try:
-        value = float(text[:-1]) * factor if factor else float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 120s or 5m")
-    return value
+    factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
+    what = "a time such as 120s or 5m"
+    return argument(
+        text, lambda t: float(t[:-1]) * factor if factor else float(t), lambda value: 0 < value < math.inf, what
+    )
 
 
 def global_batch(batch: int | None, over_all: int | None, gpus: int) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from layerwise.cli import Parser, check_files, output_arguments, present, run_main
+from layerwise.cli import Parser, check_files, command, output_arguments, present, run_main
 from layerwise.errors import LayerwiseError
 from layerwise.files import read_json, write_text
 from layerwise.report.content import Report
@@ -30,19 +29,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints where two traces differ.
-
-    Args:
-        argv: The command line behind the command's name. None: this process's.
-
-    Returns:
-        0.
-
-    Raises:
-        LayerwiseError: A file is no trace of layerwise.
-    """
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Prints where two traces differ. LayerwiseError: a file is no trace of layerwise."""
     check_files({"--html": args.html, "--out": args.out})
     predicted, measured = read_trace(args.predicted), read_trace(args.measured)
     if (
@@ -61,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: [dict(zip(names, row, strict=True)) for row in differences(predicted, measured)],
     )
     present(report, args, {"both traces": args.out})
-    return 0
 
 
 def _together(*paths: str) -> list[dict[str, object]]:

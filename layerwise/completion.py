@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
 
 from layerwise.__main__ import COMMANDS
-from layerwise.cli import Parser, run_main
+from layerwise.cli import Parser, command, run_main
 from layerwise.errors import LayerwiseError
 from layerwise.machine import names
 from layerwise.machine.catalogue import devices
@@ -33,9 +32,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Prints the script. LayerwiseError: shtab is not installed."""
     try:
         import shtab
     except ImportError:
@@ -43,16 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = argparse.ArgumentParser("layerwise")
     commands = root.add_subparsers()
     for name, (module, summary) in COMMANDS.items():
-        command = importlib.import_module(module).parser()
-        for action in command._actions:
+        of_command = importlib.import_module(module).parser()
+        for action in of_command._actions:
             if action.nargs != 0 and not action.choices:
                 words = WORDS.get(action.dest)
                 action.complete = shtab.FILE if words is None else dict.fromkeys(("bash", "zsh"), words)
-        command.description = summary
+        of_command.description = summary
         commands.add_parser(name, help=summary)
-        commands.choices[name] = command
+        commands.choices[name] = of_command
     print(shtab.complete(root, args.shell, preamble=_functions()))
-    return 0
 
 
 def _functions() -> dict[str, str]:

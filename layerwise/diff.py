@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from layerwise.cli import Parser, check_files, output_arguments, present, run_main
+from layerwise.cli import Parser, check_files, command, output_arguments, present, run_main
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.plan import as_json, load_plan
@@ -24,19 +23,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints where two plans differ.
-
-    Args:
-        argv: The command line behind the command's name. None: this process's.
-
-    Returns:
-        0.
-
-    Raises:
-        LayerwiseError: A plan cannot be read, or they are of networks that have nothing in common.
-    """
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Prints where two plans differ. LayerwiseError: one cannot be read, or their networks have no layer in common."""
     check_files({"--html": args.html})
     a, b = load_plan(args.a), load_plan(args.b)
     if not set(a.strategy) & set(b.strategy):
@@ -65,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     parts: list[Part] = [Table(filled(columns, rows)), Lines([f"{len(changed)} of {len(layers)} layers differ"])]
     present(Report(a.model, f" in {args.a} and {args.b}", parts, lambda: body), args)
-    return 0
 
 
 def _written(config: Config | None) -> str:

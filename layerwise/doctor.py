@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from layerwise.cache import folder
-from layerwise.cli import Parser, output_arguments, positive, present, run_main
+from layerwise.cli import Parser, command, output_arguments, positive, present, run_main
 from layerwise.machine.catalogue import reported
 from layerwise.quantities import units
 from layerwise.report.content import Lines, Report, facts
@@ -54,9 +54,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(parser)
+def main(args: argparse.Namespace) -> int:
     """Looks, tries, prints; 1 where something is broken."""
-    args = parser().parse_args(argv)
     rows, wrong = dict[str, str](), list[str]()
     for what, look in _looks(args.timeout).items():
         try:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from layerwise.cli import MODEL_HELP, Parser, check_files, output_arguments, positive, present, run_main
+from layerwise.cli import MODEL_HELP, Parser, check_files, command, output_arguments, positive, present, run_main
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.plan import as_json, load_plan
 from layerwise.report.content import Lines, Part, Report
@@ -55,19 +54,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what every other configuration and form of a layer of a plan would cost.
-
-    Args:
-        argv: The command line behind the command's name. None: this process's.
-
-    Returns:
-        0.
-
-    Raises:
-        LayerwiseError: The plan has no such layer, or cannot be priced anew.
-    """
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Prints what every other configuration and form of a layer would cost. LayerwiseError: the plan has none such."""
     check_files({"--html": args.html})
     plan = load_plan(args.plan)
     if args.layer not in plan.strategy:
@@ -108,7 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     about = f" {layer.out.describe()}: {len(options)} configurations"
     present(Report(args.layer, about, parts, lambda: values), args)
-    return 0
 
 
 if __name__ == "__main__":

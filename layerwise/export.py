@@ -6,10 +6,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from layerwise.cli import Parser, run_main
+from layerwise.cli import Parser, command, run_main
 from layerwise.errors import LayerwiseError, shown
 from layerwise.files import check_writable, writing
 
@@ -92,26 +91,15 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     return Exported(os.fspath(reader.folder), os.fspath(out), len(saved_as), size, reader.about["steps"])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exports a checkpoint, and prints what was written.
-
-    Args:
-        argv: The command line behind the command's name. None: this process's.
-
-    Returns:
-        0.
-
-    Raises:
-        LayerwiseError: The checkpoint is missing or damaged, or the file cannot be written.
-    """
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Exports a checkpoint, and prints what was written. LayerwiseError: one of the two files will not do."""
     done = export(args.checkpoint, args.out)
     if args.json:
         print(json.dumps(asdict(done)))
     else:
         summary = f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, of step {done.steps} ({done.checkpoint})"
         print(shown(f"{done.out}: {summary}"))
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from layerwise.cli import MODEL_HELP, Parser, check_files, run_main
+from layerwise.cli import MODEL_HELP, Parser, check_files, command, run_main
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
 from layerwise.graph.layer import Layer, LayerGraph
@@ -161,19 +161,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + more
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Writes a plan for another program.
-
-    Args:
-        argv: The command line behind the command's name. None: this process's.
-
-    Returns:
-        0.
-
-    Raises:
-        LayerwiseError: The plan cannot be read, or splits layers in other ways.
-    """
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Writes a plan for another program. LayerwiseError: it cannot be read, or splits layers in other ways."""
     check_files({"--out": args.out})
     plan = load_plan(args.plan)
     network = load_model(*planned_call(plan.model, args.model, plan.batch, plan.provenance))
@@ -182,7 +172,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text, end="")
     else:
         write_text(args.out, text)
-    return 0
 
 
 if __name__ == "__main__":

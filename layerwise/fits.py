@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from layerwise.cli import (
     Parser,
     check_files,
+    command,
     count,
     counts,
     dtype_argument,
@@ -75,9 +75,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(parser)
+def main(args: argparse.Namespace) -> None:
     """Asks, and prints the answer."""
-    args = parser().parse_args(argv)
     check_files({"--html": args.html})
     settle_machine(args)
     profile = load(args.profile)
@@ -106,7 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ).report(),
         args,
     )
-    return 0
 
 
 def memory(

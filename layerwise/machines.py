@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from layerwise.cli import Parser, output_arguments, present, run_main
+from layerwise.cli import Parser, command, output_arguments, present, run_main
 from layerwise.machine import Profile, load, names
 from layerwise.machine.catalogue import devices
 from layerwise.machine.profiles import write
@@ -45,20 +45,19 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(parser)
+def main(args: argparse.Namespace) -> None:
     """Prints the machines, or the numbers of one."""
-    args = parser().parse_args(argv)
     if args.name is not None:
         profile = load(args.name)
         columns = [Column("number"), Column("value"), Column("source", wraps=True)]
         table = Table(filled(columns, _numbers(json.loads(write(profile)))))
         present(Report(profile.description, "", [table], lambda: json.loads(write(profile))), args)
-        return 0
+        return
     profiles = [load(name) for name in (*names(), *devices())]
     lines = Lines(["--profile takes a file of `layerwise measure`, too: what was measured beats what is stated."])
     table = Table(filled(COLUMNS, map(_row, profiles)))
     present(Report("machines", "", [table, lines], lambda: {p.name: p for p in profiles}), args)
-    return 0
 
 
 def _numbers(value: object, path: str = "") -> Iterator[tuple[str, str, str]]:

@@ -231,7 +231,7 @@ def test_not_plans(tmp_path: Path, data: bytes) -> None:
 class TestStrategies:
     def test_json_output_costs_the_same(self, model: CostModel) -> None:
         found = search(model, SearchSpace(8, (*"nchwk",), spread=True)).additive
-        body = json.loads(json.dumps(report_json.strategy_json(model, found)))
+        body = json.loads(json.dumps(report_json.strategy_json(found)))
         again = parse_strategy(body, model.graph, 8)
         assert candidate(model, "", again).price.step_time_s == found.price.step_time_s
 

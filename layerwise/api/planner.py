@@ -45,7 +45,6 @@ class Choice:
     """A plan, and what it is to be judged by: its own prediction and data parallelism's, under the same cost model."""
 
     plan: Plan
-    model: CostModel
     best: Candidate
     data: Candidate  # data parallelism's
     searched: SearchResult | None  # None where the user has said how to split, if only in part
@@ -136,7 +135,7 @@ class Planner:
         if not result.best.fits:
             raise _over_memory(model, result.best) if searched is None else self._nothing_fits(model, result)
         best = replace(result.best, name=strategy) if isinstance(strategy, str) else result.best
-        return Choice(plan, model, best, result.baselines["data"], searched, (*notes, *_unproven(result)), space)
+        return Choice(plan, best, result.baselines["data"], searched, (*notes, *_unproven(result)), space)
 
     def priced(self, plan: Plan) -> Choice:
         """A plan of the user's, priced on this machine."""
@@ -160,7 +159,7 @@ class Planner:
         if not best.fits:
             raise _over_memory(model, best)
         data = candidate(model, "data", baseline(model, "data", self.space.replicas))
-        return Choice(plan, model, best, data, None, (), self.space)
+        return Choice(plan, best, data, None, (), self.space)
 
     def _nothing_fits(self, model: CostModel, result: SearchResult) -> LayerwiseError:
         """The error for a search that found no plan that fits."""
@@ -226,7 +225,7 @@ def report(choice: Choice, world: World, machine: str) -> Report:
     """One table, and the lines below it."""
     nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
     about = f" on {world}{nodes}, {samples(choice.plan.batch)} a step"
-    parts: list[Part] = [strategy_table(choice.model, choice.best), Lines(list(lines(choice, world, machine)))]
+    parts: list[Part] = [strategy_table(choice.best), Lines(list(lines(choice, world, machine)))]
     return Report(f"layerwise: {choice.plan.model}", about, parts)
 
 

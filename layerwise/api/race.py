@@ -63,7 +63,7 @@ def contenders(choice: Choice, count: int) -> list[Choice]:
     name, profile, order = choice.plan.model, str(choice.plan.provenance["profile"]), choice.plan.device_order
     choices = [choice]
     for other in runners_up(result, count - 1):
-        plan = make_plan(name, profile, choice.model, choice.space, replace(result, best=other), fused=True)
+        plan = make_plan(name, profile, choice.best.model, choice.space, replace(result, best=other), fused=True)
         choices.append(replace(choice, plan=replace(plan, device_order=order), best=other))
     return choices
 
@@ -163,6 +163,7 @@ def _copied(read: Callable[[], object]) -> Callable[[], object]:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Within it, random numbers are drawn that nobody misses."""
     python, numpy = random.getstate(), np.random.get_state()
     used = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(used, device_type=device.type):

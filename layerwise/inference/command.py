@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 
-from layerwise.cli import MODEL_HELP, Parser, console, positive, run_main
+from layerwise.cli import MODEL_HELP, Parser, command, console, positive, run_main
 from layerwise.errors import LayerwiseError
 from layerwise.machine import precision
 from layerwise.plan import Plan, load_plan
@@ -63,9 +62,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, predict, print. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> int:
+    """Parses, predicts, prints. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
     plan = load_plan(args.plan)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != plan.gpus:
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _predict(plan, args)
     from layerwise.comm.start import leave
 
-    leave(run_main(lambda _: _predict(plan, args), argv))
+    leave(run_main(lambda _: _predict(plan, args)))
 
 
 def _predict(plan: Plan, args: argparse.Namespace) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -15,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from layerwise.api.optimizers import build
 from layerwise.api.parallelize import Keywords, parallelize
+from layerwise.api.race import random_state_kept
 from layerwise.api.source import ExampleInputs
 from layerwise.errors import LayerwiseError
 from layerwise.run.parallel import ParallelModule
@@ -55,11 +54,12 @@ def prepare(
             raise LayerwiseError("give prepare a DataLoader, or example=, what one rank calls the model with")
         batch = first_batch(loader, accelerator)
         example = dict(batch) if isinstance(batch, Mapping) else batch[0] if isinstance(batch, tuple | list) else batch
-    names = {id(p): name for name, p in model.named_parameters()}
     made = prepare_model(accelerator, model, example, **keywords)
     for one in others:
         if isinstance(one, Optimizer):
-            _follow(one, names, made)
+            if one.state:
+                raise LayerwiseError("the optimizer has stepped before prepare: make a new one")
+            build(one, model, made)
     return (made, *(accelerator.prepare(one) for one in others))
 
 
@@ -76,7 +76,7 @@ def prepare_model(
     if accelerator.mixed_precision not in AUTOCAST:
         raise LayerwiseError(f"mixed precision {accelerator.mixed_precision!r} is not planned: give 'bf16' or 'fp16'")
     keywords["autocast"] = AUTOCAST[accelerator.mixed_precision]
-    with undrawn():
+    with random_state_kept(accelerator.device):
         made = parallelize(model, example, **keywords)
     if made.comm.size != accelerator.num_processes:
         raise LayerwiseError(
@@ -93,29 +93,5 @@ def first_batch(loader: DataLoader[Any], accelerator: Accelerator) -> Any:
     sampler, processes = getattr(loader, "batch_sampler", None), accelerator.num_processes
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 1
     of_all = getattr(loader, "total_batch_size", size if accelerator.split_batches else size * processes)
-    with undrawn():
+    with random_state_kept(accelerator.device):
         return next(iter(DataLoader(loader.dataset, max(1, of_all // processes), collate_fn=loader.collate_fn)))
-
-
-@contextmanager
-def undrawn() -> Iterator[None]:
-    """Within it, random numbers are drawn that nobody misses."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-
-
-def _follow(optimizer: Optimizer, names: Mapping[int, str], model: nn.Module) -> None:
-    """Gives an optimizer of the plain model the parallel one's parameters. LayerwiseError where it has stepped."""
-    if optimizer.state:
-        raise LayerwiseError("the optimizer has stepped before prepare: make a new one")
-    parameters = dict(model.named_parameters())
-    for group in optimizer.param_groups:
-        odd = [p for p in group["params"] if id(p) not in names]
-        if odd:
-            raise LayerwiseError(f"the optimizer has a parameter of shape {tuple(odd[0].shape)} that the model lacks")
-        group["params"] = [parameters[names[id(p)]] for p in group["params"]]

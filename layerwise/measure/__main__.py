@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -13,6 +12,7 @@ import torch
 
 from layerwise.cli import (
     Parser,
+    command,
     console,
     global_batch,
     machine_arguments,
@@ -74,19 +74,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures layers or links of this machine, writes them into a profile, and prints them.
-
-    Args:
-        argv: The command line behind the command's name. None: this process's.
-
-    Returns:
-        0. With several ranks it does not return, but ends the process.
-
-    Raises:
-        LayerwiseError: The machine, the model or the profile will not do.
-    """
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> int:
+    """Measures layers or links into a profile, and prints them. With several ranks it ends the process."""
     return _links(args) if args.command == "links" else _measure_layers(args)
 
 

@@ -198,17 +198,14 @@ def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
 
 
 class UpdateBench:
-    """An optimizer's step. `forward` does it; there is no way back."""
+    """An optimizer's step. `forward` does it; there is no way back, and nothing to forget."""
+
+    recent = (), None  # gradients were made long ago, but for the last
 
     def __init__(self, spec: UpdateSpec, mode: Mode) -> None:
         self.parameters = [nn.Parameter(mode.filled((size,))) for size in spec.sizes]
         self.values = [mode.filled((size,)) for size in spec.sizes]
         self.optimizer = optimizer_of(spec.optimizer, self.parameters)
-
-    @property
-    def recent(self) -> tuple[Sequence[Tensor], None]:
-        """Gradients were made long ago, but for the last."""
-        return (), None
 
     def forward(self) -> None:
         """The step, without what any step costs however few parameters it has (`overhead`)."""
@@ -219,8 +216,7 @@ class UpdateBench:
     def backward(self) -> None:
         """Nothing."""
 
-    def forget(self) -> None:
-        """Nothing."""
+    forget = backward
 
 
 class LossBench:

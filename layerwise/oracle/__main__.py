@@ -10,6 +10,7 @@ from layerwise.cache import answers
 from layerwise.cli import (
     Parser,
     check_files,
+    command,
     count,
     counts,
     dtype_argument,
@@ -120,9 +121,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, ask, print."""
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Parses, asks, prints."""
     settle_machine(args)
     if args.global_batch is not None:
         if args.scaling == "weak":
@@ -157,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         save_plot(draw_phases(oracle.question, asked, heading), args.plot_phases)
     shown = found(args.model, oracle, asked, args.samples, suggestion, budget, compared, every=args.phases)
     present(shown, args, {"plan": args.plan, "figure": args.plot, "figure of phases": args.plot_phases})
-    return 0
 
 
 def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) -> None:

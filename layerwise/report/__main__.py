@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 
 from layerwise.cache import answers
-from layerwise.cli import MODEL_HELP, Parser, check_files, output_arguments, present, run_main
+from layerwise.cli import MODEL_HELP, Parser, check_files, command, output_arguments, present, run_main
 from layerwise.plan import load_plan
 from layerwise.quantities import parse_bytes_range
 from layerwise.report.html import check_charts
@@ -37,19 +37,9 @@ def parser() -> Parser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the report of a plan.
-
-    Args:
-        argv: The command line behind the command's name. None: this process's.
-
-    Returns:
-        0.
-
-    Raises:
-        LayerwiseError: The plan cannot be priced anew, the trace is none, or what draws charts is not installed.
-    """
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Writes the report of a plan. LayerwiseError: it cannot be priced anew, or the trace is none."""
     check_files({"--out": args.html})
     if args.html is not None:
         check_charts()
@@ -61,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         limits = parse_bytes_range(args.memory_curve, "--memory-curve")
         curve = memory_curve(model, space, *limits, offer=OFFERS, points=POINTS, answers=answers(wanted=True))
     present(plan_report(Planned(plan, model, space, memory_limit(plan, model)), measured, curve), args)
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from layerwise.cache import answers
 from layerwise.cli import (
     Parser,
     check_files,
+    command,
     console,
     constraint_arguments,
     constraints,
@@ -216,9 +217,9 @@ def _output_flags(g: Flags) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, search, print."""
-    args = parser().parse_args(argv)
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Parses, searches, prints."""
     settle_machine(args)
     args.model = model_with(args.model, args.loss)
     devices = load(args.profile).device_graph(args.gpus, args.gpus_per_node)
@@ -239,20 +240,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = _model(args, devices, batch)
     seconds = {"import": time.perf_counter() - started}
     if args.price is not None:
-        return _price(model, space, limit, args)
+        _price(model, space, limit, args)
+        return
     if args.memory_curve is not None:
-        return show_curve(model, space, offer, args)
+        show_curve(model, space, offer, args)
+        return
     model, result, tried = _searched(model, space, limit, offer, args)
     seconds |= result.seconds
     if args.export_costs is not None:
         _export(model, configurations(model, space, baselines(model, space), {}), result, args)
-    shown = found(model, result, args.model, seconds, every_layer=args.layers, memory=args.memory, tried=tried)
+    shown = found(result, args.model, seconds, every_layer=args.layers, memory=args.memory, tried=tried)
     _deliver(model, space, result, shown, args)
     if args.out is not None and names_code(args.model) and not args.json:
         console().print(
             f"a plan runs no code: give layerwise.run and explain --model {args.model}, too", soft_wrap=True
         )
-    return 0
 
 
 def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostModel:
@@ -319,7 +321,7 @@ def _export(model: CostModel, configs: Configs, result: SearchResult, args: argp
     export_costs(tables, args.export_costs, args.model, rows, result.memory_bytes)
 
 
-def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> int:
+def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> None:
     """--price: one strategy beside the baselines."""
     check_names(space.constraints, [layer.name for layer in model.graph.inner])
     strategy = None if Path(args.price).is_file() else named_strategy(model, args.price, space.replicas)
@@ -330,9 +332,8 @@ def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Na
         space.check(strategy[layer.name], layer.space.dims, layer.name)
     yours = candidate(model, name, strategy, limit)
     named = {name: candidate(model, name, other, limit) for name, other in baselines(model, space).items()}
-    shown = priced(model, yours, named, args.model, every_layer=args.layers, memory=args.memory)
+    shown = priced(yours, named, args.model, every_layer=args.layers, memory=args.memory)
     _deliver(model, space, yours, shown, args)
-    return 0
 
 
 def _deliver(
@@ -345,7 +346,7 @@ def _deliver(
     if args.out is not None:
         plan.save(args.out)
     if args.timeline is not None:
-        write_timeline(model, best, args.timeline)
+        write_timeline(best, args.timeline)
     if args.plot is not None:
         save_plot(best.plot(), args.plot)
     files = {"plan": args.out, "cost tables": args.export_costs, "timeline": args.timeline, "picture": args.plot}

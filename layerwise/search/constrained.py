@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, wraps
 from itertools import product
+from typing import Any, TypeVar, cast
 
 from layerwise.config import Config, SearchSpace
 from layerwise.constraints import Constraint, check_names
@@ -20,13 +22,25 @@ from layerwise.search.result import SearchResult, preferred
 
 MOST = 256  # searches for layers that have the same configuration
 Find = Callable[[SearchSpace], SearchResult]
+Search = TypeVar("Search", bound=Callable[..., SearchResult])
 
 
-def under_constraints(model: CostModel, space: SearchSpace, find: Find) -> SearchResult:
-    """The result under the space's constraints, with the best plan without them beside it."""
-    check_names(space.constraints, [layer.name for layer in model.graph.inner])
-    free = find(replace(space, constraints=()))
-    return replace(_tied(model, space, find), unconstrained=free.best)
+def heeding_constraints(search: Search) -> Search:
+    """A search that heeds what constraints say of several layers, of one that heeds what they say of each by itself.
+
+    Under constraints its result has the best plan without them beside it.
+    """
+
+    @wraps(search)
+    def heeding(model: CostModel, space: SearchSpace, **options: Any) -> SearchResult:
+        if not space.constraints:
+            return search(model, space, **options)
+        check_names(space.constraints, [layer.name for layer in model.graph.inner])
+        find = partial(search, model, **options)
+        free = find(replace(space, constraints=()))
+        return replace(_tied(model, space, find), unconstrained=free.best)
+
+    return cast("Search", heeding)
 
 
 def _tied(model: CostModel, space: SearchSpace, find: Find) -> SearchResult:

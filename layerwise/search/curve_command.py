@@ -33,7 +33,7 @@ def check_curve(args: argparse.Namespace) -> None:
     parse_bytes_range(args.memory_curve, "--memory-curve")
 
 
-def show_curve(model: CostModel, space: SearchSpace, offer: Sequence[str], args: argparse.Namespace) -> int:
+def show_curve(model: CostModel, space: SearchSpace, offer: Sequence[str], args: argparse.Namespace) -> None:
     """The fastest plan under each of some limits: a table, JSON, a figure."""
     least, most = parse_bytes_range(args.memory_curve, "--memory-curve")
     with progress_bar("pricing transfers", quiet=args.json) as progress:
@@ -54,4 +54,3 @@ def show_curve(model: CostModel, space: SearchSpace, offer: Sequence[str], args:
         save_plot(draw_curve(curve, args.model + about(model)), args.plot)
     values = {"model": args.model, "gpus": args.gpus, "curve": curve_values(curve)}
     present(Report(args.model, about(model), [curve_table(curve)], lambda: values), args, {"figure": args.plot})
-    return 0

@@ -15,14 +15,14 @@ from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
-from layerwise.cost.price import MEASURED_ERROR, complete, model_error, price
-from layerwise.cost.timeline.simulate import step_spans, timeline
+from layerwise.cost.price import MEASURED_ERROR, complete
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import baselines as named_baselines
 from layerwise.search.baselines import cuts_classes, of_all_classes
-from layerwise.search.constrained import allowed, under_constraints
+from layerwise.search.constrained import allowed, heeding_constraints
 from layerwise.search.halos import reading_s
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
@@ -33,6 +33,7 @@ from layerwise.search.result import Candidate, SearchResult, preferred, timeline
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
 
 
+@heeding_constraints
 def search(
     model: CostModel,
     space: SearchSpace,
@@ -54,34 +55,6 @@ def search(
     optimum, and no baseline. `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
     `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
     """
-    find = partial(
-        _search,
-        model,
-        objective=objective,
-        memory_bytes=memory_bytes,
-        memory_limit_bytes=memory_limit_bytes,
-        offer=offer,
-        fixed=fixed,
-        effort=effort,
-        progress=progress,
-        answers=answers,
-    )
-    return under_constraints(model, space, find) if space.constraints else find(space)
-
-
-def _search(
-    model: CostModel,
-    space: SearchSpace,
-    *,
-    objective: Literal["timeline", "additive"],
-    memory_bytes: float,
-    memory_limit_bytes: float | None,
-    offer: Iterable[str],
-    fixed: Mapping[str, Config] | None,
-    effort: Effort,
-    progress: Progress | None,
-    answers: Answers | None,
-) -> SearchResult:
     limit = _limit(model, space, memory_limit_bytes, fixed or {})
     started = time.perf_counter()
     named = named_baselines(model, space)
@@ -287,18 +260,8 @@ def candidate(
     """Prices a strategy both ways. memory_limit_bytes: by default what a device has."""
     strategy = complete(model, strategy)
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
-    return Candidate(
-        name,
-        strategy,
-        timeline(model, strategy, bucket_bytes=bucket_bytes),
-        limit,
-        lambda: float(peak_bytes(model, strategy).max()),
-        lambda memory_bytes: price(model, strategy, memory_bytes=memory_bytes),
-        lambda: model_error(model, strategy),
-        reading_s(model, strategy),
-        bucket_bytes,
-        lambda: step_spans(model, strategy, bucket_bytes),
-    )
+    step = timeline(model, strategy, bucket_bytes=bucket_bytes)
+    return Candidate(name, strategy, step, model, limit, reading_s(model, strategy), bucket_bytes)
 
 
 def configurations(

@@ -128,10 +128,10 @@ def layer_times(
     return result
 
 
-def write_timeline(model: CostModel, plan: Candidate, path: str | os.PathLike[str]) -> None:
+def write_timeline(plan: Candidate, path: str | os.PathLike[str]) -> None:
     """Simulates a step of the plan and writes what every device does when, whole or not at all."""
-    names: dict[str, int] = {}
-    rows: list[list[Row]] = [[] for _ in range(model.devices.count)]
+    names, devices = dict[str, int](), plan.model.devices
+    rows: list[list[Row]] = [[] for _ in range(devices.count)]
     for span in plan.spans:
         name = names.setdefault(span.name, len(names))
         category = CATEGORIES.index(span.category)
@@ -139,7 +139,6 @@ def write_timeline(model: CostModel, plan: Candidate, path: str | os.PathLike[st
             start, end = (round(float(times[device]) * 1e9) for times in (span.start_s, span.end_s))
             rows[device].append((name, category, start, end))
     ranks = [
-        RankSpans(f"predicted, {model.devices.device_name(device)}", list(names), mine)
-        for device, mine in enumerate(rows)
+        RankSpans(f"predicted, {devices.device_name(device)}", list(names), local) for device, local in enumerate(rows)
     ]
     write_text(path, chrome_trace(ranks))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from layerwise.config import Config
-from layerwise.cost.price import Price
+from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.model import CostModel
+from layerwise.cost.price import Price, model_error, price
 from layerwise.cost.timeline.shares import StepShares, shares
-from layerwise.cost.timeline.simulate import SimulatedSpan, Timeline
+from layerwise.cost.timeline.simulate import SimulatedSpan, Timeline, step_spans
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.report.content import Report, described
 from layerwise.report.html import fragment
@@ -32,13 +34,10 @@ class Candidate:
     name: str
     strategy: dict[str, Config]
     timeline: Timeline
+    model: CostModel = field(repr=False, compare=False)  # by which it is priced
     memory_limit_bytes: float = field(compare=False)  # of a device
-    _peak_bytes: Callable[[], float] = field(repr=False, compare=False)
-    _price: Callable[[float], Price] = field(repr=False, compare=False)  # of the peak
-    _error: Callable[[], float] = field(repr=False, compare=False)
     reading_s: float = 0.0  # before the step, of the device that reads most (io boxes)
     bucket_bytes: int = BUCKET_BYTES  # at which a bucket of gradients is full
-    _spans: Callable[[], Sequence[SimulatedSpan]] = field(default=tuple, repr=False, compare=False)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -48,22 +47,22 @@ class Candidate:
     @cached_property
     def memory_bytes(self) -> float:
         """Bytes of the fullest device at the fullest instant of a step."""
-        return self._peak_bytes()
+        return float(peak_bytes(self.model, self.strategy).max())
 
     @cached_property
     def price(self) -> Price:
         """Equation 1, layer by layer."""
-        return self._price(self.memory_bytes)
+        return price(self.model, self.strategy, memory_bytes=self.memory_bytes)
 
     @cached_property
     def error(self) -> float:
         """The model's, of its step's time (`cost.price.model_error`)."""
-        return self._error()
+        return model_error(self.model, self.strategy)
 
     @cached_property
     def spans(self) -> Sequence[SimulatedSpan]:
         """The actions of its simulated step."""
-        return self._spans()
+        return step_spans(self.model, self.strategy, self.bucket_bytes)
 
     @cached_property
     def shares(self) -> StepShares:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from layerwise.cli import MODEL_HELP, Parser, count, positive
+from layerwise.cli import MODEL_HELP, Parser, argument, count, positive
 from layerwise.machine import precision
 from layerwise.train import data
 from layerwise.train.compare import ALLOWED
@@ -136,10 +136,4 @@ def _hours(text: str) -> float:
 
 def _fraction(text: str) -> float:
     """A number of at least 0 and below 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
-    return number
+    return argument(text, float, lambda number: 0 <= number < 1, "a number of at least 0 and below 1")

@@ -45,7 +45,7 @@ def planned(
 def test_the_rest_is_the_optimum_around_a_layer_by_hand() -> None:
     """Against a table over that layer which is left when all others are eliminated."""
     free = planned(None)
-    model = free.model
+    model = free.best.model
     named = {name: baseline(model, name) for name in NAMES}
     tables = model.tables(configurations(model, SearchSpace(4), named, {}))
     for alternative in alternatives(tables, "classifier.4"):
@@ -63,7 +63,7 @@ def test_a_model_that_a_trace_does_not_show_is_run_as_it_is_written() -> None:
 def test_several_nodes_and_their_order() -> None:
     choice = planned(None, ranks=4, nodes=2)
     assert (choice.plan.gpus_per_node, choice.plan.device_order) == (2, (3, 2, 1, 0))
-    assert choice.model.devices.nodes == 2
+    assert choice.best.model.devices.nodes == 2
     assert choice.best.timeline.total_s <= choice.data.timeline.total_s
 
 
@@ -163,7 +163,7 @@ def test_profiles() -> None:
 def test_mixed_precision_is_planned_as_search_plans_it() -> None:
     """With the bytes and rates of 16 bits; parameters and their gradients stay float32."""
     full, mixed = planned("data"), planned("data", replace(REQUEST, autocast=torch.float16))
-    assert mixed.model.options.dtype == "float16"
+    assert mixed.best.model.options.dtype == "float16"
     assert mixed.plan.provenance["mixed_precision"] == {"autocast": "float16", "device": "cuda"}
     assert "mixed_precision" not in full.plan.provenance
     assert mixed.data.price.bytes["sync"] == full.data.price.bytes["sync"]

@@ -39,6 +39,7 @@ def model_of(graph: LayerGraph, devices: int, per_node: int = 2, profile: str = 
     return CostModel(fuse(graph), load(profile).device_graph(devices, min(devices, per_node)), options)
 
 
+MODEL = model_of(chain(4), 1)  # whichever
 SIZES = [(4, 64), (6, 30), (8, 4), (1, 2), (4, 1)]  # devices, batch
 NETWORKS = (chain, residual, inception, dense, crossing)
 
@@ -162,11 +163,9 @@ def test_what_is_not_proven_is_no_worse_than_a_baseline(monkeypatch: pytest.Monk
 def made(name: str, total_s: float, fits: bool, error: float = ANALYTIC, reading_s: float = 0.0) -> Candidate:
     """error: the model's."""
     layer = LayerPrice(Config(), {"compute": 1.0}, {}, 0.0)
-    step, limit = Timeline(total_s, 0.0, 0.0, 0.0), 1.0
-    memory, price = 2.0 - fits, Price({"fc": layer}, 1.0, 0.0)
-    return Candidate(
-        name, {}, step, limit, lambda: memory, lambda of: replace(price, memory_bytes=of), lambda: error, reading_s
-    )
+    candidate = Candidate(name, {}, Timeline(total_s, 0.0, 0.0, 0.0), MODEL, 1.0, reading_s)
+    vars(candidate).update(memory_bytes=2.0 - fits, price=Price({"fc": layer}, 1.0, 2.0 - fits), error=error)
+    return candidate
 
 
 def test_what_is_read_before_a_step_counts_once() -> None:

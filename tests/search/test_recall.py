@@ -33,7 +33,7 @@ def search(answers: Answers | None, limit: float, batch: int = 8) -> SearchResul
 
 
 def told(result: SearchResult) -> dict[str, Any]:
-    return as_dict(model(), result, "chain", {}, [])
+    return as_dict(result, "chain", {}, [])
 
 
 def never(*_: object, **__: object) -> Any:

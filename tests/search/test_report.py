@@ -28,9 +28,9 @@ def with_memory(model: CostModel, memory_bytes: float) -> CostModel:
     return CostModel(model.graph, replace(model.devices, processor=processor), model.options)
 
 
-def said(model: CostModel, result: SearchResult) -> tuple[str, str, dict[str, object]]:
+def said(result: SearchResult) -> tuple[str, str, dict[str, object]]:
     """For people, as HTML and for programs."""
-    return " ".join(verdict(model, result)), result._repr_html_(), as_dict(model, result, "net", result.seconds)
+    return " ".join(verdict(result)), result._repr_html_(), as_dict(result, "net", result.seconds)
 
 
 def test_a_gain_within_the_models_error_is_told_and_data_parallelism_kept() -> None:
@@ -40,7 +40,7 @@ def test_a_gain_within_the_models_error_is_told_and_data_parallelism_kept() -> N
     less = 1 - result.fastest.timeline.total_s / result.best.timeline.total_s
     assert result.best.name == "data"
     assert 0.001 < less < 0.03
-    text, html, found = said(model, result)
+    text, html, found = said(result)
     gain = f"{1 / (1 - less):.4g}× as fast ({less:.1%} less time)"
     kept = f"kept: the fastest plan found is predicted {gain}, within the model's error (3%)"
     assert f"Data parallelism is {kept}." in text
@@ -53,7 +53,7 @@ def test_a_gain_within_the_models_error_is_told_and_data_parallelism_kept() -> N
 def test_where_nothing_is_faster_that_is_said() -> None:
     model = CostModel(fuse(load_model("lenet5", 4096)), load("h100").device_graph(2))
     result = search(model, SearchSpace(2))
-    text, html, _ = said(model, result)
+    text, html, _ = said(result)
     assert "Data parallelism is the best here: nothing that was simulated is predicted faster." in text
     assert "nothing that was simulated is predicted faster" in html
     assert "memory" not in text
@@ -99,7 +99,7 @@ def test_where_no_plan_fits_the_least_memory_is_said() -> None:
     assert result.least is not None
     assert result.least.proven
     assert result.least.bytes <= min(c.price.memory_bytes for c in result.simulated)
-    text, html, found = said(model, result)
+    text, html, found = said(result)
     for words in (text, html, *found["warnings"]):
         assert "no plan fits into the 10.0 kB of a device" in words
         assert f": every plan needs at least {units(result.least.bytes, 'B')} (proven)" in words
@@ -114,8 +114,8 @@ def test_where_no_plan_fits_the_least_memory_is_said() -> None:
         (result.least.bytes * 0.9999, f": every plan needs at least {units(result.least.bytes, 'B')} (proven)"),
     ):
         unsure = replace(result, least=replace(result.least, lower_bound_bytes=bound))
-        assert words in said(model, unsure)[0]
-        assert ("and no plan needs less than" in said(model, unsure)[0]) == (bound < 3e4)
+        assert words in said(unsure)[0]
+        assert ("and no plan needs less than" in said(unsure)[0]) == (bound < 3e4)
 
 
 def test_an_additive_optimum_that_does_not_fit_gives_way_to_what_does() -> None:
@@ -124,7 +124,7 @@ def test_an_additive_optimum_that_does_not_fit_gives_way_to_what_does() -> None:
     limit = 0.7 * free.price.memory_bytes
     result = search(roomy, SearchSpace(4), objective="additive", memory_limit_bytes=limit)
     assert result.best.fits
-    text, _, found = said(roomy, result)
+    text, _, found = said(result)
     have, need = units(int(limit), "B"), units(free.price.memory_bytes, "B")
     assert f"No strategy of the space that fits into {have} has a step time below" in text
     assert f"The {have} of a device bind: a plan of {need} ({result.unlimited.name}) would " in text
@@ -140,7 +140,7 @@ def test_where_the_default_limit_binds_its_reserve_is_said() -> None:
     model = with_memory(roomy, 0.8 * search(roomy, SearchSpace(4)).best.price.memory_bytes)
     limit = model.devices.usable_bytes
     assert limit == 0.9 * model.devices.processor.memory_bytes
-    text, *_ = said(model, search(model, SearchSpace(4), memory_limit_bytes=limit))
+    text, *_ = said(search(model, SearchSpace(4), memory_limit_bytes=limit))
     whole = units(model.devices.processor.memory_bytes, "B")
     assert f"Of a device's {whole}, " in text
     assert "are left to libraries: an assumption, which --memory-limit overrides." in text
@@ -157,7 +157,7 @@ def test_choices_are_counted() -> None:
 
 def test_one_device_has_one_plan() -> None:
     roomy = CostModel(fuse(chain(8)), load("p100").device_graph(1))
-    text, *_ = said(roomy, search(roomy, SearchSpace(1)))
+    text, *_ = said(search(roomy, SearchSpace(1)))
     assert "Data parallelism is the only plan there is. " in text
 
 
@@ -167,14 +167,14 @@ def test_one_device_may_recompute() -> None:
     result = search(model, SearchSpace(1))
     assert result.least is not None
     assert result.least.bytes < result.baselines["data"].price.memory_bytes
-    assert f"every plan needs at least {units(result.least.bytes, 'B')} (proven)" in said(model, result)[0]
+    assert f"every plan needs at least {units(result.least.bytes, 'B')} (proven)" in said(result)[0]
 
 
 @pytest.mark.parametrize(("batch", "warned"), [(1, True), (2, False)])
 def test_a_batch_norm_of_one_number_is_warned_of(batch: int, warned: bool) -> None:
     """A cube of 8 voxels a side is halved three times; PyTorch has no variance of what is left of one sample."""
     model = CostModel(fuse(load_model("unet3d:8", batch)), load("cpu").device_graph(2, gpus_per_node=2))
-    text, _, found = said(model, search(model, SearchSpace(2)))
+    text, _, found = said(search(model, SearchSpace(2)))
     line = "WARNING: PyTorch will not train layer 'bottom.0': its batch norm has one number of each channel"
     assert (line in text) == warned
     assert any(line in one for one in found["warnings"]) == warned
@@ -193,8 +193,8 @@ def test_reports_name_whole_layers_and_their_share() -> None:
     graph = fuse(from_torch(Net(), (torch.randn(8, 16),)))
     model = CostModel(graph, load("cpu").device_graph(gpus=2, gpus_per_node=2), CostOptions())
     result = search(model, SearchSpace(2))
-    (line,) = (line for line in verdict(model, result) if line.startswith("Whole"))
-    told = as_dict(model, result, "net", {})["whole"]
+    (line,) = (line for line in verdict(result) if line.startswith("Whole"))
+    told = as_dict(result, "net", {})["whole"]
     assert list(told) == ["linalg_svdvals"]
     assert 0 < told["linalg_svdvals"] < 1
     named = f"linalg_svdvals (aten::linalg_svdvals), {told['linalg_svdvals']:.0%}"

@@ -29,7 +29,7 @@ def test_the_file_is_the_simulated_step(name: str, tmp_path: Path) -> None:
     """Its last span ends with the step, all devices' spans are in it, and none of a device overlap in a category."""
     cost = model(4)
     strategy = baseline(cost, name)
-    write_timeline(cost, candidate(cost, name, strategy), tmp_path / "t.json")
+    write_timeline(candidate(cost, name, strategy), tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {i: f"rank {i} (predicted, node{i // 2}/gpu{i % 2})" for i in range(4)}

@@ -67,19 +67,17 @@ def fastest_within(
     *,
     memory_bytes: float = 2.0**31,
     known: Iterable[Choice] = (),
-    met: Iterable[Choice] = (),
     prove: bool = True,
 ) -> Limited:
     """The choice that takes the least time of those whose peak is at most `limit` bytes.
 
-    memory_bytes: bounds each table. known: choices that may fit. met: choices that multipliers start with. prove:
-    do all that a proof takes, not only look at the best of what bounds leave.
+    memory_bytes: bounds each table. known: choices that may fit. prove: do all that a proof takes, not only look at
+    the best of what bounds leave.
     """
     seen, minimise = Known(problem, limit), by_elimination(memory_bytes)
     for choice in known:
         seen.see(choice)
-    begin = Multipliers.begun(problem, met)
-    prices = _priced(problem, limit, begin, minimise)
+    prices = _priced(problem, limit, None, minimise)
     if prices.bound < np.inf:
         tighten(seen, prices, minimise)
         prices = _nearer(seen, prices, minimise)
@@ -92,7 +90,7 @@ def fastest_within(
         if seen.problem is not before:
             prices = _priced(seen.problem, limit, prices.over(seen.problem), minimise)
     if seen.cost > lower * (SLACK if prove else 1 + GAP):
-        lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes, prove))
+        lower = max(lower, _enumerated(seen, prices, memory_bytes, prove))
     return Limited(seen.best, seen.cost, min(lower, seen.cost), prices.price)
 
 
@@ -123,13 +121,10 @@ def _nearer(seen: Known, prices: Multipliers, minimise: Minimise) -> Multipliers
     return prices
 
 
-def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_bytes: float, prove: bool) -> float:
+def _enumerated(seen: Known, prices: Multipliers, memory_bytes: float, prove: bool) -> float:
     """Looks for the fastest choice among all that bounds leave: a lower bound of all that fit."""
     shares = ROOM if prove else ROOM[:1]
-    found = _beams(seen, prices, seen.limit, memory_bytes, shares)
-    if seen.cost > found.lower_s * (1 + GAP) and found.missed > 0 and prove:
-        target = seen.limit - found.missed
-        _beams(seen, best_multipliers(seen.problem, target, minimise, prices), target, memory_bytes, shares)
+    found = _beams(seen, prices, memory_bytes, shares)
     lower = found.lower_s
     if found.complete and seen.cost > lower * SLACK and prove:
         rest = Rest.of(seen.problem, prices.criteria(seen.problem, seen.limit, seen.cost), memory_bytes)
@@ -137,21 +132,21 @@ def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_byt
     return lower
 
 
-def _beams(seen: Known, prices: Multipliers, limit: float, memory_bytes: float, shares: Iterable[float]) -> Bounded:
+def _beams(seen: Known, prices: Multipliers, memory_bytes: float, shares: Iterable[float]) -> Bounded:
     """Enumerates what no other choice beats, first the best of it, then with more room, until the gap is closed."""
-    lower, missed, complete = prices.bound, 0.0, True
+    lower, complete = prices.bound, True
     for share in shares if prices.price else ():
         if seen.cost <= lower * SLACK:
             break
         spare, cost = SPARE * lower, seen.cost
-        rest = Rest.of(seen.problem, prices.surrogate(seen.problem, limit, cost + spare), memory_bytes)
+        rest = Rest.of(seen.problem, prices.surrogate(seen.problem, seen.limit, cost + spare), memory_bytes)
         if rest is None:
-            return Bounded(lower, missed, False)
+            return Bounded(lower, False)
         found = rest.undominated(seen, cost, spare, share)
-        lower, missed, complete = max(lower, found.lower_s), found.missed or missed, found.complete
+        lower, complete = max(lower, found.lower_s), found.complete
         if complete or seen.cost <= lower * (1 + GAP):
             break
-    return Bounded(lower, missed, complete)
+    return Bounded(lower, complete)
 
 
 def tighten(seen: Known, prices: Multipliers, minimise: Minimise) -> None:

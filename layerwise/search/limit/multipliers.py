@@ -8,7 +8,7 @@ what the mixture exceeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,6 @@ from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.limit.additive import Capped, Choice, Costs, Minimise, Problem, weighted_sum
 
 ROUNDS = 60  # of elimination
-NEAREST = 8  # choices that multipliers of a problem like this one start with
 CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
 FACTORS = (0.5, 2.0)  # of the best price of memory
 DEAREST = 1e3  # the most that any choice is beyond the limit costs at most that many times the unconstrained step
@@ -49,11 +48,6 @@ class Multipliers:
     met: list[Met] = field(default_factory=list)
     solved: dict[int, Costs] = field(default_factory=dict)  # the tables of the rows that were looked at
 
-    @staticmethod
-    def begun(problem: Problem, met: Iterable[Choice]) -> Multipliers:
-        """Multipliers to begin with, of choices that are likely to be near the best."""
-        return Multipliers(met=[_known(problem, choice) for choice in met])
-
     def over(self, problem: Problem) -> Multipliers:
         """The multipliers for a problem that has more rows, with what was met and the tables of rows."""
         met = [Met(m.choice, m.cost, problem.rows(m.choice), m.base, m.known) for m in self.met]
@@ -64,12 +58,6 @@ class Multipliers:
         return np.array([[met.of(row, self.solved[row]) for met in self.met] for row in rows]).reshape(
             -1, len(self.met)
         )
-
-    def nearest(self) -> list[Choice]:
-        """Some of what was met: the choices that take least with memory paid. Others' multipliers may start there."""
-        paid = np.array([met.cost for met in self.met])
-        paid = paid + np.array(list(self.price.values())) @ self.taken(list(self.price))
-        return [self.met[i].choice for i in np.argsort(paid, kind="stable")[:NEAREST]]
 
     def charge(self, problem: Problem) -> Costs:
         """The cost of the bytes of all rows together."""
@@ -120,7 +108,7 @@ def best_multipliers(
 ) -> Multipliers:
     """Multipliers that make the bound of the least time within `limit` bytes as large as it gets.
 
-    start: what was met with other limits, or is likely to be near the best.
+    start: what was met with other limits.
     """
     best = Multipliers() if start is None else Multipliers({}, -np.inf, list(start.met), dict(start.solved))
     active = sorted(best.solved)

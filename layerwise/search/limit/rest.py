@@ -64,7 +64,6 @@ class Bounded:
     """The result of an enumeration."""
 
     lower_s: float  # nothing within the limit takes less
-    missed: float  # bytes by which rows are below true peaks
     complete: bool  # whether there was room for everything
 
 
@@ -122,7 +121,7 @@ class Rest:
                 checks -= 1
                 below = seen.see(outside(choice, self.keep)) - taken
                 missed = below if missed == 0.0 else min(missed, below)
-        return Bounded(lower, missed, bool(np.isinf(found.dropped)))
+        return Bounded(lower, bool(np.isinf(found.dropped)))
 
     def fastest(self, seen: Known) -> float:
         """Looks for the fastest choice that fits: a lower bound of all that do.

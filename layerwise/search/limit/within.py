@@ -102,9 +102,7 @@ class LimitedSearch:
         if not all(mask.any() for mask in keep.values()):  # nothing fits
             return Within(limit, (), np.inf, np.inf, (), 0)
         small, found = space.restrict(keep), [] if seen.best is None else [seen.best]
-        best, price = self._exact(
-            small, memory.restrict(keep, small), limit, inside(found, keep), inside(prices.nearest(), keep)
-        )
+        best, price = self._exact(small, memory.restrict(keep, small), limit, inside(found, keep))
         strategies = [space.strategy(choice) for choice in found]
         strategies += [] if best.choice is None else [small.strategy(best.choice)]
         strategies = _distinct(self.plainer(strategy, limit) for strategy in strategies)
@@ -116,12 +114,12 @@ class LimitedSearch:
         return Within(limit, tuple(strategies), cost, min(cost, best.lower_bound_s), price, left)
 
     def _exact(
-        self, space: Variants, memory: Memory, limit: float, known: list[Choice], met: list[Choice]
+        self, space: Variants, memory: Memory, limit: float, known: list[Choice]
     ) -> tuple[Limited, tuple[MemoryPrice, ...]]:
-        """The search with transfers as they are. known: what may fit; met: what is near the best."""
+        """The search with transfers as they are. known: what may fit."""
         tables = self.model.tables(space.bases, self.progress)
         problem = space.problem(node_costs(self.model, space.configs), tables.transfer, memory, self.peak)
-        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=known, met=met)
+        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=known)
         return found, _prices(memory, found.price)
 
     def least(self, known: Sequence[Strategy]) -> Least[Strategy]:
@@ -216,14 +214,11 @@ class LimitedSearch:
 
     def cost(self, strategy: Strategy, weight: float = 1.0) -> float:
         """Equation 1, with `weight` times t_S."""
-        self._price([strategy])
-        rest, sync = self._costs[tuple(strategy.values())]
+        key = tuple(strategy.values())
+        if key not in self._costs:
+            (self._costs[key],) = exact_costs(self.model, [strategy])
+        rest, sync = self._costs[key]
         return rest + weight * sync
-
-    def _price(self, strategies: Iterable[Strategy]) -> None:
-        """Several at once are sooner priced than one after the other."""
-        new = {key: strategy for strategy in strategies if (key := tuple(strategy.values())) not in self._costs}
-        self._costs |= zip(new, exact_costs(self.model, list(new.values())), strict=True)
 
     def _begun(self, limit: float, known: Sequence[Strategy]) -> Strategy | None:
         """A fast strategy that fits, of the cells of those that are known, in whatever forms."""

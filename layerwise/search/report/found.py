@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from layerwise.cost.memory.allocations import Kind
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice, basis, warnings
 from layerwise.plan import as_json
 from layerwise.quantities import samples, units
 from layerwise.report.content import Lines, Part, Report, described
 from layerwise.search.remedies import Remedy
-from layerwise.search.report.sentences import conclusion, nothing_fits, verdict, whole_shares
+from layerwise.search.report.sentences import nothing_fits, verdict, whole_shares
 from layerwise.search.report.tables import (
-    brief_strategy_table,
     candidates_table,
     kinds_of,
     kinds_table,
@@ -33,7 +32,6 @@ def about(model: CostModel) -> str:
 
 
 def found(
-    model: CostModel,
     result: SearchResult,
     name: str,
     seconds: Mapping[str, float],
@@ -47,25 +45,18 @@ def found(
     memory: whether it is told what the fullest device holds. tried: what would make a plan fit,
     where none does.
     """
-    rows = [result.best, *result.baselines.values()]
-    space, kinds = result.configurations, kinds_of(model, rows) if memory else {}
-    times = ", ".join(f"{what} {units(value, 's')}" for what, value in seconds.items())
+    space, times = result.configurations, ", ".join(f"{what} {units(value, 's')}" for what, value in seconds.items())
     lines = [
-        *verdict(model, result, tried),
+        *verdict(result, tried),
         f"{times}; up to {space['largest']} configurations a layer, {space['total']:,} in all, "
         f"{space['kept']:,} after pruning.",
     ]
-    parts = [*_strategies(model, rows, every_layer=every_layer), Lines(lines), *_kinds(kinds)]
-    return Report(
-        name,
-        about(model),
-        parts,
-        lambda: as_dict(model, result, name, seconds, tried) | _kinds_values(kinds),
-    )
+    rows = [result.best, *result.baselines.values()]
+    values = partial(as_dict, result, name, seconds, tried)
+    return _report(name, rows, [Lines(lines)], values, every_layer=every_layer, memory=memory)
 
 
 def priced(
-    model: CostModel,
     candidate: Candidate,
     baselines: Mapping[str, Candidate],
     name: str,
@@ -74,54 +65,49 @@ def priced(
     memory: bool = False,
 ) -> Report:
     """One strategy beside the baselines."""
-    rows = [candidate, *baselines.values()]
-    kinds = kinds_of(model, rows) if memory else {}
-    parts = [*_strategies(model, rows, every_layer=every_layer), *_kinds(kinds)]
-    return Report(
-        name, about(model), parts, lambda: price_dict(model, candidate, baselines, name) | _kinds_values(kinds)
-    )
+    values = partial(price_dict, candidate, baselines, name)
+    return _report(name, [candidate, *baselines.values()], [], values, every_layer=every_layer, memory=memory)
 
 
-def _strategies(model: CostModel, rows: Sequence[Candidate], *, every_layer: bool) -> list[Part]:
-    best = rows[0]
-    return [
+def _report(
+    name: str,
+    rows: Sequence[Candidate],
+    lines: Sequence[Part],
+    values: Callable[[], dict[str, Any]],
+    *,
+    every_layer: bool,
+    memory: bool,
+) -> Report:
+    """The first strategy layer by layer, all beside each other, lines on them, and what they hold of memory."""
+    best, kinds = rows[0], kinds_of(rows) if memory else {}
+    parts = [
         picture(best),
-        strategy_table(model, best, every_layer=every_layer),
-        candidates_table(rows, best, model.graph.batch),
+        strategy_table(best, every_layer=every_layer),
+        candidates_table(rows, best),
+        *lines,
+        *([kinds_table(kinds)] if kinds else []),
     ]
-
-
-def _kinds(kinds: Mapping[str, Mapping[Kind, float]]) -> list[Part]:
-    return [kinds_table(kinds)] if kinds else []
-
-
-def _kinds_values(kinds: Mapping[str, Mapping[Kind, float]]) -> dict[str, object]:
-    return {"memory_by_kind": kinds} if kinds else {}
+    return Report(name, about(best.model), parts, lambda: values() | ({"memory_by_kind": kinds} if kinds else {}))
 
 
 @described.register
 def candidate_parts(candidate: Candidate) -> list[Part]:
     """A strategy in a notebook."""
-    return [picture(candidate), time_by_block(candidate)[1], brief_strategy_table(candidate)]
+    return [picture(candidate), time_by_block(candidate)[1], strategy_table(candidate)]
 
 
 @described.register
 def result_parts(result: SearchResult) -> list[Part]:
     """The report of a result in a notebook: the best strategy, and the baselines beside it."""
-    missing = [] if result.best.fits else [f"WARNING: {nothing_fits(result)}."]
     table = candidates_table([result.best, *result.baselines.values()], result.best)
-    return [Lines([*conclusion(result), *missing]), table, *candidate_parts(result.best)]
+    return [Lines(list(verdict(result))), table, *candidate_parts(result.best)]
 
 
 def as_dict(
-    model: CostModel,
-    result: SearchResult,
-    name: str,
-    seconds: Mapping[str, float],
-    tried: Sequence[Remedy] = (),
+    result: SearchResult, name: str, seconds: Mapping[str, float], tried: Sequence[Remedy] = ()
 ) -> dict[str, Any]:
     """Everything, for a program. Seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
-    best, optimum = result.best, result.optimum
+    best, optimum, model = result.best, result.optimum, result.best.model
     return {
         "model": name,
         "gpus": model.devices.count,
@@ -141,10 +127,10 @@ def as_dict(
         "memory_prices": [] if result.within is None else result.within.prices,
         "without_constraints": None if result.unconstrained is None else costs_json(result.unconstrained),
         "baselines": {n: costs_json(c) for n, c in result.baselines.items()},
-        **strategy_json(model, best),
-        "whole": whole_shares(model, best),
+        **strategy_json(best),
+        "whole": whole_shares(best),
         "layers": {n: layer_json(p) for n, p in best.price.layers.items()},
-        "additive_optimum": {"step_time_s": result.additive.price.step_time_s, **strategy_json(model, result.additive)},
+        "additive_optimum": {"step_time_s": result.additive.price.step_time_s, **strategy_json(result.additive)},
         "optimal": optimum.proven,
         "lower_bound_s": optimum.lower_bound_s,
         "bucket_bytes": best.bucket_bytes,
@@ -156,7 +142,7 @@ def as_dict(
         "configurations": result.configurations,
         "compute_time": basis(model, best.price).as_dict(),
         "model_error": max(result.baselines["data"].error, result.fastest.error),
-        "fastest": {"name": result.fastest.name, **costs_json(result.fastest), **strategy_json(model, result.fastest)},
+        "fastest": {"name": result.fastest.name, **costs_json(result.fastest), **strategy_json(result.fastest)},
         "simulated": {
             "plans": len(result.simulated),
             "fit": sum(c.fits for c in result.simulated),
@@ -167,15 +153,15 @@ def as_dict(
     }
 
 
-def price_dict(model: CostModel, candidate: Candidate, baselines: Mapping[str, Candidate], name: str) -> dict[str, Any]:
+def price_dict(candidate: Candidate, baselines: Mapping[str, Candidate], name: str) -> dict[str, Any]:
     """One priced strategy, for a program."""
     return {
         "model": name,
-        "gpus": model.devices.count,
-        "batch": model.graph.batch,
+        "gpus": candidate.model.devices.count,
+        "batch": candidate.model.graph.batch,
         **costs_json(candidate),
         "baselines": {n: costs_json(c) for n, c in baselines.items()},
-        **strategy_json(model, candidate),
+        **strategy_json(candidate),
         "layers": {n: layer_json(p) for n, p in candidate.price.layers.items()},
     }
 
@@ -191,10 +177,10 @@ def costs_json(candidate: Candidate) -> dict[str, float | bool]:
     }
 
 
-def strategy_json(model: CostModel, candidate: Candidate) -> dict[str, Any]:
+def strategy_json(candidate: Candidate) -> dict[str, Any]:
     """`strategy` {layer: {dim: degree}} with degrees of 1 written out, and `placements` of what is not contiguous."""
     strategy, placements = dict[str, Any](), {}
-    for layer in model.graph.layers:
+    for layer in candidate.model.graph.layers:
         if layer.end:
             continue
         config = candidate.strategy[layer.name]

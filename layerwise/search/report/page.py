@@ -11,13 +11,17 @@ from functools import cached_property
 
 from layerwise.config import SearchSpace
 from layerwise.cost.memory.course import Course, course
+from layerwise.cost.memory.sizes import TensorSizes
 from layerwise.cost.model import CostModel, EdgeName
 from layerwise.cost.price import basis, complete, describe, warnings
 from layerwise.cost.terms import COLUMNS, EDGE_TERMS
+from layerwise.cost.timeline.shares import HIDDEN
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
+from layerwise.partition.place import Boxes, input_maps
 from layerwise.plan import Plan
 from layerwise.quantities import units
+from layerwise.report import charts
 from layerwise.report.content import (
     Code,
     Column,
@@ -37,9 +41,9 @@ from layerwise.search.curve import Point
 from layerwise.search.find import candidate, configurations
 from layerwise.search.report.forms import Alternative, all_alternatives, alternatives_table, limit_of
 from layerwise.search.report.found import about, price_dict
-from layerwise.search.report.step import halos, memory, step
 from layerwise.search.report.tables import (
     candidates_table,
+    curve_table,
     picture,
     row_numbers,
     short,
@@ -48,10 +52,11 @@ from layerwise.search.report.tables import (
     time_by_block,
     written,
 )  # fmt: skip
-from layerwise.search.report.traces import TraceFile
+from layerwise.search.report.traces import TraceFile, differences_table
 from layerwise.search.result import Candidate
 
 MANY_PAIRS = 3_000_000  # of configurations of neighbours, beyond which no alternatives are told
+ROWS = 12  # of a timeline, at most
 ALTERNATIVES = 6  # of a layer, and those of the plan and the baselines
 
 
@@ -102,17 +107,17 @@ def plan_report(
     """
     plan, model, best = planned.plan, planned.model, planned.best
     by_block, _, folds = time_by_block(best)
-    table = Fold("The configurations as a table", [strategy_table(model, best)])
+    table = Fold("The configurations as a table", [strategy_table(best)])
     parts = [
         Section("The answer", [*_answer(planned), *([Fold("All that the search says", more)] if more else [])]),
         Section("Where the time goes", [by_block, *folds]),
         Section("A layer", list(_layers(planned)), searched="Search a layer:"),
-        Section("The picture", [picture(best, linked=True), *halos(model, best), table]),
-        Section("The step", list(step(best, plan.device_order, measured))),
-        Section("Memory", list(memory(best, planned.baselines, planned.course, curve))),
+        Section("The picture", [picture(best, linked=True), *_halos(best), table]),
+        Section("The step", list(_step(best, plan.device_order, measured))),
+        Section("Memory", list(_memory(planned, curve))),
         Section("All layers", list(_tables(planned)), searched="Search layers and edges:"),
     ]
-    return Report(plan.model, about(model), parts, lambda: price_dict(model, best, planned.baselines, plan.model))
+    return Report(plan.model, about(model), parts, lambda: price_dict(best, planned.baselines, plan.model))
 
 
 def _answer(planned: Planned) -> Iterator[Part]:
@@ -130,7 +135,7 @@ def _answer(planned: Planned) -> Iterator[Part]:
     links = "measured" if isinstance(plan.provenance.get("links"), dict) else "as its profile states them"
     assumed = [describe(model, basis(model, best.price)), f"Links of {model.devices.name}: {links}.", *warnings(model)]
     yield Lines([*assumed, *limit_of(plan)])
-    yield candidates_table([best, *planned.baselines.values()], best, model.graph.batch)
+    yield candidates_table([best, *planned.baselines.values()], best)
 
 
 def _proof(plan: Plan) -> str:
@@ -200,3 +205,90 @@ def _edge_row(model: CostModel, best: Candidate, name: EdgeName) -> tuple[Value,
     sent = sum(term.sent_bytes(model, edge, times) for term in EDGE_TERMS if times)
     names = [Marked(end, "" if model.graph[end].end else "layer") for end in (source, target)]
     return *names, model.graph[source].out.describe(), float(model.edge_cost(name, *ends)[0, 0]), sent
+
+
+def _step(best: Candidate, ranks: Sequence[int], measured: TraceFile | None) -> Iterator[Part]:
+    """The step by device, and what was measured beside it. ranks: of the plan's devices, in order."""
+    rows = list[tuple[str, Sequence[charts.Bar]]]()
+    if measured is None:
+        same: dict[tuple[charts.Bar, ...], list[int]] = {}
+        for device in range(best.shares.devices):
+            same.setdefault(tuple(_bars(best, device)), []).append(device)
+        for bars, devices in same.items():
+            several = f"devices {devices[0]}–{devices[-1]} ({len(devices)} alike)"
+            rows.append((several if len(devices) > 1 else f"device {devices[0]}", bars))
+    else:
+        for rank in measured.ranks:
+            if rank not in ranks:
+                raise LayerwiseError(
+                    f"the measured trace has rank {rank}, and the plan {len(ranks)} ranks: give its own"
+                )
+            device = ranks.index(rank)
+            rows += [(f"rank {rank}, predicted", _bars(best, device)), (f"rank {rank}, measured", measured.step(rank))]
+    shown = rows[:ROWS]
+    yield charts.timeline(shown, max(bar.end_s for _, bars in shown for bar in bars))
+    if len(rows) > ROWS:
+        yield Lines([f"{len(rows) - ROWS:,} more rows are not shown."])
+    yield facts([
+        ("a step", f"{units(best.timeline.total_s, 's')}, predicted"),
+        ("forward pass", units(best.timeline.forward_s, "s")),
+        ("backward pass", units(best.timeline.backward_s, "s")),
+        ("sums that nothing hides", units(best.timeline.exposed_sync_s, "s")),
+        ("communication beside computation", units(best.shares.total(HIDDEN), "s")),
+    ])  # fmt: skip
+    if measured is not None:
+        by_rank = {rank: _bars(best, device) for device, rank in enumerate(ranks)}
+        spans = {r: {(b.part, b.name): [(b.start_s, b.end_s)] for b in bars} for r, bars in by_rank.items()}
+        yield differences_table(TraceFile(spans), measured, "The largest differences")
+
+
+def _bars(best: Candidate, device: int) -> list[charts.Bar]:
+    here = (span for span in best.spans if span.devices[device])
+    times = ((span, round(float(span.start_s[device]), 9), round(float(span.end_s[device]), 9)) for span in here)
+    return [charts.Bar(span.name, span.category, span.layer, *ends) for span, *ends in times]
+
+
+def _memory(planned: Planned, curve: Sequence[Point]) -> Iterator[Part]:
+    """The memory of the fullest device over the step; and what a step takes under other limits."""
+    held, limit, at = planned.course, planned.limit_bytes, planned.course.fullest
+    yield charts.memory(held.instants, held.kinds, at, limit)
+    rows = [(kind, sizes[at], max(sizes)) for kind, sizes in held.kinds.items() if any(sizes)]
+    columns = filled([Column("held for"), Column("at the fullest instant", "B"), Column("at most", "B")], rows)
+    yield Table(columns, f"Device {held.device}: fullest at {held.instants[at]}; its limit is {units(limit, 'B')}")
+    plans = {c.key: c for c in [*list(planned.baselines.values())[::-1], planned.best]}
+    points = [(c.name, c.memory_bytes, c.timeline.total_s) for c in plans.values()]
+    under = [(f"under {units(p.limit_bytes, 'B')}", p.limit_bytes, p.best.timeline.total_s) for p in curve if p.best]
+    yield charts.time_and_memory(points, under[::-1], limit)
+    if curve:
+        yield curve_table(curve)
+
+
+def _halos(best: Candidate) -> list[Part]:
+    """The boxes in space of the layer with the largest halo: what devices have of its input, and what they need."""
+    places = TensorSizes(best.model, best.strategy).places
+    found = list[tuple[float, charts.SplitVolume, str]]()
+    for layer in best.model.graph.inner:
+        dims = layer.specs[0].dims if layer.inputs else ()
+        maps, epilogue = input_maps(layer, 0) if layer.inputs else ((), False)
+        owned, target = places[layer.inputs[0]].owned if maps else None, places[layer.name].at(epilogue)
+        cuts = [(-len({*owned.lo[:, i].tolist()}), i) for i, dim in enumerate(dims) if owned and dim in ("d", "h", "w")]
+        if owned is None or len(cuts) < 2 or min(cuts)[0] == -1 or not (owned.active & target.active).all():
+            continue
+        needed, axes = target.needs(maps), sorted(i for _, i in sorted(cuts)[:2])
+        halo = needed.volume - owned.overlap(needed)
+        if (2 * halo <= needed.volume).all() and halo.max() > 0:  # else a tensor changes hands
+            words = f"Of {layer.inputs[0]} each device has a box (coloured); {layer.name} needs its halo, too (dashed):"
+            shape, labels = layer.specs[0].shape, [str(dims[i]) for i in axes]
+            owners, needs = (_from_above(boxes, axes) for boxes in (owned, needed))
+            space = charts.SplitVolume(owners, needs, [shape[i] for i in axes], labels)
+            found.append((float(halo.max()), space, words))
+    if not found:
+        return []
+    _, space, words = max(found, key=lambda each: each[0])
+    return [Lines([words]), charts.boxes(space)]
+
+
+def _from_above(boxes: Boxes, axes: Sequence[int]) -> list[charts.Box]:
+    """Of every device where its box begins and ends, down and across."""
+    lo, hi = boxes.lo[:, axes].tolist(), boxes.hi[:, axes].tolist()
+    return [((y0, y1), (x0, x1)) for (y0, x0), (y1, x1) in zip(lo, hi, strict=True)]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from layerwise.config import Config
-from layerwise.cost.model import CostModel
 from layerwise.cost.price import basis, describe, warnings
 from layerwise.quantities import units
 from layerwise.search.remedies import Remedy
@@ -72,12 +71,12 @@ def constraint_lines(result: SearchResult) -> Iterator[str]:
         yield f"The constraints cost {cost}: without them the best plan takes {units(free_s, 's')}{needs}."
 
 
-def verdict(model: CostModel, result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]:
+def verdict(result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]:
     """All lines below the tables. tried: what would make a plan fit, where none does."""
-    data, best = result.baselines["data"], result.best
+    data, best, model = result.baselines["data"], result.best, result.best.model
     yield from conclusion(result)
-    yield from reserve_lines(model, result)
-    yield from whole_lines(model, best)
+    yield from reserve_lines(result)
+    yield from whole_lines(best)
     yield describe(model, basis(model, best.price))
     yield from warnings(model)
     statistics = sum(p.seconds["statistics"] for p in data.price.layers.values()) / data.price.step_time_s
@@ -122,20 +121,20 @@ def halo_lines(result: SearchResult) -> Iterator[str]:
         )
 
 
-def whole_shares(model: CostModel, candidate: Candidate) -> dict[str, float]:
+def whole_shares(candidate: Candidate) -> dict[str, float]:
     """Their names, and the share of the step time that each takes, with what travels to it."""
     price = candidate.price
     return {
         layer.name: price.layers[layer.name].total_s / price.step_time_s if price.step_time_s else 0.0
-        for layer in model.graph.inner
+        for layer in candidate.model.graph.inner
         if layer.whole
     }
 
 
-def whole_lines(model: CostModel, candidate: Candidate) -> Iterator[str]:
+def whole_lines(candidate: Candidate) -> Iterator[str]:
     """A sentence, where there are some; and one for each module that is called as it is written."""
+    model, shares = candidate.model, whole_shares(candidate)
     yield from (f"{op.note[0].upper()}{op.note[1:]}." for op in model.graph.whole_modules)
-    shares = whole_shares(model, candidate)
     if shares and model.devices.count > 1:
         named = (f"{name} ({model.graph[name].stages[0].label}), {share:.0%}" for name, share in shares.items())
         yield f"Whole (not split), with their share of the step: {'; '.join(named)}."
@@ -166,9 +165,9 @@ def price_line(s_per_byte: float, device: int, instant: str, limit_bytes: float)
     return f"{little} more would save about {saved} of the step time (device {device} is fullest: {instant})."
 
 
-def reserve_lines(model: CostModel, result: SearchResult) -> Iterator[str]:
+def reserve_lines(result: SearchResult) -> Iterator[str]:
     """A line on what the limit is made of, where it binds and nobody has given it."""
-    devices = model.devices
+    devices = result.best.model.devices
     reserved = devices.processor.memory_bytes - devices.usable_bytes
     if result.within is not None and reserved and result.memory_bytes == int(devices.usable_bytes):
         whole, left = units(devices.processor.memory_bytes, "B"), units(reserved, "B")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from layerwise.config import Config
 from layerwise.cost.memory.allocations import Kind
 from layerwise.cost.memory.step import peak_by_kind
-from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.terms import COLUMNS
 from layerwise.cost.timeline.shares import HIDDEN
@@ -22,7 +21,7 @@ from layerwise.report import charts
 from layerwise.report.blocks import blocks
 from layerwise.report.content import Chart, Column, Fold, Marked, Picture, Table, Value, filled, stacked
 from layerwise.report.figures import svg
-from layerwise.report.picture import PARTS, draw, runs
+from layerwise.report.picture import PARTS, draw
 from layerwise.search.curve import Point
 from layerwise.search.result import Candidate, SearchResult, drawn
 
@@ -95,9 +94,9 @@ def short(config: Config) -> str:
     return str(config) if config.total > 1 else "one device"
 
 
-def strategy_table(model: CostModel, candidate: Candidate, *, every_layer: bool = False) -> Table:
+def strategy_table(candidate: Candidate, *, every_layer: bool = False) -> Table:
     """A row a layer; neighbours with equal configurations are one row, as in the paper's table 5."""
-    layers, prices = _runs(model, candidate, every_layer=every_layer)
+    layers, prices = _runs(candidate, every_layer=every_layer)
     sinks = [run[0].role is Role.SINK for run in layers]
     kinds = ["" if sink else _summary(run) for run, sink in zip(layers, sinks, strict=True)]
     configs = [
@@ -129,15 +128,6 @@ def _ends(run: Sequence[Layer], between: str, write: Callable[[str], str] = str)
     return between.join(write(name) for name in dict.fromkeys((run[0].name, run[-1].name)))
 
 
-def brief_strategy_table(candidate: Candidate) -> Table:
-    """The table of a strategy where the network is not at hand."""
-    layers, prices = drawn(candidate)[0], candidate.price.layers
-    rows = [
-        (title, short(config), *row_numbers([prices[name] for name in names])) for title, config, names in runs(layers)
-    ]
-    return Table(filled([Column("layers"), Column("configuration"), *NUMBERS], rows))
-
-
 def broken(name: str) -> str:
     """A long name on several lines, broken after its dots, slashes and underscores."""
     lines = [""]
@@ -148,9 +138,7 @@ def broken(name: str) -> str:
     return "\n".join(lines)
 
 
-def _runs(
-    model: CostModel, candidate: Candidate, *, every_layer: bool
-) -> tuple[list[list[Layer]], list[list[LayerPrice]]]:
+def _runs(candidate: Candidate, *, every_layer: bool) -> tuple[list[list[Layer]], list[list[LayerPrice]]]:
     """The layers of every row, and their prices; the sink where samples return to their ranks."""
     prices = candidate.price.layers
 
@@ -160,7 +148,7 @@ def _runs(
     def same(layer: Layer) -> str:
         return layer.name if every_layer or layer.role is Role.SINK else written(layer, prices[layer.name].config)
 
-    layers = [list(run) for _, run in groupby(filter(shown, model.graph.layers), key=same)]
+    layers = [list(run) for _, run in groupby(filter(shown, candidate.model.graph.layers), key=same)]
     return layers, [[prices[layer.name] for layer in run] for run in layers]
 
 
@@ -177,8 +165,9 @@ def _summary(layers: list[Layer]) -> str:
     return ", ".join(shown if len(shown) <= 4 else [*shown[:2], f"… {len(shown) - 3} more …", shown[-1]])
 
 
-def candidates_table(candidates: Sequence[Candidate], best: Candidate, batch: int | None = None) -> Table:
-    """A row a strategy, each once; `best` is marked. Without a batch, no samples per second are told."""
+def candidates_table(candidates: Sequence[Candidate], best: Candidate) -> Table:
+    """A row a strategy, each once; `best` is marked."""
+    batch = best.model.graph.batch
     rows = list({c.name: c for c in reversed(candidates)}.values())[::-1]
     data_s = next(c.timeline.total_s for c in rows if c.name == "data")
     cells = [
@@ -186,7 +175,7 @@ def candidates_table(candidates: Sequence[Candidate], best: Candidate, batch: in
             Marked(c.name, "best" if c is best else ""),
             c.price.step_time_s,
             c.timeline.total_s,
-            None if batch is None else _rate(batch / c.timeline.total_s),
+            _rate(batch / c.timeline.total_s),
             data_s / c.timeline.total_s,
             c.price.bytes_moved,
             memory(c),
@@ -194,7 +183,6 @@ def candidates_table(candidates: Sequence[Candidate], best: Candidate, batch: in
         for c in rows
     ]
     columns = filled([Column("strategy"), *COSTS], cells)
-    columns = [column for column in columns if batch is not None or column.heading != "samples/s"]
     return Table(columns, narrower=[stacked(columns)])
 
 
@@ -211,9 +199,9 @@ def _rate(samples_per_s: float) -> str:
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-def kinds_of(model: CostModel, candidates: Iterable[Candidate]) -> Mapping[str, Mapping[Kind, float]]:
+def kinds_of(candidates: Iterable[Candidate]) -> Mapping[str, Mapping[Kind, float]]:
     """The kinds of memory that the fullest device holds when it is fullest, by strategy."""
-    return {c.name: peak_by_kind(model, c.strategy) for c in {c.name: c for c in candidates}.values()}
+    return {c.name: peak_by_kind(c.model, c.strategy) for c in {c.name: c for c in candidates}.values()}
 
 
 def kinds_table(kinds: Mapping[str, Mapping[Kind, float]]) -> Table:
