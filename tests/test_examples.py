@@ -1,7 +1,5 @@
 """The scripts of examples/, as a reader runs them: on one process, and on two with the same numbers."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

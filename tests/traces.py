@@ -1,7 +1,5 @@
 """Networks that many tests train are traced and planned once a process, where the test is about neither."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 from collections.abc import Iterator, Mapping

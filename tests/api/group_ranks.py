@@ -1,7 +1,5 @@
 """What the four ranks of a pool (tests/comm/pool.py) are called to do in groups of two, or as two replicas of two."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

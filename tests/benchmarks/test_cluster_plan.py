@@ -1,7 +1,5 @@
 """Plans of the race on the emulated cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

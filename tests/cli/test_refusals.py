@@ -1,7 +1,5 @@
 """A user's mistake is one line on stderr and exit code 2, whatever was typed or handed in, and no file is changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Collectives: who takes part, and how long they take."""
 
-from __future__ import annotations
-
 from math import log2
 
 import numpy as np

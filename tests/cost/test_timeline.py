@@ -1,7 +1,5 @@
 """The simulated step: computation, transfers and sums on the devices' clocks, and the streams that they share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Transfers cost what every element says: of all pairs of configurations at once, by measured curves, and summed up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isclose

@@ -1,7 +1,5 @@
 """Law: whatever the size of a sample and the number of ranks, what is written is what one device computes."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

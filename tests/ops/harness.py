@@ -5,8 +5,6 @@ Tight: the gradient of a box of the output must reach the faces of the needed bo
 Reductions: partial results over the parts of `k` must add up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 

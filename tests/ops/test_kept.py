@@ -1,7 +1,5 @@
 """What operators say that their kernels keep, against what autograd is seen to save."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

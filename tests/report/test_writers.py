@@ -1,7 +1,5 @@
 """The writers: every cell is in the text and in the page, in its unit; no name breaks either."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

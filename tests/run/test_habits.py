@@ -1,7 +1,5 @@
 """Habits of users of DistributedDataParallel: each either gives one device's numbers, or is refused with a reason."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import cache

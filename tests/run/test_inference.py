@@ -1,7 +1,5 @@
 """Law: in evaluation every rank has one device's outputs, and what is sent is what inference is priced with."""
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import cache

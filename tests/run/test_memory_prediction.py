@@ -1,7 +1,5 @@
 """The memory that a plan is predicted to take against the bytes of storages that are alive in a real step."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """What once went wrong without a word: parts that no rank reads, boxes of outputs, operators taken for others."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

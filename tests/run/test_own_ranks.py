@@ -1,7 +1,5 @@
 """A model that several ranks run as it was written: a loop's numbers are one device's, or refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Sharded and gathered states: what a training loop does has one device's numbers, with a part of the memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Halos of inputs, read or sent: one device's numbers, the bytes that were predicted, and the cheaper plan."""
 
-from __future__ import annotations
-
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace

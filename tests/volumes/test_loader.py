@@ -1,7 +1,5 @@
 """Laws of io "boxes": ranks read only what they need, and together they train as one device does on whole volumes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """`layerwise.run` on volumes: crops of a brain by boxes, the loss taken box by box, and other ranks that go on."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache

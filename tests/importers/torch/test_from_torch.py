@@ -1,7 +1,5 @@
 """PyTorch models become the layers that compute what they compute."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every row of the importer's table: the imported layers compute what the operator does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
