@@ -31,6 +31,7 @@ from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
 SHAPES = ((1, 13, 16, 12), (1, 16, 16, 16), (1, 17, 9, 14))
 
 

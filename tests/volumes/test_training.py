@@ -31,6 +31,8 @@ from layerwise.train.score import Score, TaskObjective, cross_entropy, evaluate,
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, random_plan
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 @pytest.fixture
 def brain(monkeypatch: pytest.MonkeyPatch) -> tuple[Case, Data]:
