@@ -123,10 +123,7 @@ def check_needs(
             there = read(spec, lattices)
             given[i] = torch.full_like(t, poison)
             given[i][there] = t[there]
-    poisoned = reference(
-        *given,
-        **{k: outside(t, holds[k], poison) for k, t in params.items()},
-    )
+    poisoned = reference(*given, **{k: outside(t, holds[k], poison) for k, t in params.items()})
     torch.testing.assert_close(poisoned[box.slices()], full[box.slices()], rtol=1e-12, atol=1e-12)
     if not tight:
         return

@@ -178,11 +178,7 @@ def written_to(model: nn.Module, share: slice) -> list[float]:
     return seen
 
 
-LOOPS = [
-    accumulated,
-    penalised_in_parts,
-    written_to,
-]
+LOOPS = [accumulated, penalised_in_parts, written_to]
 
 
 @States

@@ -38,6 +38,8 @@ from tests.comm.thread import run_threads
 from tests.run.plans import difference, random_plan
 from tests.volumes.networks import samples, segments
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 class Drops(nn.Module):
     """A convolution of volumes and random numbers behind it."""

@@ -36,6 +36,8 @@ from tests.comm.thread import run_threads
 from tests.run.plans import priced, random_plan
 from tests.volumes.networks import EXTENT, samples, segments
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 AUGMENTED: dict[str, Any] = {
     "crop": "random",
     "flip": "dhw",

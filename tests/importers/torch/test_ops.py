@@ -156,7 +156,7 @@ def test_function_of_one_image(name: str) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[Tensor], object], str]] = {
-    "positions of a mask": (lambda x: x[:, torch.tensor([True, False, True, True])], "depends on data"),
+    "positions of a mask": (lambda x: x[:, torch.tensor([True, False, True, True])], "depends on data")
 }
 
 
