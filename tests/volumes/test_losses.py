@@ -19,7 +19,6 @@ from layerwise.volumes.loader import BoxLoader
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
-
 CLASSES, IGNORED = 3, 255
 SHAPE = (12, 8, 6)
 Loss = Callable[[Tensor, Tensor], Tensor]
