@@ -1,5 +1,7 @@
 """Law 5: elimination = exhaustive search on small graphs, and the price of its strategy = the reported optimum."""
 
+from __future__ import annotations
+
 from itertools import product
 
 import networkx as nx
