@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -20,6 +22,7 @@ from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.trace import Imported
 from layerwise.ops.base import Role
 
+PLAIN = bool | int | float | str | FunctionType | None  # attributes by which models of a class differ
 _traced: dict[object, Any] = {}
 _tracing = threading.RLock()  # ranks that are threads wait for the first of them
 _chosen: dict[object, Choice] = {}
@@ -29,8 +32,8 @@ _chosen: dict[object, Choice] = {}
 def once() -> Iterator[None]:
     """Within it a model like one before, called with inputs like those, takes its trace (or is refused) and its plan.
 
-    Like: of the same class, with the same layers, types and frozen parameters. So classes of the same name must compute
-    the same, and not with constants of their own.
+    Like: of the same class, with the same layers, types and frozen parameters, functions and numbers as attributes, in
+    the same modes. So what else a model computes with must be its class's.
     """
     trace, choose = load.traced, Planner.choose
 
@@ -114,7 +117,9 @@ def _value(value: object) -> object:
 def _likeness(module: nn.Module) -> object:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     kinds = tuple((name, _form(tensor), tensor.requires_grad) for name, tensor in tensors)
-    return type(module), repr(module), tuple(m.training for m in module.modules()), kinds
+    plain = tuple((name, x) for m in module.modules() for name, x in vars(m).items() if isinstance(x, PLAIN))
+    around = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()
+    return type(module), repr(module), plain, kinds, around, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 def _form(x: object) -> object:

@@ -22,6 +22,8 @@ from tests.comm.thread import run_threads
 from tests.run.plans import difference, random_plan
 from tests.run.test_bytes import Frames, Images, Words
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 @cache
 def trained(name: str) -> tuple[nn.Module, Tensor, Network]:

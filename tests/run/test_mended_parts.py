@@ -20,6 +20,8 @@ from tests.comm.thread import run_threads
 from tests.run.plans import case, check_equal, priced, random_plan, train
 from tests.run.test_bytes import Frames
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 class Two(nn.Module):
     def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
