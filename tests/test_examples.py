@@ -132,7 +132,7 @@ def held_out(said: str) -> list[float]:
 
 
 def test_what_a_user_can_get_wrong_is_one_line() -> None:
-    done = launch(["examples/segment_volume.py", "--steps", "0"])
+    done = launch(["examples/segment_volume.py", "--steps", "0", "--extent", "16"])
     assert done.codes == [2, 2], done.stderr
     for said in done.stderr:
         assert "Traceback" not in said
