@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -76,42 +77,51 @@ def models_traced_once() -> Iterator[None]:
         yield
 
 
-# The files that take longest, so that no worker is left alone with one of them at the end (--dist loadfile).
-FIRST = (
-    "tests/loops/test_loops.py",
-    "tests/run/test_dtensors.py",
-    "tests/run/test_memory_prediction.py",
-    "tests/test_examples.py",
-    "tests/run/test_compile.py",
-    "tests/api/test_transformers.py",
-    "tests/importers/torch/test_from_torch.py",
-    "tests/api/test_parallelize.py",
-    "tests/inference/test_predict.py",
-    "tests/volumes/test_training.py",
-    "tests/comm/test_faults.py",
-    "tests/run/test_module.py",
-    "tests/run/test_recompute.py",
-    "tests/checkpoint/test_crashes.py",
-    "tests/benchmarks/test_cluster_plan.py",
-    "tests/train/test_run_ranks.py",
-    "tests/api/test_groups.py",
-    "tests/integrations/test_hugging_face.py",
-    "tests/search/overlap/test_cuts.py",
-    "tests/program/test_order.py",
-    "tests/cost/test_transfer.py",
-    "tests/run/test_bytes.py",
-    "tests/volumes/test_loader.py",
-    "tests/api/test_whole.py",
-    "tests/run/test_memory.py",
-    "tests/run/test_autocast.py",
-    "tests/train/test_run_cli.py",
-    "tests/test_package.py",
-    "tests/cost/test_memory.py",
-    "tests/oracle/test_strategies.py",
-    "tests/search/test_find.py",
-    "tests/cost/test_price.py",
-    "tests/cli/test_doctor.py",
-)
+# Files for one worker of several (--dist loadfile). Those with processes share a server and its pools of ranks, which
+# take seconds to start; those that train the same networks trace each of them once.
+TOGETHER = {
+    "ranks of the runtime": """
+        loops/test_loops run/test_dtensors run/test_compile run/test_memory_prediction run/test_processes run/test_state
+        run/test_trace run/test_ahead comm/test_comms comm/test_start comm/test_watch train/test_run_cli
+        train/test_run_ranks train/test_signals train/test_straggler checkpoint/test_crashes""",
+    "ranks of scripts": """
+        test_examples api/test_transformers api/test_groups api/test_parallelize api/test_fit api/test_loaders
+        api/test_machine api/test_race api/test_save api/test_split api/test_accumulate comm/test_faults
+        integrations/test_hugging_face integrations/test_lightning integrations/test_export_plan
+        integrations/test_monai_training integrations/test_nnunet_training inference/test_command cli/test_grids
+        benchmarks/test_pipeline measure/test_links_time importers/torch/read/test_arguments""",
+    "small networks": """
+        run/test_module run/test_recompute run/test_strided run/test_optimised run/test_bytes program/test_order
+        oracle/test_strategies""",
+}
+# The others that take longest: no worker is left alone with one of them at the end.
+FIRST = """
+    importers/torch/test_from_torch benchmarks/test_cluster_plan search/overlap/test_cuts volumes/test_training
+    test_package api/test_whole integrations/test_several_nodes cost/test_model importers/onnx/test_exports
+    cli/test_display cli/test_doctor cost/test_transfer importers/onnx/test_operators
+    api/test_planner run/test_memory benchmarks/test_gpu cost/test_memory inference/test_predict api/test_as_written
+    run/test_autocast volumes/test_loader cli/test_commands cli/test_memory train/test_train run/test_states
+    search/test_find importers/torch/read/test_pt2_damaged run/test_inference cost/test_price"""
+GROUPS = {f"tests/{name}.py": group for group, names in TOGETHER.items() for name in names.split()}
+ORDER = [*TOGETHER, *(f"tests/{name}.py" for name in FIRST.split())]
+
+
+def group_of(nodeid: str) -> str:
+    """The tests that go to one worker: those of a group of files, or of a file."""
+    file = nodeid.partition("::")[0]
+    return GROUPS.get(file, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, by groups of files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Grouped(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Grouped(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -131,7 +141,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
-        file = item.nodeid.partition("::")[0]
-        return FIRST.index(file) if file in FIRST else len(FIRST)
+        group = group_of(item.nodeid)
+        return ORDER.index(group) if group in ORDER else len(ORDER)
 
     items.sort(key=place)

@@ -1,7 +1,5 @@
 """Answers of earlier runs: found by what they follow from, never believed where their file is not whole, bounded."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import dataclass

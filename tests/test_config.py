@@ -1,7 +1,5 @@
 """Configurations: which there are, and what a user may write."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """The pages of docs/ against the code: `make docs` checks their links, and these what it cannot know."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The scripts of examples/, as a reader runs them: on one process, and on two with the same numbers."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys
@@ -134,7 +132,7 @@ def held_out(said: str) -> list[float]:
 
 
 def test_what_a_user_can_get_wrong_is_one_line() -> None:
-    done = launch(["examples/segment_volume.py", "--steps", "0"])
+    done = launch(["examples/segment_volume.py", "--steps", "0", "--extent", "16"])
     assert done.codes == [2, 2], done.stderr
     for said in done.stderr:
         assert "Traceback" not in said

@@ -1,7 +1,5 @@
 """Files that users hand in: JSON that only looks like it, in every file that layerwise reads."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

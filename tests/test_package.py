@@ -1,7 +1,5 @@
 """The wheel: everything is inside, it works from where it is installed, and importing it is cheap."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Plans: what is written is read back equal, and whatever else is in the file is refused with a reason."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,47 +1,58 @@
 """Networks that many tests train are traced and planned once a process, where the test is about neither."""
 
-from __future__ import annotations
-
 import base64
 import pickle
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.api.planner import Choice, Planner, Strategy
 from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
 from layerwise.importers import load
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.trace import Imported
 from layerwise.ops.base import Role
 
+PLAIN = bool | int | float | str | FunctionType | None  # attributes by which models of a class differ
 _traced: dict[object, Any] = {}
+_tracing = threading.RLock()  # ranks that are threads wait for the first of them
 _chosen: dict[object, Choice] = {}
 
 
 @contextmanager
 def once() -> Iterator[None]:
-    """Within it a model like one before, called with inputs like those, takes its trace and its plan.
+    """Within it a model like one before, called with inputs like those, takes its trace (or is refused) and its plan.
 
-    Like: of the same class, with the same layers, types and frozen parameters. So classes of the same name must compute
-    the same, and not with constants of their own.
+    Like: of the same class, with the same layers, types and frozen parameters, functions and numbers as attributes, in
+    the same modes. So what else a model computes with must be its class's.
     """
     trace, choose = load.traced, Planner.choose
 
     def traced(module: nn.Module, call: Call, name: str, trusted: bool, whole: Any, partly: bool) -> Any:
         key = _likeness(module), str(pytree.tree_map(_form, call)), name, trusted, tuple(whole), partly
-        if key not in _traced:
-            made = trace(module, call, name, trusted, whole, partly)
-            layers, own = made[0].graph.layers, module.state_dict()
-            read = {name for layer in layers for name, _ in layer.own_parameters()}
-            if any(layer.role is Role.CONSTANT for layer in layers) or not read <= own.keys():
-                return made  # it has a value that is this model's
-            _traced[key] = made
+        with _tracing:
+            if key not in _traced:
+                try:
+                    made = trace(module, call, name, trusted, whole, partly)
+                except LayerwiseError as error:
+                    _traced[key] = error
+                    raise
+                layers, own = made[0].graph.layers, module.state_dict()
+                read = {name for layer in layers for name, _ in layer.own_parameters()}
+                if any(layer.role is Role.CONSTANT for layer in layers) or not read <= own.keys():
+                    return made  # it has a value that is this model's
+                _traced[key] = made
+        if isinstance(_traced[key], LayerwiseError):
+            raise _traced[key].with_traceback(None)
         imported, *others = _traced[key]
         values = {key: partial(_value, tensor) for key, tensor in module.state_dict(keep_vars=True).items()}
         stored = {key: read for key, read in values.items() if key in imported.stored}
@@ -106,7 +117,9 @@ def _value(value: object) -> object:
 def _likeness(module: nn.Module) -> object:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     kinds = tuple((name, _form(tensor), tensor.requires_grad) for name, tensor in tensors)
-    return type(module), repr(module), tuple(m.training for m in module.modules()), kinds
+    plain = tuple((name, x) for m in module.modules() for name, x in vars(m).items() if isinstance(x, PLAIN))
+    around = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()
+    return type(module), repr(module), plain, kinds, around, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 def _form(x: object) -> object:

@@ -1,7 +1,5 @@
 """Networks that cannot be taken apart into layers, as they are usually written."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

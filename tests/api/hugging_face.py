@@ -1,7 +1,5 @@
 """Small models of Hugging Face's transformers, with random weights and random batches, and how the ranks train them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

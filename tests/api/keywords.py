@@ -1,7 +1,5 @@
 """Keywords of `parallelize` that tables of tests say flat."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

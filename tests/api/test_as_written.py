@@ -1,7 +1,5 @@
 """Models that cannot be taken apart into layers are run as they are written, where samples alone are split."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

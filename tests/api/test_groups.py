@@ -1,7 +1,5 @@
 """Groups of ranks: each with its model and its plan, beside others; and replicas of a group as one plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import mean
 from typing import Any

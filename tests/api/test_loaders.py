@@ -1,7 +1,5 @@
 """Loaders of one device's script, made those of a rank: the same samples, losses, outputs and weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from itertools import chain, cycle

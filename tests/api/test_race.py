@@ -1,7 +1,5 @@
 """The race of the best plans: all ranks keep the same, both numbers are said, and the model is as it was before."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models whose samples are items of lists, or that take no tensor, run as under DistributedDataParallel."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

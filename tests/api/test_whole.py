@@ -1,7 +1,5 @@
 """Modules that cannot be taken apart into layers are called as they are written; the rest is split by channels."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,8 @@
 """Plans of the race on the emulated cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import cast
 
@@ -35,6 +34,12 @@ from layerwise.search.baselines import baseline
 from layerwise.search.find import search
 
 MEASURED = Measured(step_s=1.0, samples=2, rate=1e9, latency_s=1e-4)
+graph_of = cache(cluster_plan.graph_of)
+
+
+@pytest.fixture(autouse=True)
+def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_plan, "graph_of", graph_of)
 
 
 def test_all_layers_are_split_along_depth_as_far_as_they_have_slices() -> None:

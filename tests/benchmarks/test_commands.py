@@ -1,7 +1,5 @@
 """Every benchmark that a page names can be run: its module is there, with all that it imports."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

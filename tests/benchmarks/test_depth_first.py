@@ -1,7 +1,5 @@
 """The paper's depth-first search."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Process grids: the complexities of Laugier et al. by their own identities, and the paper's measurements on Cori."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, inf, log2

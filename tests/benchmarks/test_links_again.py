@@ -1,7 +1,5 @@
 """Links that are timed again: the medians of all turns count."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

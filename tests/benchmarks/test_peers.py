@@ -1,7 +1,5 @@
 """A row that was ended is one that took too long, not one that failed, and no time is told beside a row that is not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A pipeline on processes gives the numbers of one device; what would not is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Which rank measures which layers, and whose times count."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.ranks import side_by_side

@@ -1,7 +1,5 @@
 """Halstead's measures, counted as in the tables of the thesis."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.usability.halstead import Halstead, measure, symbols

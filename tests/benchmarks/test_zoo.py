@@ -1,7 +1,5 @@
 """The zoo's own machinery, on a network that needs no package besides."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Modules that train a few steps, save, and go on from what was saved, under any plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of a checkpoint that are damaged, forged, links or pipes are refused, and nothing changes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints: what is saved under one plan is loaded under another, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import threading

@@ -1,7 +1,5 @@
 """Checkpoints of real plans: any other plan goes on as one device would, and the original module takes the export."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

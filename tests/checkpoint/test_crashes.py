@@ -1,7 +1,5 @@
 """Crashes while a checkpoint is saved do no harm: the one before stays, or the new one is whole."""
 
-from __future__ import annotations
-
 import errno
 import resource
 import threading

@@ -1,7 +1,5 @@
 """layerwise export: one file of a checkpoint, which the original model takes with strict=True."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Callable, Mapping

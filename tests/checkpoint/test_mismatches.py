@@ -1,7 +1,5 @@
 """What does not fit together is told: a checkpoint, a model, an optimizer, and ranks among themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

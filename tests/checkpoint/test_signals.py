@@ -1,7 +1,5 @@
 """What signals ask of a training: all ranks learn it, and a process that was forked does not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """One run at a time writes into a folder of checkpoints; what a killed run has left blocks nobody."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

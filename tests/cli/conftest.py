@@ -1,7 +1,5 @@
 """Every test in a directory of its own; commands that must succeed, and commands that must be refused."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

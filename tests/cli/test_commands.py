@@ -1,7 +1,5 @@
 """The commands as programs see them: JSON, files, and that they agree with each other."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

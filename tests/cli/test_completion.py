@@ -1,7 +1,5 @@
 """layerwise completion: what bash completes with the script that it prints."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

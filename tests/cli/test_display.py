@@ -1,7 +1,5 @@
 """The command lines as people see them: help, tables, pipes and terminals."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

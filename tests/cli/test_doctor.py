@@ -1,7 +1,5 @@
 """layerwise doctor: here nothing is broken; what is, it names, within the time it was given."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

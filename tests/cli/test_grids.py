@@ -1,7 +1,5 @@
 """Process grids on the command line: searched, and run by four ranks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line under memory limits: what it takes, writes, says and refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """layerwise oracle, as a user and as a program see it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A user's mistake is one line on stderr and exit code 2, whatever was typed or handed in, and no file is changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -55,22 +53,10 @@ REFUSED = [
     ("search networks:needy --gpus 4", "raised TypeError: needy() missing 1 required"),
     ("search networks:wrong_inputs --gpus 4", "torch.export fails"),
     ("search networks:listed --gpus 4 --input-shape 8", "leave out --input-shape"),
-    (
-        f"{SMALL} --memory-limit 24",
-        "--memory-limit is 24, which is 24 bytes: write 24GB or 24GiB, or 24B",
-    ),
-    (
-        f"{SMALL} --memory-curve 8GB",
-        "--memory-curve is '8GB': give the least and the most, such as 8GB..80GB",
-    ),
-    (
-        f"{SMALL} --memory-curve 1GB..2GB --out p.json",
-        "--memory-curve is about many plans: leave out --out",
-    ),
-    (
-        f"{SMALL} --memory-curve 1GB..2GB --memory --memory-limit 3GB",
-        "leave out --memory-limit and --memory",
-    ),
+    (f"{SMALL} --memory-limit 24", "--memory-limit is 24, which is 24 bytes: write 24GB or 24GiB, or 24B"),
+    (f"{SMALL} --memory-curve 8GB", "--memory-curve is '8GB': give the least and the most, such as 8GB..80GB"),
+    (f"{SMALL} --memory-curve 1GB..2GB --out p.json", "--memory-curve is about many plans: leave out --out"),
+    (f"{SMALL} --memory-curve 1GB..2GB --memory --memory-limit 3GB", "leave out --memory-limit and --memory"),
     (f"{SMALL} --memory-curve 1GB..2GB --plot c.txt", "must end in .png, .svg, .pdf"),
     (f"{SMALL} --memory-curve 1GB..2GB --plot missing/c.png", "cannot be written"),
     (f"{SMALL} --plot c.txt", "must end in .png, .svg, .pdf"),
@@ -82,23 +68,11 @@ REFUSED = [
     (f"search {NET} --gpus 4 --price grid:2x3", "grid 2x3 has 6 processes, there are 4: give --gpus 6"),
     ("search lenet5 --gpus 4 --replicas 3", "4 devices cannot be 3 replicas of equally many"),
     ("search lenet5 --gpus 4 --replicas 2 --global-batch 1", "a batch of 1 does not give each of 2 replicas a sample"),
-    (
-        f"search {NET} --gpus 4 --replicas 4 --price grid:2x2",
-        "{n=2, c=2} has samples in common for the 4 replicas",
-    ),
+    (f"search {NET} --gpus 4 --replicas 4 --price grid:2x2", "{n=2, c=2} has samples in common for the 4 replicas"),
     (f"search {NET} --gpus 4 --price grid:two", "grid 'two': write batch groups x model parts"),
-    (
-        f"search {NET} --gpus 4 --price grid:2x2 --export-costs c.cfn",
-        "leave out --export-costs",
-    ),
-    (
-        f"search {NET} --gpus 4 --price grid:4x1 --global-batch 2",
-        "a batch of 2 samples cannot be cut into 4 groups",
-    ),
-    (
-        f"search {NET} --gpus 128 --price grid:1x128",
-        "the widest layer has 48 outputs and cannot be cut into 128 parts",
-    ),
+    (f"search {NET} --gpus 4 --price grid:2x2 --export-costs c.cfn", "leave out --export-costs"),
+    (f"search {NET} --gpus 4 --price grid:4x1 --global-batch 2", "a batch of 2 samples cannot be cut into 4 groups"),
+    (f"search {NET} --gpus 128 --price grid:1x128", "the widest layer has 48 outputs and cannot be cut into 128 parts"),
     ("search lenet5 --gpus 2 --price grid:2x1", "process grids are for MLPs"),
     # run
     ("run two.json", "the plan is for 2 ranks, there is 1: start them with torchrun --nproc-per-node 2"),
@@ -122,10 +96,7 @@ REFUSED = [
     ("run one.json --trace missing/t.json", "'missing/t.json' cannot be written"),
     ("run one.json --weights missing.safetensors", "weights 'missing.safetensors' cannot be read as safetensors"),
     # oracle
-    (
-        "oracle lenet5 --gpus 8 --strategy filter",
-        "filter cannot use 8 devices: at most 6, by layer 'features.0'",
-    ),
+    ("oracle lenet5 --gpus 8 --strategy filter", "filter cannot use 8 devices: at most 6, by layer 'features.0'"),
     ("oracle vgg16 --gpus 128,256 --strategy channel", "at most 64, by layer 'features.2' with 64 input channels"),
     ("oracle lenet5 --gpus 4 --strategy serial", "serial cannot use 4 devices: at most 1"),
     ("oracle lenet5 --gpus 8 --scaling strong --batch 4 --strategy data", "at most 4, by the batch of 4 samples"),

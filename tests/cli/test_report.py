@@ -1,7 +1,5 @@
 """layerwise report and layerwise compare, and a run's scalars."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

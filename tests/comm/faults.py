@@ -1,7 +1,5 @@
 """Runs of a few processes in which something goes wrong: what each rank says, and how it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

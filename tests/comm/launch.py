@@ -4,8 +4,6 @@ torchrun's own ranks take ten seconds, most of them for imports. What it adds (i
 tested once for every command, by `torchrun` here.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import runpy

@@ -3,8 +3,6 @@
 All numbers are small whole ones, so that sums are exact in every element type.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import Counter

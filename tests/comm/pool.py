@@ -4,8 +4,6 @@ Started at the first use of a size, then kept until the test session ends. They 
 imported, so that starting eight takes a second. A function takes a ProcessComm, then the arguments.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib

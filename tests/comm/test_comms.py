@@ -1,7 +1,5 @@
 """Every operation of every Comm: values, and bytes counted."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

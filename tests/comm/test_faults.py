@@ -1,7 +1,5 @@
 """Nothing hangs: whatever happens to a rank, every other one ends, and says what happened and to whom."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

@@ -1,7 +1,5 @@
 """torchrun's environment, and what is said of it where it makes no sense."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """ThreadComm: an error of one rank stops all, nothing hangs, and a wrong order is found out."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What ranks do together, however long it takes one of them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

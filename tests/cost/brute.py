@@ -1,7 +1,5 @@
 """The slow way: every device and every element of a tensor, one by one. Shares nothing with `layerwise.cost`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product

@@ -1,7 +1,5 @@
 """Random small networks: two or three layers each, of the kinds whose transfers differ."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import assume

@@ -1,7 +1,5 @@
 """Collectives: who takes part, and how long they take."""
 
-from __future__ import annotations
-
 from math import log2
 
 import numpy as np
@@ -10,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.collectives import (
-    BUCKET_BYTES,
-    GroupShape,
-    all_reduce_s,
-    bucket_s,
-    group_shape,
-    reduce_scatter_s,
-)
+from layerwise.cost.collectives import BUCKET_BYTES, GroupShape, all_reduce_s, bucket_s, group_shape, reduce_scatter_s
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.terms import gradients_of, reductions_of, statistics_of
 from layerwise.graph.builder import GraphBuilder

@@ -1,7 +1,5 @@
 """Times of layers: by hand, as they were measured, and fitted to what was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Peak memory: what is held when and of which kind, and bounds that no strategy stays below."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import cycle, product
 from math import prod

@@ -1,7 +1,5 @@
 """Tables: every entry is what the layer or the edge costs by itself, whatever else was asked for before."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Literal

@@ -1,7 +1,5 @@
 """The price of a strategy: bytes of every element, terms of the equation, memory, recomputed layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

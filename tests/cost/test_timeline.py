@@ -1,7 +1,5 @@
 """The simulated step: computation, transfers and sums on the devices' clocks, and the streams that they share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -55,8 +53,7 @@ def slower(graph: DeviceGraph, factor: float) -> DeviceGraph:
     peaks = {dtype: peak / factor for dtype, peak in p.peak_flops.items()}
     bandwidth, floor = p.memory_bandwidth_bytes_per_s / factor, p.kernel_floor_s * factor
     return replace(
-        graph,
-        processor=replace(p, peak_flops=peaks, memory_bandwidth_bytes_per_s=bandwidth, kernel_floor_s=floor),
+        graph, processor=replace(p, peak_flops=peaks, memory_bandwidth_bytes_per_s=bandwidth, kernel_floor_s=floor)
     )
 
 

@@ -1,7 +1,5 @@
 """Transfers cost what every element says: of all pairs of configurations at once, by measured curves, and summed up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isclose
@@ -205,12 +203,7 @@ def test_shortcuts_get_a_quarter_of_their_boxes(shortcut: str, times: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("u", "v"),
-    [
-        ({"n": 4, "h": 35}, {"c": 2, "h": 70}),
-        ({"h": 140}, {"n": 4, "c": 5, "h": 7}),
-        ({"n": 3}, {"h": 137}),
-    ],
+    ("u", "v"), [({"n": 4, "h": 35}, {"c": 2, "h": 70}), ({"h": 140}, {"n": 4, "c": 5, "h": 7}), ({"n": 3}, {"h": 137})]
 )
 def test_racks_of_which_the_last_is_short(u: dict[str, int], v: dict[str, int]) -> None:
     """140 GPUs of ParaDL's cluster: 35 nodes of 4 with two ports each, a rack of 136 and one of 4."""

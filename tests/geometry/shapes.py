@@ -1,7 +1,5 @@
 """Random tensors to cut, and elements to count one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """AxisMaps map an interval to the hull of what its positions need, and compose as functions do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

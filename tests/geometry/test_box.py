@@ -1,7 +1,5 @@
 """Boxes, the grids that cut a tensor into them, positions that a stride reads, and what two grids share."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from math import prod

@@ -1,7 +1,5 @@
 """Fusing rewrites a network into fewer layers and leaves alone what it computes."""
 
-from __future__ import annotations
-
 import time
 import zlib
 from collections import Counter

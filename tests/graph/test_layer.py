@@ -1,7 +1,5 @@
 """Layers and their graph: shapes, the digest, JSON, element types, samples of a rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Against the model itself, or what ONNX says of it, that tests the importers and the kernels at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

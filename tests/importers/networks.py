@@ -1,7 +1,5 @@
 """Networks built by hand: of the shapes that the searches and rewrites are about, and random ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

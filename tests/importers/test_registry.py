@@ -1,7 +1,5 @@
 """A user teaches layerwise an operator of his own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

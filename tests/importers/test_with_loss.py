@@ -1,7 +1,5 @@
 """Losses by name: what they are, and the networks that have them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

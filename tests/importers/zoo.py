@@ -1,7 +1,5 @@
 """Small networks that use what real ones use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

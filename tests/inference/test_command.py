@@ -1,7 +1,5 @@
 """layerwise predict: search, then ranks, then labels in a folder, as a user types it (torchrun: tests/train)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

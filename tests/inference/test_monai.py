@@ -1,7 +1,5 @@
 """MONAI's inferer: its SlidingWindowInferer and ours agree where both take the same windows."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

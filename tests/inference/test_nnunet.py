@@ -1,7 +1,5 @@
 """nnU-Net's trained folders: labels are those that its own steps, written out here, give on one device."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Law: whatever the size of a sample and the number of ranks, what is written is what one device computes."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable
@@ -33,6 +31,7 @@ from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
 SHAPES = ((1, 13, 16, 12), (1, 16, 16, 16), (1, 17, 9, 14))
 
 

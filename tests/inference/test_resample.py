@@ -1,7 +1,5 @@
 """Resampling on boxes is scipy's on one device, whatever the grids and the ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

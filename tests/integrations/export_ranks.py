@@ -1,7 +1,5 @@
 """What the ranks of a pool (tests/comm/pool.py) make of exported plans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

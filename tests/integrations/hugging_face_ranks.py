@@ -1,7 +1,5 @@
 """What the ranks of a pool (tests/comm/pool.py) train with Hugging Face's tools; one process does it by itself."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from typing import Any

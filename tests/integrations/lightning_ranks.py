@@ -1,7 +1,5 @@
 """What the ranks of a pool (tests/comm/pool.py) train with Lightning; a single process does the same by itself."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

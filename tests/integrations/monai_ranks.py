@@ -1,7 +1,5 @@
 """What the ranks of a pool (tests/comm/pool.py) train with MONAI; a single process does the same by itself."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

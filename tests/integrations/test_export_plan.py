@@ -1,7 +1,5 @@
 """layerwise export-plan: what other programs make of a plan has one device's numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

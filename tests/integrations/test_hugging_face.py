@@ -1,7 +1,5 @@
 """Accelerate's loops and Hugging Face's Trainer on two ranks, against the same on one device without layerwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

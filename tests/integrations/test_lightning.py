@@ -1,7 +1,5 @@
 """Lightning with strategy="layerwise" on two ranks, against Lightning's own on one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MONAI's SupervisedTrainer over boxes on two ranks, against one, with checkpoints that both read."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """nnU-Net's training on two ranks, against nnU-Net's own trainer on one device, and all of it by its commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The page on several nodes: its Slurm script starts torchrun on every node, with stand-ins for Slurm's commands."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

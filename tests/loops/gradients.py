@@ -1,7 +1,5 @@
 """Rows about gradients: norms, several losses, those of inputs, parameters that have none."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

@@ -1,7 +1,5 @@
 """Rows about the model as a module: modes, attributes, hooks, types, sizes."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from typing import Any

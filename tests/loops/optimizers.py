@@ -1,7 +1,5 @@
 """Rows about optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows about the layers of a model: looking through them, and changing them after the model was made parallel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What the ranks of a pool (tests/comm/pool.py) are called to do."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

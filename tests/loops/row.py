@@ -1,7 +1,5 @@
 """A row of docs/how-to/training_loops.md is a function, by its docstring; `loops` has all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """What the loops are given: a network, its data, and how to make the network parallel or leave it alone."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

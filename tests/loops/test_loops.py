@@ -1,7 +1,5 @@
 """What training loops do, on two ranks against one device: equal numbers, or refused; and the page says which."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Rows about what a model does in its forward that a trace of its operators does not show."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rows about values: averages of weights, files, state dicts."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Machines composed of a device and links: what was asked for, sources, nearest names."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

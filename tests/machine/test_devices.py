@@ -1,7 +1,5 @@
 """Devices, the levels of links between them, curves of measured links, memory that is reserved."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

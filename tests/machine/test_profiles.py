@@ -1,7 +1,5 @@
 """Profiles: numbers with sources, files, measured times of layers; what is wrong in one is named."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Measuring: in order, within the budget, kept whatever happens, and taken up where it stopped."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rounds that the host disturbs do not count."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Notebooks are kept without outputs, so that a change of them can be read; .ci/run executes them (nbmake)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ Tight: the gradient of a box of the output must reach the faces of the needed bo
 Reductions: partial results over the parts of `k` must add up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
@@ -125,10 +123,7 @@ def check_needs(
             there = read(spec, lattices)
             given[i] = torch.full_like(t, poison)
             given[i][there] = t[there]
-    poisoned = reference(
-        *given,
-        **{k: outside(t, holds[k], poison) for k, t in params.items()},
-    )
+    poisoned = reference(*given, **{k: outside(t, holds[k], poison) for k, t in params.items()})
     torch.testing.assert_close(poisoned[box.slices()], full[box.slices()], rtol=1e-12, atol=1e-12)
     if not tight:
         return

@@ -4,8 +4,6 @@ Forward, the cells' outputs must be the whole operator's; backward, the sums of 
 Cells that share statistics run as threads, so that their all-reduces meet.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

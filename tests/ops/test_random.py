@@ -1,7 +1,5 @@
 """Random numbers: evenly spread, independent, the same however a tensor is cut; SplitMix64's own."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

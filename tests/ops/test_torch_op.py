@@ -1,7 +1,5 @@
 """Operators that PyTorch has and layerwise no class for: what they need, and that their cells make the whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import prod

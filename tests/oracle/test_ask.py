@@ -1,7 +1,5 @@
 """The oracle's answers: numbers of GPUs, suggestions, plans, and what earlier runs answered."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

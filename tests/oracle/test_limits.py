@@ -1,7 +1,5 @@
 """What holds a strategy back: each finding of table 6 with its number."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

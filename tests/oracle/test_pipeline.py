@@ -1,7 +1,5 @@
 """Stages of a pipeline: balanced as well as can be, and priced as GPipe runs them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations, pairwise
 

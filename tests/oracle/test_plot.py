@@ -1,7 +1,5 @@
 """The figures: every answer and every run is in them, at its place, and what is missing is seen to be."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isnan
 from types import SimpleNamespace

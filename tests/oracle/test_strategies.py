@@ -1,7 +1,5 @@
 """Named strategies: what each layer gets, what limits them, and that they run with one device's numbers."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

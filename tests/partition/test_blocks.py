@@ -3,8 +3,6 @@
 Which outputs are kept within what their reader was given.
 """
 
-from __future__ import annotations
-
 from itertools import chain, combinations
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Which transfers are all-gathers: those that the runtime runs as such; and what they take."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache

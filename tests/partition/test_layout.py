@@ -1,7 +1,5 @@
 """Layouts: which device has which cell, against the definition and a cell-by-cell count."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Random complete strategies, with states and recomputation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The laws of a program, on random networks and strategies."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Every consumer of a program says what each instruction is to it."""
 
-from __future__ import annotations
-
 import pytest
 
 from layerwise.program import Program, fold

@@ -1,7 +1,5 @@
 """Law: what a real step does, by its own trace, is the program, in order, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

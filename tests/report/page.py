@@ -1,7 +1,5 @@
 """A page, parsed."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 

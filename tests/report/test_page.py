@@ -1,7 +1,5 @@
 """The page of a plan: its seven sections, names that stay text, and what a browser makes of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -13,12 +13,7 @@ from layerwise.report.picture import cells_of, draw, laid_out, runs
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 
-STRATEGY = {
-    "a<b>": Config.of({"n": 4}),
-    "c": Config.of({"n": 4}),
-    "d": Config.of({"c": 2}, "strided"),
-    "e": Config(),
-}
+STRATEGY = {"a<b>": Config.of({"n": 4}), "c": Config.of({"n": 4}), "d": Config.of({"c": 2}, "strided"), "e": Config()}
 
 
 SECONDS = {"a<b>": {"compute": 2.0}, "c": {"compute": 1.0, "sync": 1.0}, "d": {"compute": 4.0}}

@@ -1,7 +1,5 @@
 """The writers: every cell is in the text and in the page, in its unit; no name breaks either."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -60,7 +58,7 @@ def test_a_page_has_all_and_loads_nothing() -> None:
         *(r"a<b>&\x1b[31m", "125 ms", "90.0 GB (too much)"),
     ]
     assert [data for tag, data in found.texts if tag in ("p", "caption", "h1", "span")] == [
-        *("net<x>", " on 2 GPUs", "two plans", "below", "first & last."),
+        *("net<x>", " on 2 GPUs", "two plans", "below", "first & last.")
     ]
     assert SVG in page(REPORT)
     assert found.loaded == []

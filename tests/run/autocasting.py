@@ -1,7 +1,5 @@
 """A model whose last part is a case, and the law of its element types: on one device, and on two."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

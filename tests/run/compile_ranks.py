@@ -1,7 +1,5 @@
 """Called in the ranks of test_compile: a loop with all that a compiler could take for a constant."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Modules for checkpoints to save: tensors cut at random, held by ranks at random, and nothing that computes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Called in the ranks of test_dtensors: a loop of PyTorch's own on a split plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any

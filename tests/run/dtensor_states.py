@@ -1,7 +1,5 @@
 """Called in the ranks of test_dtensors: states of a split plan, which torch or layerwise saves and others read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that are run as they were written, and loops over them on one device and on several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Small modules on ranks that are threads, cut alike; and whether their numbers are one device's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Small plans with hand-written strategies, for the tests of training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 

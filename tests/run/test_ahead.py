@@ -1,7 +1,5 @@
 """Redistributions that run ahead: one device's numbers however late a rank is, in all passes, and after errors."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import random

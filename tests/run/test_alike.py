@@ -1,7 +1,5 @@
 """Ranks whose own loops differ train unlike models: the one that differs is named."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

@@ -1,7 +1,5 @@
 """Models called by names, some left out: in training and evaluation, at another batch and size."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

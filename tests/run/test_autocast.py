@@ -1,7 +1,5 @@
 """torch.autocast around the call gives what it gives one device: values, gradients, and the types of all tensors."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

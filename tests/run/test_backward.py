@@ -1,7 +1,5 @@
 """Backward passes that training loops do, beside one of a loss: on ranks as on one device, or refused in a sentence."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Bytes predicted are bytes sent, also where a run computes in other element types than the plan counts in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

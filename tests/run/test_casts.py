@@ -1,7 +1,5 @@
 """Casts inside a model are what they are in PyTorch: values, types, gradients, of one device and of two."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

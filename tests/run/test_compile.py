@@ -1,7 +1,5 @@
 """compile=True: what a rank computes by itself goes through torch.compile, and the numbers are one device's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

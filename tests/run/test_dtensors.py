@@ -18,6 +18,7 @@ from tests.run.plans import difference
 
 HERE, STATES = "tests.run.dtensor_ranks:", "tests.run.dtensor_states:"
 each_plan = pytest.mark.parametrize("name", PLANS)
+SEVERAL = ("mixed", "states", "fewer")  # quick; the others differ in nothing that matters to most tests
 
 
 def single(optimizer: str, action: str, last: int = 4) -> tuple[list[float | None], dict[str, Tensor]]:
@@ -51,7 +52,7 @@ def test_norms_and_clipping_are_one_devices(name: str, action: str) -> None:
     check(run_ranks(ranks, f"{HERE}trained", cuts, "sgd", action), single("sgd", action))
 
 
-@pytest.mark.parametrize("name", ["mixed", "states"])
+@pytest.mark.parametrize("name", [pytest.param("mixed", marks=pytest.mark.slow), "states"])
 @pytest.mark.parametrize("optimizer", ["sgd_loop", "adamw", "adamw_fused", "adam"])
 def test_optimizers_are_one_devices(name: str, optimizer: str) -> None:
     ranks, cuts = PLANS[name]
@@ -70,7 +71,9 @@ def test_an_optimizer_of_ones_own_that_takes_norms_is_one_devices() -> None:
     check(run_ranks(ranks, f"{HERE}trained", cuts, "lamb", "nothing"), single("lamb", "nothing"))
 
 
-@each_plan
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SEVERAL)) for name in PLANS]
+)
 def test_gradscaler_skips_a_step_on_all_ranks(name: str) -> None:
     ranks, cuts = PLANS[name]
     wanted = dtensor_ranks.scaled(None, [], 0)

@@ -1,7 +1,5 @@
 """Layers on fewer ranks than there are: the others have nothing of their parameters, gradients and statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Inputs of any form, and outputs that compare samples: nested, optional, without samples; plans give one device's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Fine-tuning: parameters with requires_grad=False stay as they are; no gradient of them is made, sent or priced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,10 +1,7 @@
 """Habits of users of DistributedDataParallel: each either gives one device's numbers, or is refused with a reason."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
-from functools import cache
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.importers.load import Network, network_of
+from layerwise.importers.load import network_of
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from tests.comm.thread import run_threads
@@ -31,63 +28,6 @@ from tests.run.small_modules import (
 )
 
 # ------------------------------------------------------------------------------------------------------ gradients
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.shared(torch.relu(self.shared(self.first(x))))))
-
-
-@cache
-def tied() -> tuple[nn.Module, Network]:
-    torch.manual_seed(0)
-    module = Tied().double()
-    return module, traced(module)
-
-
-FROZEN = {
-    "one of a bucket": (mlp, {"2.bias"}),
-    "the first layer": (mlp, {"0.weight", "0.bias"}),
-    "the last layer": (mlp, {"2.weight", "2.bias"}),
-    "a tied one": (tied, {"shared.weight"}),
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("case", FROZEN)
-def test_freezing_after_loading(case: str, ranks: int) -> None:
-    make, frozen = FROZEN[case]
-    module, network = make()
-
-    def train(made: nn.Module, share: slice) -> list[dict[str, Tensor | None]]:
-        """Gradients with some frozen from the beginning, then from the middle of the training on, and then no more."""
-        named = dict(made.named_parameters())
-
-        def freeze(yes: bool) -> None:
-            for name in frozen:
-                named[name].requires_grad_(not yes)
-
-        def step(i: int) -> dict[str, Tensor | None]:
-            loss(made(SAMPLES[i][share])).backward()
-            return gradients(made)
-
-        freeze(True)
-        seen = [step(0)]
-        freeze(False)
-        seen.append(step(1))
-        freeze(True)
-        seen.append(step(2))
-        return seen
-
-    single = train(copy.deepcopy(module), slice(None))
-    assert {name for name, g in single[0].items() if g is None} == frozen
-    for found in on_ranks(network, lambda made: train(made, made.share()), ranks):
-        for here, there in zip(found, single, strict=True):
-            equal(here, there)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

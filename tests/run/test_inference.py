@@ -1,7 +1,5 @@
 """Law: in evaluation every rank has one device's outputs, and what is sent is what inference is priced with."""
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import cache
@@ -23,6 +21,8 @@ from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import difference, random_plan
 from tests.run.test_bytes import Frames, Images, Words
+
+pytestmark = pytest.mark.usefixtures("models_traced_once")
 
 
 @cache

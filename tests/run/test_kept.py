@@ -1,7 +1,5 @@
 """What a loop keeps or changes between passes: as on one device, or refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 

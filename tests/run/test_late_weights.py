@@ -1,7 +1,5 @@
 """Late weights: gradients are PyTorch's own, bit by bit, and that of the weights is made when the token comes by."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading: rank 0's values win; ranks that load other things, and modules that cannot be trained, are refused."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import threading

@@ -1,7 +1,5 @@
 """Losses inside a model, of PyTorch and written by hand: under any plan, split or not, the numbers are one device's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

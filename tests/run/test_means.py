@@ -1,7 +1,5 @@
 """Losses that `load(..., loss=)` takes of each rank's part: means over samples and positions, and no others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

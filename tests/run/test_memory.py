@@ -1,7 +1,5 @@
 """Memory: no rank ever makes a whole parameter that it does not own, nor while initialising, loading or resuming."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import tracemalloc

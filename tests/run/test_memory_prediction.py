@@ -1,7 +1,5 @@
 """The memory that a plan is predicted to take against the bytes of storages that are alive in a real step."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -64,9 +62,11 @@ def test_recompute_takes_less(name: str, least: float) -> None:
     [
         pytest.param("unet3d", "serial", 1, marks=pytest.mark.slow),  # minutes: convolutions of bf16 on a CPU
         pytest.param("unet3d", "serial, recompute", 1, marks=pytest.mark.slow),
+        pytest.param("resnet18", "serial, recompute", 1, marks=pytest.mark.slow),
+        pytest.param("inception-like", "model", 2, marks=pytest.mark.slow),
         ("resnet18", "serial", 1),
-        ("resnet18", "serial, recompute", 1),
-        ("inception-like", "model", 2),
+        ("lenet5", "serial, recompute", 1),
+        ("lenet5", "model", 2),
     ],
 )
 def test_memory_in_mixed_precision(name: str, plan: str, ranks: int) -> None:

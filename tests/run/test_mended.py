@@ -1,7 +1,5 @@
 """What once went wrong without a word: each mended finding of a review, on the kind of plan that had it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

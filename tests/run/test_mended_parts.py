@@ -1,7 +1,5 @@
 """What once went wrong without a word: parts that no rank reads, boxes of outputs, operators taken for others."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +19,8 @@ from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import case, check_equal, priced, random_plan, train
 from tests.run.test_bytes import Frames
+
+pytestmark = pytest.mark.usefixtures("models_traced_once")
 
 
 class Two(nn.Module):

@@ -1,7 +1,5 @@
 """Laws 6 and 7 for the plans that are run in earnest: the optimised ones, of the networks of docs/reference/cli.md."""
 
-from __future__ import annotations
-
 import pytest
 
 from layerwise.config import Config

@@ -60,12 +60,7 @@ def test_ranks_that_a_line_search_takes_apart_are_refused() -> None:
 
 @pytest.mark.parametrize("degrees", [{"c": 2}, {}], ids=str)
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: torch.optim.Rprop(params, 0.01),
-        lambda params: Mine(params, 0.05),
-        Lion,
-    ],
+    "make", [lambda params: torch.optim.Rprop(params, 0.01), lambda params: Mine(params, 0.05), Lion]
 )
 def test_element_wise_optimizers_are_right_on_a_split_plan(make: Make, degrees: dict[str, int]) -> None:
     module, network = mlp()

@@ -1,7 +1,5 @@
 """A planned module returns what its model returns: one tensor, a tuple, a dict, a dataclass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

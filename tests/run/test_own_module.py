@@ -1,7 +1,5 @@
 """A plan that splits samples only is run by the model as the user wrote it: which plans are, and one device."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

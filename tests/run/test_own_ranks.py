@@ -1,7 +1,5 @@
 """A model that several ranks run as it was written: a loop's numbers are one device's, or refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache
@@ -165,22 +163,6 @@ def test_a_trace_has_a_span_a_layer_and_pass() -> None:
             assert set(names) == modules | {f"{name} (backward)" for name in modules}
             assert spans.count("conv") == spans.count("conv (backward)") == 2
             assert ("waiting for gradients" in spans) == (size > 1)
-
-
-def test_unused_and_frozen_parameters() -> None:
-    """What the loss does not depend on has no gradient, as on one device."""
-
-    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
-        model.norm.bias.requires_grad_(False)
-        for x in IMAGES[:2]:
-            model(share(x))[0].mean().backward()
-        assert model.second.weight.grad is None
-        assert model.norm.bias.grad is None
-        first = state_and_gradients(model)
-        model(share(IMAGES[2]))[1].mean().backward()
-        return {f"first {name}": value for name, value in first.items()} | state_and_gradients(model)
-
-    same_on_ranks(loop)
 
 
 def test_gradients_of_gradients_of_parameters_are_refused() -> None:

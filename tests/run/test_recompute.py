@@ -1,7 +1,5 @@
 """Recomputed layers: one device's numbers, those of the same plan without them to the last bit, and less memory."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Buckets of gradients: the same on every rank of a group, whatever else a rank has."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """torch.autocast in the model's own code: values, gradients and types are PyTorch's, and 16 bits travel as 16 bits."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest

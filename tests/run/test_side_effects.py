@@ -1,7 +1,5 @@
 """What training leaves in a model's buffers, also by what is computed and not returned."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

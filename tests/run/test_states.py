@@ -1,7 +1,5 @@
 """Sharded and gathered states: what a training loop does has one device's numbers, with a part of the memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -180,11 +178,7 @@ def written_to(model: nn.Module, share: slice) -> list[float]:
     return seen
 
 
-LOOPS = [
-    accumulated,
-    penalised_in_parts,
-    written_to,
-]
+LOOPS = [accumulated, penalised_in_parts, written_to]
 
 
 @States

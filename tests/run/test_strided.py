@@ -1,7 +1,5 @@
 """What a stride skips does not travel: shortcuts of ResNets, pooling with windows of one, slices with a step."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

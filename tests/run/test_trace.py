@@ -1,7 +1,5 @@
 """Traces: what the file holds, whoever recorded what when."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

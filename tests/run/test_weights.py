@@ -1,7 +1,5 @@
 """Initial values that are drawn: of 16 bits they are rounded from float32's, whatever the cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

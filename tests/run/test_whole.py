@@ -1,7 +1,5 @@
 """Networks with operators that layerwise has no class for: plans of any kind give one device's numbers, to the byte."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache

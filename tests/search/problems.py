@@ -1,7 +1,5 @@
 """Random problems under a memory limit, and every choice of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod

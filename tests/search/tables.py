@@ -1,7 +1,5 @@
 """Random cost tables over random graphs, every strategy of them, and the cheapest: searches are checked against it."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 from math import prod
 

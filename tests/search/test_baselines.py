@@ -1,7 +1,5 @@
 """The named strategies."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,14 +14,7 @@ from layerwise.machine import load
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.along import Softmax
 from layerwise.ops.tensor.pointwise import Unary
-from layerwise.search.baselines import (
-    ProcessGrid,
-    baseline,
-    grid_strategy,
-    grids,
-    named_strategy,
-    parse_grid,
-)
+from layerwise.search.baselines import ProcessGrid, baseline, grid_strategy, grids, named_strategy, parse_grid
 from layerwise.tensor import TensorSpec
 from tests.examples import examples
 from tests.importers.networks import Net, chain

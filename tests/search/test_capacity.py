@@ -1,7 +1,5 @@
 """What devices hold: the bisections are what trying every number finds, and the memory model agrees."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Constraints: the optimum under them is the least of all strategies that meet them, and what they cost is said."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

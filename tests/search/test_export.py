@@ -1,7 +1,5 @@
 """The exported file: the format's rules, and its numbers. test_toulbar2.py has it solved."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The search as a whole: its answer, its proof, and its choice among all candidates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A plan's search made again: as from scratch, for these devices or others; beforehand, for what a failure leaves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A search that was done before is read, and says what it said then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

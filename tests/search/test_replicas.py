@@ -1,7 +1,5 @@
 """Replicas restrict the space: every layer has samples in each of them, and no tensor leaves its own."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """What is said of a search: no more than is known, of gains and of memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 

@@ -1,7 +1,5 @@
 """The simulated step as a Chrome trace, beside the runtime's own."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

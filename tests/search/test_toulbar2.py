@@ -1,7 +1,5 @@
 """An outside solver, toulbar2, proves the same optimum from the exported tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

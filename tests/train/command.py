@@ -1,7 +1,5 @@
 """The plans and flags that the tests of `layerwise run` have in common, and its result as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A network whose mask, a buffer, has infinities, as those of language models have."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

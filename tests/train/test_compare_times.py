@@ -1,7 +1,5 @@
 """Predicted beside measured times: by hand, and of plans that run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

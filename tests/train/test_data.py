@@ -1,7 +1,5 @@
 """Data: fitted to the model, the same whoever asks, refused with a reason."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors of too little memory say what to do; others are left as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """layerwise run, as a user and as a program see it: in this process, with one rank."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """layerwise run on two ranks: on processes that are forked as torchrun starts them, and under torchrun."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints between steps: how often, and that a signal asks for one."""
 
-from __future__ import annotations
-
 import signal
 from itertools import pairwise
 from typing import Any, cast

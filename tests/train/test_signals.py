@@ -1,7 +1,5 @@
 """SIGTERM and SIGUSR1 to layerwise run: before, between and after its steps, on one rank, on two and under Slurm."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

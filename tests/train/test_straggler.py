@@ -1,7 +1,5 @@
 """The rank that is slower than the others is named after some looks; one with a larger or smaller part is not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training: the numbers of plain PyTorch on one device, whatever the plan; and the comparison that says so."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

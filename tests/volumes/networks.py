@@ -1,7 +1,5 @@
 """A small network of volumes with its loss inside, and samples of it."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 

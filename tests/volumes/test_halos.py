@@ -1,7 +1,5 @@
 """Halos of inputs, read or sent: one device's numbers, the bytes that were predicted, and the cheaper plan."""
 
-from __future__ import annotations
-
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
@@ -39,6 +37,8 @@ from layerwise.volumes.loader import BoxLoader
 from tests.comm.thread import run_threads
 from tests.run.plans import difference, random_plan
 from tests.volumes.networks import samples, segments
+
+pytestmark = pytest.mark.usefixtures("models_traced_once")
 
 
 class Drops(nn.Module):

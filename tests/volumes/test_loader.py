@@ -1,7 +1,5 @@
 """Laws of io "boxes": ranks read only what they need, and together they train as one device does on whole volumes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -37,6 +35,8 @@ from layerwise.volumes.sources import source_of
 from tests.comm.thread import run_threads
 from tests.run.plans import priced, random_plan
 from tests.volumes.networks import EXTENT, samples, segments
+
+pytestmark = pytest.mark.usefixtures("models_traced_once")
 
 AUGMENTED: dict[str, Any] = {
     "crop": "random",

@@ -1,7 +1,5 @@
 """Losses and metrics of volumes as people write them: under spatial plans they are one device's, to rounding."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """`layerwise.run` on volumes: crops of a brain by boxes, the loss taken box by box, and other ranks that go on."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache
@@ -32,6 +30,8 @@ from layerwise.train.report import KINDS, Result
 from layerwise.train.score import Score, TaskObjective, cross_entropy, evaluate, held_out_loss, predicting
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, random_plan
+
+pytestmark = pytest.mark.usefixtures("models_traced_once")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Calibration: from calibration records alone, and the constants in the package are what they give."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

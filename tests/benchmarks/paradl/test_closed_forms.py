@@ -1,7 +1,5 @@
 """The closed forms: against sums by hand on a small network, and laws that hold for all of them."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from functools import cache
 from math import inf

@@ -1,7 +1,5 @@
 """Hockney's collectives: published identities, bounds, and which links a ring passes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

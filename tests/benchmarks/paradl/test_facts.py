@@ -1,7 +1,5 @@
 """Facts read off layer graphs: sizes, channels, windows, and which inputs a filter split gathers."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """The law: where the closed forms' assumptions hold, `as-run` and the cost tables agree, phase by phase."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise

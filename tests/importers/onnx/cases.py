@@ -1,7 +1,5 @@
 """ONNX's own test cases, one or more of every operator: what layerwise imports of them, and whether it is right."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

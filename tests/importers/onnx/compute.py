@@ -1,7 +1,5 @@
 """Runs an imported ONNX graph: what layerwise says that it computes must be what ONNX says; and makes small models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

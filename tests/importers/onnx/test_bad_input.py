@@ -1,7 +1,5 @@
 """Bad .onnx files: each one clear line, nothing outside the model's folder is read, nothing large is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

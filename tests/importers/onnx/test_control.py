@@ -1,7 +1,5 @@
 """Loops and sequences that constants decide: what they become computes what they mean."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

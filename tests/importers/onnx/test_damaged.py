@@ -1,7 +1,5 @@
 """Damaged .onnx files: imported or refused, never a crash."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

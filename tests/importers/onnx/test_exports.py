@@ -1,7 +1,5 @@
 """Networks as PyTorch exports them, and those of ONNX's own zoo."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings

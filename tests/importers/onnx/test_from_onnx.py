@@ -1,7 +1,5 @@
 """ONNX graphs: batch, constants, shared parameters, names, weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """ONNX operators: what is imported computes what ONNX's own test cases and reference say."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

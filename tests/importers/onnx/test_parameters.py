@@ -1,7 +1,5 @@
 """Parameters of ONNX graphs, linear layers on sequences, names, and the user's own operators."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A model that computes with the number of samples itself is refused; one that follows its shapes is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

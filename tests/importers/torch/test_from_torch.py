@@ -1,7 +1,5 @@
 """PyTorch models become the layers that compute what they compute."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable
@@ -70,7 +68,7 @@ def test_networks(name: str) -> None:
 
 
 # resnet50 with more of the same blocks; networks of which another has all layers, at another size or with a head more
-ALIKE = ("resnet152", "inception_v3", "mlp2", "cosmoflow:394")
+ALIKE = ("densenet121", "resnet152", "inception_v3", "mlp2", "cosmoflow:394")
 OF_ANY_SIZE = ("mlp:8x6x4", "unet3d:16", "cosmoflow:58", "cosmoflow:394")
 
 

@@ -1,7 +1,5 @@
 """What cannot be imported from PyTorch is one clear line."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Rows of the importer's table that take parameters, and losses: the imported layers compute what the operator does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Every row of the importer's table: the imported layers compute what the operator does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -158,7 +156,7 @@ def test_function_of_one_image(name: str) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[Tensor], object], str]] = {
-    "positions of a mask": (lambda x: x[:, torch.tensor([True, False, True, True])], "depends on data"),
+    "positions of a mask": (lambda x: x[:, torch.tensor([True, False, True, True])], "depends on data")
 }
 
 

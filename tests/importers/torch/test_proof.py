@@ -1,7 +1,5 @@
 """What a trace does not show, or a table has wrong, is found: noticed while it is traced, or by running the layers."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator

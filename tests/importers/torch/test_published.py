@@ -1,7 +1,5 @@
 """Networks as their papers write them: parts of spectra written in place, kernels made of samples, straight-through."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Convolutions: needs are what the real ones touch, and cells of any configuration make the whole, both ways."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Products (linear layers, matrices, attention, embeddings): what they need; cells make the whole, both ways."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

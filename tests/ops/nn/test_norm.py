@@ -1,7 +1,5 @@
 """Norms need what the real ones touch; cells that share statistics make the whole, with what they are said to send."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 

@@ -1,7 +1,5 @@
 """A rank's part of a 3-D convolution goes to oneDNN where PyTorch would take im2col, and has PyTorch's numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 

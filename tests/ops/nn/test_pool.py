@@ -1,7 +1,5 @@
 """Pools: needs are what the real ones touch, as many windows, and cells of any configuration make the whole."""
 
-from __future__ import annotations
-
 import itertools
 from itertools import product
 from math import prod

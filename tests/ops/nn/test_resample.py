@@ -1,7 +1,5 @@
 """Pads and interpolations: what they need, and that the cells of any configuration make the whole."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from itertools import product

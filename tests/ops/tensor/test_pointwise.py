@@ -1,7 +1,5 @@
 """Functions element by element: they are torch's, need their own boxes, and cells make the whole."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Reductions, softmax, sums along a dimension, losses: what they need, and that cells make the whole."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Views and concatenations: what they read, their labels, and that cells make the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 

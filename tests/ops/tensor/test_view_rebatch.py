@@ -1,7 +1,5 @@
 """Views follow the batch: a network of reshapes at another batch is what it would have been, imported there."""
 
-from __future__ import annotations
-
 from math import prod
 
 import pytest

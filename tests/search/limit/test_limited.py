@@ -1,7 +1,5 @@
 """Law: under any limit the answer is that of exhaustive search, and what is said to be proven is true."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 
 import numpy as np

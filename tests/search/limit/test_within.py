@@ -1,7 +1,5 @@
 """Strategies under a memory limit: what fits is found where it is, and the proofs are true of true peaks."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 

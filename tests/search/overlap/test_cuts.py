@@ -1,7 +1,5 @@
 """Law: no simulated step is below any row, whatever the strategy, and however its buckets are cut."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Tables that are exact only where an optimum is have the optima of exact tables, on random networks and machines."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Constants that a forward pass makes: computed where they can be, and else refused for what they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts of tensors in a PyTorch program: picked by position, written in place; gradients that stop, losses that add."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

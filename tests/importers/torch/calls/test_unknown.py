@@ -1,7 +1,5 @@
 """Operators that no table knows: written out, split where that is sound, or whole; or refused in a sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

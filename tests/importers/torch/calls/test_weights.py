@@ -1,7 +1,5 @@
 """Weights that a network computes of its parameters, and tables that it reads at general positions: trained alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

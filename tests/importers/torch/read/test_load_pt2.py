@@ -1,7 +1,5 @@
 """A .pt2 file is read without running anything that is in it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

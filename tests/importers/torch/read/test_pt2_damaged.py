@@ -1,7 +1,5 @@
 """Damaged .pt2 files: read as they were, or refused in one line."""
 
-from __future__ import annotations
-
 import random
 import re
 import zipfile

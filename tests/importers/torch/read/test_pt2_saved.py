@@ -1,7 +1,5 @@
 """What torch.export saves is read: the same graph, with its values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
