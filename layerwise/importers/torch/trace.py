@@ -204,6 +204,9 @@ def _export_failed(title: str, error: Exception) -> str:
             "the path through the network must not depend on data, and it cannot check values of tensors: write it "
             "with torch.where, or leave it outside"
         )
+    elif "register a pytree" in text:
+        said = said.partition(". ")[0]
+        remedy = "call torch.export.register_dataclass of it first, or return a tuple or a dictionary"
     else:
         remedy = "check that the model runs on these example inputs, or give its ExportedProgram"
     return f"model {title!r}: torch.export fails with {type(error).__name__}: {said.rstrip('.')}; {remedy}"

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -154,7 +154,7 @@ class DataParallelModule(ParallelModule):
         leaving = partial(self._leaving, call=call, scale=scale)
         if scale != 1:
             map_kept_losses(self.module, leaving)
-        return pytree.tree_map_only(Tensor, leaving, outputs)
+        return _map_tensors(leaving, outputs)
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
         boxes = tuple(Box((0,) * (1 + len(size)), (samples, *size)) for size in sizes)
@@ -323,6 +323,22 @@ class DataParallelModule(ParallelModule):
             replaced.remove()
         if self._averaged is not None:
             self._averaged.release()
+
+
+def _map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Returns a value with `act` of each tensor in it: in what PyTorch's trees know, and in dataclasses."""
+
+    def mapped(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return act(x)
+        if not is_dataclass(x) or isinstance(x, type):
+            return x
+        made = copy.copy(x)
+        for field in fields(x):
+            object.__setattr__(made, field.name, _map_tensors(act, getattr(x, field.name)))
+        return made
+
+    return pytree.tree_map(mapped, value)
 
 
 def _returned_shapes(
