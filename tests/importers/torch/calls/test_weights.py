@@ -155,7 +155,7 @@ class Vectors(nn.Module):
             old = u.clone() if way == "of the old u" else u
             p = 1 if way == "another norm" else 2
             F.normalize(torch.mv(matrix, v), p=p, dim=0, eps=1e-12, out=u)
-            early = u.clone() if way == "early sigma" else u
+            early = u.clone() if way == "sigma of before" else u
             turned = matrix if way == "not transposed" else matrix.t()
             F.normalize(torch.mv(turned, old), p=p, dim=0, eps=1e-12, out=v)
             if way == "twice the same":
