@@ -130,4 +130,4 @@ def _rank(rank: int, name: str, side: int, batch: int, steps: int, step_of: Any,
 
 
 def _exchanges(module: ParallelModule) -> int:
-    return sum(edge.travels for scheduled in module.schedule.layers for edge in scheduled.edges)
+    return sum(edge.travels for scheduled in module.rank_schedule.layers for edge in scheduled.edges)

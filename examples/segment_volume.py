@@ -42,7 +42,7 @@ def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) ->
 
     optimizer, loader = torch.optim.Adam(model.parameters(), lr=3e-3), crops(train, steps * batch)
     if folder and checkpoint.resume(folder, model, optimizer, {}):  # of any number of ranks
-        loader.set_epoch(0, done=model.steps)
+        loader.set_epoch(0, done=model.steps_done)
     for inputs in loader:
         optimizer.zero_grad()
         with mixed:
@@ -50,7 +50,7 @@ def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) ->
         loss.backward()
         optimizer.step()
         if model.comm.rank == 0:
-            print(f"step {model.steps}: loss {loss.item():.4f}", flush=True)
+            print(f"step {model.steps_done}: loss {loss.item():.4f}", flush=True)
     if folder:
         checkpoint.save(folder, model, optimizer, {})
     with torch.no_grad(), mixed:

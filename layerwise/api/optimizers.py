@@ -63,7 +63,11 @@ def build(optimizer: OptimizerLike, model: object, module: ParallelModule) -> Op
         trained = [p for p in module.parameters() if p.requires_grad]
         built = Settings(optimizer).build(trained) if isinstance(optimizer, str) else optimizer(trained)
         _check_kind(type(built))
-    if module.comm.size > 1 and module.cut and any(base.__name__.lower() in MATRICES for base in type(built).__mro__):
+    if (
+        module.comm.size > 1
+        and module.has_cut
+        and any(base.__name__.lower() in MATRICES for base in type(built).__mro__)
+    ):
         raise LayerwiseError(
             f"{type(built).__name__} takes a parameter as one matrix, but the plan splits the parameters over the "
             f"ranks: take an element-wise optimizer such as SGD or AdamW, or {AS_WRITTEN}"

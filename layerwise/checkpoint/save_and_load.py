@@ -51,7 +51,7 @@ def save(
     progress: Mapping[str, JSON],
     keep: int = 2,
 ) -> Path:
-    """Writes DIR/step-<module.steps>, by all ranks together, and keeps the newest `keep`. Returns its path.
+    """Writes DIR/step-<module.steps_done>, by all ranks together, and keeps the newest `keep`. Returns its path.
 
     `progress` (rank 0's is kept) comes back from `load`: epoch, counters, seeds. DIR must be on a file system that
     all ranks share, and no other run may be saving there. LayerwiseError on every rank where one of them fails;
@@ -116,7 +116,7 @@ def begin_saving(
     beside: bool = True,
 ) -> Writing:
     """Begins what `save` does. beside: a thread writes a copy of the state, and training may go on meanwhile."""
-    comm, folder, steps = module.comm, Path(directory), module.steps
+    comm, folder, steps = module.comm, Path(directory), module.steps_done
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
 
     def start() -> tuple[list[Entry], JSON]:
@@ -218,7 +218,7 @@ def load(
         prepared.restore(optimizer)
     if reader.about is None:
         return {}
-    module.steps = reader.about["steps"]
+    module.steps_done = reader.about["steps"]
     return dict(reader.about["progress"])
 
 

@@ -58,7 +58,7 @@ class LayerwiseTrainer(Trainer):  # type: ignore[misc] # mypy does not read tran
         if not isinstance(self.model, ParallelModule):
             example = dict(self._prepare_inputs(first_batch(train_dataloader, self.accelerator)))
             self.model = self.model_wrapped = prepare_model(self.accelerator, self.model, example, **self._keywords)
-            self.model.steps = self.state.global_step * self.args.gradient_accumulation_steps
+            self.model.steps_done = self.state.global_step * self.args.gradient_accumulation_steps
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -79,7 +79,8 @@ class _Builder:
     # ---- parameters and their gradients ----
 
     def _fill_buckets(self) -> None:
-        gradients, number = self.facts.gradients, {layer.name: i for i, layer in enumerate(self.graph.layers)}
+        gradients, back = self.facts.gradients, [layer.name for layer in reversed(self.graph.layers)]
+        number = {name: i for i, name in enumerate(back)}  # in the backward pass
         alone = [g.layer if g.states == "gathered" else "" for g in gradients]  # each such layer has its own buckets
         sizes = [
             ((g.group, g.states, layer), ALONE if layer else g.size_bytes)
@@ -87,10 +88,12 @@ class _Builder:
         ]
         filled = fill(sizes, self.facts.bucket_bytes)
         first = [gradients[members[0]] for members in filled]
-        flushed = flushed_after(filled, [g.states == "gathered" for g in first], [g.members for g in first])
+        # The backward pass comes to a parameter that several layers use in its place, though buckets have it last.
+        complete = [[number[gradients[i].layer] for i in members] for members in filled]
+        flushed = flushed_after(complete, [g.states == "gathered" for g in first], [g.members for g in first])
         for members, leader, last in zip(filled, first, flushed, strict=True):
-            user = min((gradients[i].layer for i in members), key=number.__getitem__)
-            self.flushed.setdefault(gradients[last].layer, []).append(len(self.buckets))
+            user = max((gradients[i].layer for i in members), key=number.__getitem__)
+            self.flushed.setdefault(back[last], []).append(len(self.buckets))
             self.buckets.append(Bucket(tuple(members), leader.states, leader.layer, user))
         # What stays full for the step is gathered before it, in the reverse of the order of the sums.
         for b in reversed([b for leaving in self.flushed.values() for b in leaving]):

@@ -56,7 +56,7 @@ class LayeredModule(SplitFacade):
         self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None = None
     ) -> None:
         super().__init__(network.graph, plan, comm, options)
-        self.loss = loss
+        self.called_loss = loss
         self._tried: MeanLoss | None = None
         self._all_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
@@ -72,13 +72,14 @@ class LayeredModule(SplitFacade):
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._model)
         self._original = OriginalModel()
-        self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
-        first = self.schedule
+        self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
+        first = self.rank_schedule
         if loss is not None and self.io == "boxes":
             check_classes(first)
         # With io sample a rank's loss is the mean over its own samples: the mean over the ranks is the global one.
         self._mean_over = comm.size if self.io == "sample" else 1
-        self._working = WorkingParameters(self._state, first, boxes, shared_out, 1 / self._mean_over, self.gradients)
+        scale = 1 / self._mean_over
+        self._working = WorkingParameters(self._state, first, boxes, shared_out, scale, self.pass_gradients)
         self._reducer = self._working.reducer
         held_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
         compare = options.compare_ranks and comm.size > 1
@@ -87,7 +88,7 @@ class LayeredModule(SplitFacade):
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
         # Until the first step: values that nn.init gives a part of a parameter are not those that it gives all of it.
-        self._initial = versions(every) if self.cut else {}
+        self._initial = versions(every) if self.has_cut else {}
         self._outside: dict[str, OutsideGradients] = {}
         if comm.size > 1:
             for name, p in every.items():
@@ -113,7 +114,7 @@ class LayeredModule(SplitFacade):
         return self._executors[key]
 
     @property
-    def schedule(self) -> Schedule:
+    def rank_schedule(self) -> Schedule:
         """This rank's schedule at the plan's batch and sizes."""
         return self._executor(self.graph.batch, self._shapes.first).schedule
 
@@ -151,7 +152,7 @@ class LayeredModule(SplitFacade):
         self._working.check_hooks()
         self._check_parameters()
         target = None
-        if self.loss is not None:
+        if self.called_loss is not None:
             *before, target = inputs
             inputs = tuple(before)
         batch = None if self._arguments.takes("batch") else named.pop("batch", None)
@@ -165,8 +166,8 @@ class LayeredModule(SplitFacade):
         executor = self._executor(total, shaped, differentiated)
         fed = shaped.inputs.fed(executor.schedule, inputs)
         outputs = self._run(executor, fed, sorted(differentiated), scales)
-        if self.loss is not None and target is not None:
-            return global_loss(self._mean_loss(self.loss, target), executor.schedule, outputs, target)
+        if self.called_loss is not None and target is not None:
+            return global_loss(self._mean_loss(self.called_loss, target), executor.schedule, outputs, target)
         local = share.stop - share.start if self.io == "sample" else None  # else a rank has its boxes of an output
         return returned(executor.schedule, outputs, shaped.structure, local)
 
@@ -177,7 +178,7 @@ class LayeredModule(SplitFacade):
         samples, sizes = shapes.inputs.fed_samples(inputs, target=target), shapes.sizes
         if self.io != "boxes":
             sizes = shapes.sizes_of(inputs)
-        alike, step = self._comparison, (self.steps + 1) * self.training
+        alike, step = self._comparison, (self.steps_done + 1) * self.training
         alike_in = (*sizes, shapes.called) if shapes.called else sizes
         fed = Batch(self.plan, self.comm, samples, batch, alike_in, training=self.training, alike=alike, step=step)
         return fed.total, shapes.at(sizes, training=self.training)
@@ -186,15 +187,15 @@ class LayeredModule(SplitFacade):
         self, executor: Executor, fed: dict[str, Tensor], differentiated: Sequence[str], scales: Sequence[float]
     ) -> Any:
         """Returns the outputs of this rank's boxes of the inputs. scales: of the outputs' gradients."""
-        seed = combine(self.options.seed, self.steps)
+        seed = combine(self.options.seed, self.steps_done)
         if self.training or torch.is_grad_enabled():  # a step may follow
             self._initial = {}
         if self.training:
-            self.steps += 1
+            self.steps_done += 1
             self._state.count()
         first = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         known, gathers = self._working.begin(executor.constants)
-        run = Pass(known, self.training, seed, self.steps, self._begins(first), gathers)
+        run = Pass(known, self.training, seed, self.steps_done, self._begins(first), gathers)
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
             run.token, *tensors = ordered(run.token, *(fed[name] for name in differentiated))
             fed |= dict(zip(differentiated, tensors, strict=True))
@@ -239,7 +240,7 @@ class LayeredModule(SplitFacade):
         """A backward pass comes to the outputs of a call. versions_then: versions of its parameters."""
         self._original.make_stale()
         check_unwritten(self._reducer.parameters, versions_then)
-        self.begin()
+        self.begin_backward()
         self._working.unused.reach(graph, has_gradient)
 
     def _begun(self) -> None:
@@ -300,12 +301,12 @@ class LayeredModule(SplitFacade):
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
         """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
-        made = LayeredModule(self._network, self.plan, self.comm, self.options, self.loss)
+        made = LayeredModule(self._network, self.plan, self.comm, self.options, self.called_loss)
         memo[id(self)] = made
         made.load_state_dict(self.state_dict())
         for mine, theirs in zip(self.parameters(), made.parameters(), strict=True):
             theirs.requires_grad_(mine.requires_grad)
-        made.steps, made._initial = self.steps, {}
+        made.steps_done, made._initial = self.steps_done, {}
         made._forward_hooks.update(self._forward_hooks)
         made._forward_pre_hooks.update(self._forward_pre_hooks)
         return made.train(self.training)

@@ -29,6 +29,7 @@ from layerwise.run.state.state import Shard, State
 from layerwise.run.trace import Trace
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+SHARED_NAMES = {"device", "dtype", "module", "training"}  # that say the same of the model and of the parallel one
 
 
 class ParallelModule(nn.Module):
@@ -46,20 +47,28 @@ class ParallelModule(nn.Module):
     _model: nn.Module  # whose tensors and modules are this one's; what this has not itself is read from it, too
     _arguments: Arguments  # how the model is called
     _reducer: GradientReducer
-    loss: LossFunction | None = None  # with which it is called, where it makes that itself
+    called_loss: LossFunction | None = None  # with which it is called, where it makes that itself
     _plain = False  # whether it does nothing but call the model
-    cut = False  # whether some rank holds not all of some parameter that is trained
+    has_cut = False  # whether some rank holds not all of some parameter that is trained
 
     def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         super().__init__()
         self.plan, self.comm, self.options, self.io, self.graph = plan, comm, options, plan.io, graph
         self.device, self.dtype = options.device, options.dtype
-        self.steps = 0  # training forwards done: the random numbers of each step follow from it
+        self.steps_done = 0  # training forwards done: the random numbers of each step follow from it
         self._synchronise = True
         self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
 
     def _share(self, model: nn.Module) -> None:
-        """Makes this its model."""
+        """Makes this its model. LayerwiseError where a name of its own would be read from this one."""
+        kinds = (vars(kind) for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+        held = set().union(vars(model), model._modules, model._parameters, model._buffers, *kinds)
+        hidden = held & (set(dir(type(self))) | vars(self).keys()) - set(dir(nn.Module)) - SHARED_NAMES
+        if public := sorted(name for name in hidden if not name.startswith("_")):
+            raise LayerwiseError(
+                f"{public[0]!r} of the model has the name of something of the parallel module, which would be read in "
+                "its place: give it another name"
+            )
         self.__dict__["_model"] = model  # not registered: its modules are this one's
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
@@ -115,7 +124,7 @@ class ParallelModule(nn.Module):
 
     @property
     @abstractmethod
-    def schedule(self) -> Schedule:
+    def rank_schedule(self) -> Schedule:
         """This rank's schedule at the plan's batch."""
 
     @property
@@ -134,7 +143,7 @@ class ParallelModule(nn.Module):
         """Returns the samples of a global batch (default: the plan's) that this rank feeds."""
         return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
 
-    def begin(self) -> None:
+    def begin_backward(self) -> None:
         """A backward pass begins; `_finish` ends it. Called again within it, nothing happens."""
         number = torch._C._current_graph_task_id()
         if self._pass is None or self._pass[0] != number:
@@ -145,9 +154,9 @@ class ParallelModule(nn.Module):
             end = _End(finish, partial(self._failed, gradients))
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def gradients(self) -> Gradients:
+    def pass_gradients(self) -> Gradients:
         """Returns those of the backward pass that runs, which begins here unless it has begun."""
-        self.begin()
+        self.begin_backward()
         assert self._pass is not None
         return self._pass[1]
 
@@ -185,7 +194,7 @@ class ParallelModule(nn.Module):
         if "sync_bytes" in planned:
             planned.setdefault("gather_bytes", 0.0)  # plans of version 1 share nothing out
         types = planned_types(self.plan, self.graph)
-        return predicted_bytes(planned, self.plan.strategy, types, self.schedule, self._reducer, batches)
+        return predicted_bytes(planned, self.plan.strategy, types, self.rank_schedule, self._reducer, batches)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -234,12 +243,12 @@ class ParallelModule(nn.Module):
 
     def read_boxes(self) -> dict[str, Box]:
         """Returns the box of each input that this rank is to be given: with io "boxes" what its layers need."""
-        return self.schedule.input_boxes()
+        return self.rank_schedule.input_boxes()
 
     def output_boxes(self) -> tuple[Box | None, ...]:
         """The box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
-        sink, graph = self.schedule.graph.layers[-1], self.schedule.graph
-        pairs = zip(sink.inputs, self.schedule.sinks, strict=True)
+        sink, graph = self.rank_schedule.graph.layers[-1], self.rank_schedule.graph
+        pairs = zip(sink.inputs, self.rank_schedule.sinks, strict=True)
         return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
 
     @abstractmethod

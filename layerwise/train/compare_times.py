@@ -107,7 +107,7 @@ def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float]
 def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
     """The layer and part that a span of this rank is of, by its category and name."""
     yield f"sync {WAITING}", ("", "exposed_sync_s")
-    for scheduled in module.schedule.layers:
+    for scheduled in module.rank_schedule.layers:
         name = scheduled.layer.name
         for suffix in ("", " (backward)"):
             yield f"compute {name}{suffix}", (name, "compute_s")

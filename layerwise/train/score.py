@@ -62,7 +62,7 @@ class TaskObjective:
             raise LayerwiseError(f"the model refuses a batch of {batch}: {' '.join(str(error).split())}") from error
 
     def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
-        if self.module.loss is not None:
+        if self.module.called_loss is not None:
             assert target is not None
             loss: Tensor = self.module(*inputs, target, batch=batch)
             return loss
@@ -139,9 +139,9 @@ def evaluate(module: ParallelModule, data: Data) -> Score | None:
     if held_out is None or training_task.has_loss:
         return None
     counts = torch.zeros(3, training_task.classes, dtype=torch.float64, device=module.device)
-    loss = module.loss
+    loss = module.called_loss
     gathered = module.io == "free" and loss is None  # then every rank has all of it
-    module.loss = None
+    module.called_loss = None
     try:
         with evaluating(module):
             for numbers, real in filled_batches(module, held_out.count):
@@ -153,7 +153,7 @@ def evaluate(module: ParallelModule, data: Data) -> Score | None:
                 if not gathered or module.comm.rank == 0:
                     counts += _counted(out, _local_target(module, left).to(module.device), training_task)
     finally:
-        module.loss = loss
+        module.called_loss = loss
     if module.comm.size > 1:
         module.comm.all_reduce(counts, tuple(range(module.comm.size)), "io", "held-out counts").wait()
     return Score(*counts.cpu().long().unbind())

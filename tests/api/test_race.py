@@ -35,7 +35,7 @@ def raced(comm: Comm, race: int) -> tuple[bool, list[Any], str, dict[str, Any]]:
     parallel = parallelize(model, x, **quiet(comm, race=race, profile="cpu,node=2"))
     after = parallel.full_state_dict()
     alike = all(torch.equal(before[name], after[name]) for name in before)
-    alike = alike and all(p.grad is None for p in parallel.parameters()) and parallel.steps == 0
+    alike = alike and all(p.grad is None for p in parallel.parameters()) and parallel.steps_done == 0
     drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
     return alike, drawn, str(parallel.plan.strategy), dict(parallel.plan.provenance)
 

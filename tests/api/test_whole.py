@@ -1,6 +1,7 @@
 """Modules that cannot be taken apart into layers are called as they are written; the rest is split by channels."""
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,38 @@ def test_a_whole_module_has_no_values_of_before_it_was_run() -> None:
 def test_whole_is_paths(wrong: Any) -> None:
     with pytest.raises(LayerwiseError, match=r"whole= must be paths of modules, such as \['decoder.nms'\]"):
         parallelize(Net(Gate), X[:4].float(), whole=wrong, options=ParallelOptions(comm=CPU), verbose=False)
+
+
+@dataclass
+class Head:
+    out: Tensor
+    kept: dict[str, Tensor | str]
+
+
+class Heads(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return Head(out.tanh(), {"square": out.square(), "name": "head"})
+
+
+def test_outputs_in_a_dataclass() -> None:
+    """It need not be known to PyTorch's trees where samples alone are split; else a sentence names how it is."""
+    models = [Heads(12, 3).double() for _ in range(2)]
+    one = copy.deepcopy(models[0])
+    models[1].load_state_dict(one.state_dict())
+
+    def trained(model: nn.Module, x: Tensor) -> Tensor:
+        made = model(x)
+        (made.out * made.kept["square"]).mean().backward()
+        weight = model.get_parameter("weight").grad
+        assert weight is not None
+        return weight
+
+    def rank(comm: Comm) -> Tensor:
+        with pytest.raises(LayerwiseError, match=r"Head'> in output, .* as torch.export.register_dataclass"):
+            parallelize(models[comm.rank], X[:4], **quiet(comm, strategy={"heads": {"c": 2}}))
+        model = parallelize(models[comm.rank], X[:4], **quiet(comm, strategy="data"))
+        return trained(model, X[:4] if comm.rank == 0 else X[4:8])
+
+    wanted = trained(one, X[:8])
+    assert max(difference(found, wanted) for found in run_threads(2, rank, timeout_s=240)) <= 1e-9

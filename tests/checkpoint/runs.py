@@ -40,9 +40,9 @@ def gradients(step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor
 
 def train(module: CutModule, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
-        module.set_gradients(gradients(module.steps, module.whole["scale"].dtype))
+        module.set_gradients(gradients(module.steps_done, module.whole["scale"].dtype))
         optimizer.step()
-        module.steps += 1
+        module.steps_done += 1
 
 
 def trained(folder: Path, make: Make, ranks: int, seed: int, steps: int, dtype: torch.dtype) -> list[CutModule]:

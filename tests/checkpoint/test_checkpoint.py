@@ -42,7 +42,7 @@ def test_another_plan_loads_the_same_bits(
     before = trained(folder, make, ranks[0], seeds[0], steps, torch.float32)
     after = resumed(folder, make, ranks[1], seeds[1], 0, torch.float32)
     assert equal(assembled(after), assembled(before))
-    assert {module.steps for module in after} == {steps}
+    assert {module.steps_done for module in after} == {steps}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -120,17 +120,17 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
     module = alone()
     assert latest(tmp_path / "none") is None
     for steps in (3, 1, 8, 9):
-        module.steps = steps
+        module.steps_done = steps
         assert save(tmp_path, module, None, {"steps": steps}, keep=3) == tmp_path / f"step-{steps:08d}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000008", "step-00000009"]
     assert latest(tmp_path) == tmp_path / "step-00000009"
-    module.steps = 2  # gone back, then saved: what was asked for last is never what goes
+    module.steps_done = 2  # gone back, then saved: what was asked for last is never what goes
     save(tmp_path, module, None, {}, keep=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000009"]
     assert load(tmp_path / "step-00000002", module) == {}
-    assert module.steps == 2
+    assert module.steps_done == 2
     assert load(tmp_path, module) == {"steps": 9}
-    assert module.steps == 9
+    assert module.steps_done == 9
 
 
 def test_the_same_step_again_replaces(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_what_torch_saved_is_taken(tmp_path: Path, form: str) -> None:
     train(module, optimizer, 1)
 
     def run(comm: ThreadComm) -> CutModule:
-        mine = CutModule(comm, tensors(1), cutting(tensors(1), comm.size, 5), steps=2)
+        mine = CutModule(comm, tensors(1), cutting(tensors(1), comm.size, 5), steps_done=2)
         other = OPTIMIZERS["adamw"](mine.parameters())
         assert load(tmp_path, mine, None if form == "model alone" else other) == {}
         assert other.param_groups[0]["lr"] == (0.1 if form == "model alone" else 0.03125)

@@ -92,7 +92,7 @@ def resumed(given: Case, plan: Plan, numbers: range, folder: Path) -> State:
 
     def before(module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
         assert checkpoint.load(folder, module, optimizer) == {"done": numbers.start}
-        assert module.steps == numbers.start
+        assert module.steps_done == numbers.start
 
     return part(given, plan, numbers, before, nothing)
 

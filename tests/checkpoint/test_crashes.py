@@ -88,7 +88,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, name, full)
 
     def run(comm: ThreadComm) -> str:
-        mine = CutModule(comm, tensors(1), cutting(tensors(1), 3, 9), steps=5)
+        mine = CutModule(comm, tensors(1), cutting(tensors(1), 3, 9), steps_done=5)
         with pytest.raises(LayerwiseError) as error:
             save(tmp_path, mine, None, {})
         return str(error.value)
@@ -104,7 +104,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert equal(assembled(resumed(tmp_path, OPTIMIZERS["adam"], 2, 2, 0, torch.float32)), assembled(before))
     else:  # the others have no part in it
         saved_by = run_threads(3, lambda comm: save(
-            tmp_path, CutModule(comm, tensors(1), cutting(tensors(1), 3, 9), steps=5), None, {}))  # fmt: skip
+            tmp_path, CutModule(comm, tensors(1), cutting(tensors(1), 3, 9), steps_done=5), None, {}))  # fmt: skip
         assert set(saved_by) == {tmp_path / "step-00000005"}
 
 
@@ -141,7 +141,7 @@ def test_a_thread_that_cannot_write_is_told_by_all(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(contribution, "write_blobs", full)
 
     def run(comm: ThreadComm) -> str:
-        writing = begin_saving(tmp_path, CutModule(comm, tensors(1), cutting(tensors(1), 2, 9), steps=5), None, {})
+        writing = begin_saving(tmp_path, CutModule(comm, tensors(1), cutting(tensors(1), 2, 9), steps_done=5), None, {})
         with pytest.raises(LayerwiseError) as error:
             writing.finish()
         return str(error.value)
@@ -153,7 +153,7 @@ def test_a_thread_that_cannot_write_is_told_by_all(tmp_path: Path, monkeypatch: 
 
 def test_a_disk_that_fills_while_pytorch_writes_is_one_sentence(tmp_path: Path) -> None:
     """In the midst of torch.save, whose own writer raises another error then; here a file may not become larger."""
-    module = CutModule(SoloComm(), {"w": torch.zeros(50_000)}, {"w": (Box((0,), (50_000,)),)}, steps=5)
+    module = CutModule(SoloComm(), {"w": torch.zeros(50_000)}, {"w": (Box((0,), (50_000,)),)}, steps_done=5)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:

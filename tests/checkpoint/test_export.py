@@ -48,13 +48,13 @@ def run(tmp_path: Path) -> tuple[Path, nn.Module]:
         optimizer = torch.optim.Adam(module.parameters())
         module.set_gradients({name: torch.ones_like(t) for name, t in whole.items() if t.is_floating_point()})
         optimizer.step()
-        module.steps += 1
+        module.steps_done += 1
         save(tmp_path / "run", module, optimizer, {})
         for name, tensor in module.held.items():
             box = module.cut[name][comm.rank]
             assert box is not None
             tensor.detach().copy_(whole[name][box.slices()])
-        module.steps += 1
+        module.steps_done += 1
         save(tmp_path / "run", module, optimizer, {})
 
     run_threads(4, rank)

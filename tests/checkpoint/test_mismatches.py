@@ -110,7 +110,7 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
         return optimizer
 
     def ahead(module: CutModule, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        module.steps += 1
+        module.steps_done += 1
         return optimizer
 
     def unequal(module: CutModule, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

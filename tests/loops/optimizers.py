@@ -49,6 +49,7 @@ class NovoGrad(Optimizer):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
+        self.largest = torch.zeros([], dtype=torch.float64)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -58,8 +59,9 @@ class NovoGrad(Optimizer):
                 state["square"] = torch.zeros([], dtype=p.dtype)
                 state["square"].copy_(square)
             state["square"].mul_(0.9).add_(square, alpha=0.1)
+            torch.maximum(self.largest, square, out=self.largest)  # as AMSGrad has it, of all parameters before
             trust = (p.norm() / p.grad.norm().clamp_(min=1e-3)).clamp_(max=10)
-            p.add_(p.grad / (state["square"].sqrt() + 1e-8) * trust, alpha=-1e-2)
+            p.add_(p.grad / ((state["square"] + self.largest).sqrt() + 1e-8) * trust, alpha=-1e-2)
 
 
 optimizer("novograd", "NovoGrad, LARS, LAMB", NovoGrad)

@@ -138,7 +138,7 @@ SOON = {
         "unused_output",
         "optimizer_in_hooks",
     ],
-    "fewer": ["clip_norm", "penalty_on_weights", "ema", "dcp_resume", "scaler", "full_model_state", "laplacian"],
+    "fewer": ["clip_norm", "novograd", "ema", "dcp_resume", "scaler", "full_model_state", "laplacian"],
 }
 
 

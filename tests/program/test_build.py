@@ -1,14 +1,22 @@
 """The laws of a program, on random networks and strategies."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Literal
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from layerwise.config import Config
+from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import complete
 from layerwise.cost.step_facts import step_facts
+from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import load
 from layerwise.ops.base import Role
 from layerwise.program import Instruction, Kind, Program, StrategyFacts, program
@@ -76,10 +84,27 @@ def test_transfers_gathers_and_sums_are_paired(
     members = sorted(i for bucket in step.buckets for i in bucket.gradients)
     assert members == list(range(len(facts.gradients)))
     assert type(step.instructions[-1]) is Update
+    check_sums(facts, step)
+
+
+def check_sums(facts: StrategyFacts, step: Program) -> None:
+    """Nothing is summed before it is computed."""
     ready = {one.layer: i for i, one in enumerate(step.instructions) if isinstance(one, Compute)}
     for i, one in enumerate(step.instructions):
         for b in one.buckets if isinstance(one, Fill) else ():
             assert all(ready[facts.gradients[g].layer] < i for g in step.buckets[b].gradients)
+
+
+def test_a_sum_waits_for_a_layer_behind_parameters_that_are_inputs() -> None:
+    """Buckets have these last, as the weight norm's here, and the backward pass in their place."""
+    last = nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))
+    graph = fuse(from_torch(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), last), torch.zeros(4, 8)))
+    model = CostModel(graph, load("cpu").device_graph(2, 2))
+    strategy = {layer.name: Config() for layer in graph.inner}
+    strategy = complete(model, strategy | {"0": replace(Config.of({"n": 2}), states="sharded")})
+    facts, _ = step_facts(model, strategy)
+    check_sums(facts, program(model.graph, "sample", facts))
+    assert peak_bytes(model, strategy).all()
 
 
 @given(NETWORKS, PROFILE, IO, st.sampled_from(["training", "inference"]), st.data())

@@ -54,7 +54,7 @@ class CutModule:
     comm: Comm
     whole: Mapping[str, Tensor]
     cut: Cutting
-    steps: int = 0
+    steps_done: int = 0
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     graph: LayerGraph = GRAPH
     held: dict[str, Tensor] = field(init=False)

@@ -98,7 +98,7 @@ def ahead(plan: Plan, network: Network) -> int:
 
     def count(comm: Comm) -> int:
         module = load(plan, network, comm=comm, dtype=torch.float64)
-        return len(issued_early(module.schedule))
+        return len(issued_early(module.rank_schedule))
 
     return run_threads(plan.gpus, count)[0]
 
@@ -166,7 +166,7 @@ def test_what_is_needed_later_travels_beside_computation() -> None:
             for span in spans
             if span.category == "transfers"
         }
-        edges = [(edge, layer) for layer in made.schedule.layers for edge in layer.edges]
+        edges = [(edge, layer) for layer in made.rank_schedule.layers for edge in layer.edges]
         begun = {span.name: span.start_s for span in spans if span.category == "transfers"}
         weights_late = set[str]()
         for edge, user in edges:
@@ -175,7 +175,7 @@ def test_what_is_needed_later_travels_beside_computation() -> None:
                 weights_late.add(name)
                 made_at = [c.start_s for c in computed if c.name == f"{user.layer.name} (backward)"]
                 assert not user.work or begun[name] <= max(made_at)
-        return issued_early(made.schedule), beside, weights_late
+        return issued_early(made.rank_schedule), beside, weights_late
 
     for issued, beside, weights_late in run_threads(2, rank):
         assert issued

@@ -200,7 +200,7 @@ def test_a_segment_has_all_that_does_not_communicate(kind: str) -> None:
     """From where something arrives to where something leaves, and no layer that communicates."""
 
     def rank(module: ParallelModule) -> list[list[str]]:
-        schedule = module.schedule
+        schedule = module.rank_schedule
         found = segments(schedule, training=True)
         inside = [scheduled for segment in found for scheduled in segment.layers]
         assert len({s.layer.name for s in inside}) == len(inside)

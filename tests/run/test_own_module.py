@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
 from layerwise.run.data_parallel.module import DataParallelModule
 from layerwise.run.layered import LayeredModule
@@ -33,7 +34,15 @@ def test_forwards_in_training_are_counted_on_one_device_too() -> None:
     made = load(plan_of(network, 1), network, comm=SoloComm(), dtype=torch.float64)
     for training, steps in ((True, 1), (True, 2), (False, 2)):
         made.train(training)(torch.randn(BATCH, 4).double())
-        assert made.steps == steps
+        assert made.steps_done == steps
+
+
+def test_names_of_the_models_own_that_would_be_hidden_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    network = traced(model, torch.randn(BATCH, 4))
+    model.graph = "mine"  # type: ignore[assignment]
+    with pytest.raises(LayerwiseError, match="'graph' of the model has the name of something of the parallel module"):
+        load(plan_of(network, 1), network, comm=SoloComm(), dtype=torch.float32)
 
 
 class Functional(nn.Module):

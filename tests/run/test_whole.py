@@ -71,15 +71,16 @@ class Fourier(nn.Module):
 
 
 class Sequences(nn.Module):
-    """Both directions, states that are used, and a cell written out."""
+    """Steps made of channels, both directions, states that are used, and a cell written out."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.steps = nn.Linear(15, 15)
         self.lstm = nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True)
         self.gru, self.cell, self.head = nn.GRU(8, 4), nn.LSTMCell(4, 4), nn.Linear(12, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, (last, _) = self.lstm(x)
+        y, (last, _) = self.lstm(self.steps(x.flatten(1)).view(len(x), 5, 3))
         z, _ = self.gru(y.transpose(0, 1))
         h, c = self.cell(z[0])
         h, c = self.cell(z[1], (h, c))

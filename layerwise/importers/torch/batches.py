@@ -45,12 +45,13 @@ def import_for_batches(model: nn.Module, call: Call, name: str) -> Imported:
 
     A model that takes no other batch than the example's is left as it is: it says so where it is given one.
     """
-    batch, traces, different = samples_of(call), list[Imported](), list[LayerwiseError]()
+    batch, traces, different, refused = samples_of(call), list[Imported](), list[LayerwiseError](), _depends("outputs")
     for samples in distinct(model, call)[:TRACES]:
         try:
             traces.append(_at(model, call, samples, name, None, after=traces[-1] if traces else None))
             imported = traces[-1].rebatch(batch)
-        except LayerwiseError:
+        except LayerwiseError as error:
+            refused = error
             continue
         try:
             return proven(imported, model, call)
@@ -69,7 +70,8 @@ def import_for_batches(model: nn.Module, call: Call, name: str) -> Imported:
         with suppress(UnprovenError):
             proven(import_module(model, call, name), model, call, batch)
         raise _depends(different[0].layer)
-    raise different[0] if different else _depends(str(_difference(traces[0], traces[-1])))
+    layer = _difference(traces[0], traces[-1])
+    raise different[0] if different else refused if layer is None else _depends(layer)
 
 
 def samples_of(call: Call) -> int:

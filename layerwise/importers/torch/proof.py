@@ -40,10 +40,12 @@ from layerwise.importers.torch.unfused import (
 )
 from layerwise.ops.opaque import TorchOp
 from layerwise.ops.tensor.pointwise import Cast
+from layerwise.ops.tensor.reduce import Reduce
 
 FEW = 2  # samples are run
 LARGEST = 1e4  # number of an example that is run
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of the largest
+NOTHING = 1e-4  # of the numbers that a number is a sum of, or beside: what is less is rounding
 NARROW = 2e-2  # where parts of a network in float64 compute in float32
 _reason: ContextVar[str | None] = ContextVar("reason", default=None)
 
@@ -171,10 +173,11 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> Compared:
                 raise
             parameters, inputs, wanted, gradients = [], [], [], []  # PyTorch has none either of it in evaluation
         ours = _gradients([here for _, here, _ in pairs], wanted)
-    differences = [(distance(x, y), graph.layers[-1].inputs[i], "its output") for i, x, y in pairs]
+    ends = graph.layers[-1].inputs
+    differences = [(distance(x, y, NOTHING * _terms(graph, ends[i], made)), ends[i], "its output") for i, x, y in pairs]
     largest = [0.0 if g is None or not g.numel() else float(g.abs().max()) for g in gradients]
     for i, (name, x) in enumerate((*parameters, *inputs)):  # of inputs, what is next to nothing beside all is rounding
-        least = 1e-4 * max(largest[: len(parameters) if i < len(parameters) else None])
+        least = NOTHING * max(largest[: len(parameters) if i < len(parameters) else None])
         here, there = (torch.zeros_like(x) if g is None else g for g in (ours[i], gradients[i]))
         differences.append((distance(here, there, least), _user(graph, name), f"the gradient of {name!r}"))
     again = any(distance(b, moved[n]) > 0 for n, b in _buffers(model).items())
@@ -279,6 +282,19 @@ def _noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
             if path:
                 stack.callback(module.register_forward_hook(partial(note, path)).remove)
         yield
+
+
+def _terms(graph: LayerGraph, name: str, made: Mapping[str, Tensor]) -> float:
+    """The largest of the numbers that an output is a sum or mean of, which may cancel; 0.0 where it is none."""
+    layer = graph[name]
+    while len(layer.inputs) == 1:
+        terms = made[layer.inputs[0]]
+        if isinstance(layer.op, Reduce):
+            return float(terms.abs().max()) if layer.op.mode in ("mean", "sum") else 0.0
+        if terms.numel() != made[layer.name].numel():
+            return 0.0
+        layer = graph[layer.inputs[0]]
+    return 0.0
 
 
 def _total(graph: LayerGraph, name: str, x: Tensor) -> Tensor:

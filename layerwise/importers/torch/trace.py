@@ -29,7 +29,15 @@ from layerwise.importers.torch.parts import stood_in
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure, structure_of
-from layerwise.importers.torch.read.effects import Numbers, UntracedEffects, changed, configured, numbers, put_back
+from layerwise.importers.torch.read.effects import (
+    Numbers,
+    UntracedEffects,
+    changed,
+    configured,
+    numbers,
+    put_back,
+    same_containers,
+)
 
 Dims = Sequence[Sequence[str | None]]
 
@@ -119,6 +127,7 @@ def _export(
             TRACING,
             _quiet(),
             effects.on(model),
+            same_containers(model),
             _set_for_tracing(),
             configured(model),
             _all_on_meta(model),
@@ -204,6 +213,9 @@ def _export_failed(title: str, error: Exception) -> str:
             "the path through the network must not depend on data, and it cannot check values of tensors: write it "
             "with torch.where, or leave it outside"
         )
+    elif "register a pytree" in text:
+        said = said.partition(". ")[0]
+        remedy = "return a tuple or a dictionary, or make it known to PyTorch, as torch.export.register_dataclass does"
     else:
         remedy = "check that the model runs on these example inputs, or give its ExportedProgram"
     return f"model {title!r}: torch.export fails with {type(error).__name__}: {said.rstrip('.')}; {remedy}"

@@ -66,11 +66,13 @@ class Recurrent(Op):
         for state, shape in zip(states, wide, strict=False):
             if state.shape != shape:
                 raise LayerwiseError(f"an initial state of shape {state.shape} does not fit, it should be {shape}")
+        steps = None if "s" in x.dims else "s"  # may be labelled as the channels that they were made of
+        labels = [steps if label == "c" else label for label in x.dims[:2]]
         if self.result:
             shape = wide[self.result - 1]
-            return TensorSpec(shape, (None, x.dims[n], "c"), x.dtype, (1, x.units[n], 1))
-        dims, units = [x.dims[0], x.dims[1], "c"], [x.units[0], x.units[1], 1]
-        return TensorSpec((*x.shape[:2], self.directions * self.width), tuple(dims), x.dtype, tuple(units))
+            return TensorSpec(shape, (None, labels[n], "c"), x.dtype, (1, x.units[n], 1))
+        shape = (*x.shape[:2], self.directions * self.width)
+        return TensorSpec(shape, (*labels, "c"), x.dtype, (*x.units[:2], 1))
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         x, *states = inputs

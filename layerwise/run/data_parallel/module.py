@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -126,7 +126,7 @@ class DataParallelModule(ParallelModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns the model's outputs of this rank's samples; `batch`: those of all ranks, where they are uneven."""
         if self._plain and "batch" not in named:
-            self.__dict__["steps"] += self.training  # checkpoints are named so
+            self.__dict__["steps_done"] += self.training  # checkpoints are named so
             return self._called(*inputs, **named)
         check_transforms()
         batch = None if self._arguments.takes("batch") else named.pop("batch", None)
@@ -154,7 +154,7 @@ class DataParallelModule(ParallelModule):
         leaving = partial(self._leaving, call=call, scale=scale)
         if scale != 1:
             map_kept_losses(self.module, leaving)
-        return pytree.tree_map_only(Tensor, leaving, outputs)
+        return _map_tensors(leaving, outputs)
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
         boxes = tuple(Box((0,) * (1 + len(size)), (samples, *size)) for size in sizes)
@@ -181,10 +181,10 @@ class DataParallelModule(ParallelModule):
         """This call of the model."""
         if self.training and in_backward():
             return self._calls.recomputed()
-        seed = combine(self.options.seed, self.steps)
+        seed = combine(self.options.seed, self.steps_done)
         # Also in evaluation with a dropout in training, whose draws are others in every call.
         drawn = self.training or any(replaced.active for replaced in self._replaced)
-        self.__dict__["steps"] += drawn
+        self.__dict__["steps_done"] += drawn
         if self._averaged is None:
             if batch is not None:
                 _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).total
@@ -193,7 +193,7 @@ class DataParallelModule(ParallelModule):
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
         self._check_around()
         self._averaged.check()
-        self.comm.at(self.steps, "the model")
+        self.comm.at(self.steps_done, "the model")
         if not (drawn or torch.is_grad_enabled()):
             return ModelCall(seed)
         sizes = None
@@ -201,7 +201,7 @@ class DataParallelModule(ParallelModule):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
         told = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
-        return ModelCall(seed, told(alike=self._averaged.comparison, step=self.steps * training))
+        return ModelCall(seed, told(alike=self._averaged.comparison, step=self.steps_done * training))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
@@ -229,7 +229,7 @@ class DataParallelModule(ParallelModule):
 
         def at_gradient(gradient: Tensor) -> None:
             if gradient.requires_grad:
-                gradient.register_hook(lambda _: self.begin())  # type: ignore[no-untyped-call]
+                gradient.register_hook(lambda _: self.begin_backward())  # type: ignore[no-untyped-call]
 
         x.register_hook(at_gradient)  # type: ignore[no-untyped-call]
         return x
@@ -244,7 +244,7 @@ class DataParallelModule(ParallelModule):
         def at_gradient(gradient: Tensor) -> Tensor | None:
             self._calls.begin_backward(call)
             if self.comm.size > 1:
-                self.begin()
+                self.begin_backward()
             return None if scale == 1 else gradient * scale
 
         x.register_hook(at_gradient)  # type: ignore[no-untyped-call]
@@ -254,7 +254,7 @@ class DataParallelModule(ParallelModule):
         if self._averaged is not None:
             assert self._pass is not None
             self._averaged.check_hooks()
-            self.comm.at(self.steps, "the model (backward)")
+            self.comm.at(self.steps_done, "the model (backward)")
             self._averaged.begin(self._pass[1])
 
     def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
@@ -270,7 +270,7 @@ class DataParallelModule(ParallelModule):
             self._averaged.fail()
 
     @property
-    def schedule(self) -> Schedule:
+    def rank_schedule(self) -> Schedule:
         """This rank's schedule at the plan's batch: for reports."""
         if self._schedule is None:
             self._schedule = Schedule(self.graph, self.plan, self.comm, self.options, all_classes=False)
@@ -301,13 +301,13 @@ class DataParallelModule(ParallelModule):
         return self._state.load(state_dict, strict=strict, assign=assign)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModule:
-        made = memo[id(self)] = _made(copy.deepcopy(self.module, memo), self._facts, self.steps)
+        made = memo[id(self)] = _made(copy.deepcopy(self.module, memo), self._facts, self.steps_done)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.comm.size > 1:
             return super().__reduce_ex__(protocol)
-        return _made, (self.module, self._facts, self.steps)
+        return _made, (self.module, self._facts, self.steps_done)
 
     def compile(self, **settings: Any) -> None:
         """The model from now on, with torch.compile's arguments; what communicates is between the compiled parts."""
@@ -325,6 +325,22 @@ class DataParallelModule(ParallelModule):
             self._averaged.release()
 
 
+def _map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Returns a value with `act` of each tensor in it: in what PyTorch's trees know, and in dataclasses."""
+
+    def mapped(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return act(x)
+        if not is_dataclass(x) or isinstance(x, type):
+            return x
+        made = copy.copy(x)
+        for field in fields(x):
+            object.__setattr__(made, field.name, _map_tensors(act, getattr(x, field.name)))
+        return made
+
+    return pytree.tree_map(mapped, value)
+
+
 def _returned_shapes(
     module: nn.Module, device: torch.device, shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype]
 ) -> tuple[tuple[int, ...], ...]:
@@ -340,5 +356,5 @@ def _returned_shapes(
 
 def _made(module: nn.Module, facts: Facts, steps: int) -> DataParallelModule:
     made = DataParallelModule(module, facts)
-    made.__dict__["steps"] = steps
+    made.__dict__["steps_done"] = steps
     return made

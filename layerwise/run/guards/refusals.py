@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.run.local_tensor import Version, is_dtensor, local_tensor, version
 
-AS_WRITTEN = "parallelize with strategy='data', which runs the model as it is written"
+AS_WRITTEN = (
+    "parallelize with strategy='data', which runs the model as it is written unless it has a loss or a functional "
+    "dropout inside"
+)
 
 
 def unsupported(what: str, instead: str) -> LayerwiseError:

@@ -26,7 +26,8 @@ from torch.distributed.tensor.placement_types import Placement
 from layerwise.comm.base import Comm
 from layerwise.geometry import Box, prime_factors
 from layerwise.partition.place import Each
-from layerwise.run.state.plan_dtensor import register, wrap
+from layerwise.run.state.meshes import ALL_RANKS
+from layerwise.run.state.plan_dtensor import wrap
 
 Ranks = NDArray[np.int64]  # of a mesh, an axis an axis of it
 
@@ -144,7 +145,7 @@ def shardings(placed: Mapping[str, Placements], everyone: Placements, comm: Comm
         if mesh is None or all_ranks is None:
             return {}
         if one.ranks.size < everyone.ranks.size:
-            register(mesh, all_ranks)
+            ALL_RANKS[mesh] = all_ranks
         cuts = tuple(Replicate() if k is None else Shard(k) for k in one.cuts)
         made[name] = MeshSharding(mesh, cuts, one.shape)
     return made

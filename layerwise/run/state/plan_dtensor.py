@@ -15,33 +15,38 @@ Element-wise operations, as optimizers have them, go to the local tensors at onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.state.meshes import (
+    ALL_RANKS,
+    UNSCALE,
+    brought_together,
+    by_mesh,
+    full,
+    full_tensors,
+    mesh_by_mesh,
+    number,
+    on_mesh,
+    plain_dtensor,
+    replicated,
+    unscale,
+)
+from layerwise.run.state.operations import aligned, each, each_of, elementwise, writes_numbers, written_by
 
-ALIGNMENT = 16  # bytes: of tensors that travel together
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NUMBER = torch.ops.aten._local_scalar_dense.default
 CAT = torch.ops.aten.cat.default
-UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
-_all_ranks: dict[DeviceMesh, DeviceMesh] = {}  # by sub-mesh: the mesh of all ranks
-
-
-def register(mesh: DeviceMesh, all_ranks: DeviceMesh) -> None:
-    """Says which mesh has all ranks, of which `mesh` has some."""
-    _all_ranks[mesh] = all_ranks
 
 
 class PlanDTensor(DTensor):
@@ -57,16 +62,19 @@ class PlanDTensor(DTensor):
     ) -> Any:
         """Returns what the operation makes of local tensors, where these lie alike; else what DTensor does."""
         kwargs = kwargs or {}
-        if _writes(func) and isinstance(args[0], cls) and args[0]._is_view():
-            _check_view(args[0])
-        if _elementwise(func) and (columns := _aligned(args, kwargs)) is not None:
+        written = written_by(func, args, kwargs)
+        for x in written:
+            if isinstance(x, cls) and x._is_view():
+                _check_view(x)
+        if written and writes_numbers(written, args, kwargs):  # an optimizer's own, which are no DTensors
+            args, named = each_of(lambda x: number(x) if isinstance(x, DTensor) else x, args, kwargs)
+            return func(*args, **named)
+        if elementwise(func) and (columns := aligned(args, kwargs)) is not None:
             return _run_locally(func, args, kwargs, columns)
-        if _writes(func) and _of_numbers(args, kwargs):  # an optimizer's own, which are no DTensors
-            return func(*_each(lambda x: _number(x) if isinstance(x, DTensor) else x, args), **kwargs)
         if func is NUMBER:
-            return func(_number(args[0]))
+            return func(number(args[0]))
         if func is UNSCALE:
-            return _unscale(*args)
+            return unscale(*args)
         if func.namespace == "c10d" or (func is CAT and not all(isinstance(x, DTensor) for x in args[0])):
             raise LayerwiseError(
                 "parameters that the plan splits were to be sent as they are, as DistributedDataParallel does around a "
@@ -78,18 +86,18 @@ class PlanDTensor(DTensor):
                 "random numbers were asked for of a parameter that the plan splits, and would be other ones than one "
                 "device's: initialise the model before, or by model.apply(fn), or give load_state_dict the values"
             )
-        given: list[DTensor] = []
-        _each(lambda x: given.append(x) if isinstance(x, DTensor) else None, (*args, *kwargs.values()))
-        if len({x.device_mesh for x in given}) > 1 and any(x.device_mesh in _all_ranks for x in given):
-            if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and len(_by_mesh(args)) > 1:
-                return _mesh_by_mesh(func, args, kwargs)
-            instead = _brought_together(func, given)
-            args = _each(lambda x: instead.get(id(x), x), args)
+        given = list[DTensor]()
+        each_of(lambda x: given.append(x) if isinstance(x, DTensor) else None, args, kwargs)
+        if len({x.device_mesh for x in given}) > 1 and any(x.device_mesh in ALL_RANKS for x in given):
+            if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and len(by_mesh(args)) > 1:
+                return mesh_by_mesh(func, args, kwargs)
+            instead = brought_together(func, given)
+            args, kwargs = each_of(lambda x: instead.get(id(x), x), args, kwargs)
         same: dict[int, Tensor] = {}
 
         def plain(x: Any) -> Any:
             if isinstance(x, cls):
-                made = _plain(x)
+                made = plain_dtensor(x)
                 same[id(made)] = x
                 return made
             return x
@@ -99,14 +107,14 @@ class PlanDTensor(DTensor):
                 return same[id(x)]
             return _marked(x, given[0]._local_tensor.device) if isinstance(x, DTensor) else x
 
-        named = dict(zip(kwargs, _each(plain, kwargs.values()), strict=True))
+        plain_args, named = each_of(plain, args, kwargs)
         try:
-            made = func(*_each(plain, args), **named)
+            made = func(*plain_args, **named)
         except RuntimeError as error:
             if "placement changes" not in str(error) or not _settled(args[0]):
                 raise
             return cls.__torch_dispatch__(func, types, args, kwargs)
-        return _each(marked, (made,))[0]
+        return each(marked, (made,))[0]
 
     if torch.__version__ < "2.13":  # its C++ takes an object of a subclass for a DTensor, and does not come here
 
@@ -121,7 +129,7 @@ class PlanDTensor(DTensor):
                 kwargs = kwargs or {}
                 given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
                 if torch.is_grad_enabled() and len({x.device_mesh for x in given}) > 1:  # back, nothing dispatches
-                    some = (x for x in given if x.device_mesh in _all_ranks and x.requires_grad)
+                    some = (x for x in given if x.device_mesh in ALL_RANKS and x.requires_grad)
                     instead = {id(x): _OnAllRanks.apply(x) for x in some}  # type: ignore[no-untyped-call]
                     args, kwargs = tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
                 with _Dispatch():  # type: ignore[no-untyped-call]
@@ -138,19 +146,19 @@ class PlanDTensor(DTensor):
     ) -> DTensor:
         """Redistributes it; one of some ranks is on all ranks where it is to be replicated, or of another mesh."""
         mesh, wanted = device_mesh or self.device_mesh, placements or self.placements
-        replicated = all(isinstance(one, Replicate) for one in wanted)
-        if self.device_mesh not in _all_ranks or (mesh == self.device_mesh and not replicated):
+        gathered = all(isinstance(one, Replicate) for one in wanted)
+        if self.device_mesh not in ALL_RANKS or (mesh == self.device_mesh and not gathered):
             made: DTensor = _Marked.apply(super().redistribute(mesh, wanted, **options))  # type: ignore[no-untyped-call]
             return made
         everywhere: DTensor = _OnAllRanks.apply(self)  # type: ignore[no-untyped-call]
-        same = mesh in (self.device_mesh, everywhere.device_mesh) and replicated
+        same = mesh in (self.device_mesh, everywhere.device_mesh) and gathered
         return everywhere if same else everywhere.redistribute(mesh, wanted, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns what pickle writes of it: this rank's shard, which `_shard_of` gives to no other rank."""
-        if _replicated(self) and self.device_mesh not in _all_ranks:
-            return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        return _shard_of, (torch.distributed.get_rank(), _plain(self))
+        if replicated(self) and self.device_mesh not in ALL_RANKS:
+            return plain_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return _shard_of, (torch.distributed.get_rank(), plain_dtensor(self))
 
     def storage(self) -> NoReturn:  # what safetensors and Accelerate know shared memory by
         """LayerwiseError: a file of it would have this rank's part."""
@@ -170,8 +178,8 @@ class PlanDTensor(DTensor):
     def bring(self, gradient: DTensor) -> DTensor:
         """A gradient of it, however it lies, as this lies."""
         mesh, device = self.device_mesh, self._local_tensor.device
-        here = gradient if gradient.device_mesh == mesh else _on(mesh, _full(gradient))
-        plain = _plain(here)
+        here = gradient if gradient.device_mesh == mesh else on_mesh(mesh, full(gradient))
+        plain = plain_dtensor(here)
         return _marked(plain.redistribute(mesh, self.placements), device)
 
 
@@ -201,60 +209,10 @@ def _shard_of(rank: int, tensor: DTensor) -> DTensor:
 torch.serialization.add_safe_globals([_shard_of])  # as PyTorch does for its own DTensors
 
 
-def _plain(tensor: DTensor) -> DTensor:
-    """Returns it as PyTorch's own DTensor, in the same memory."""
-    made: DTensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
-
-
 def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
     """The DTensor that has this local tensor. As FSDP2 makes them; `from_local` goes through autograd."""
     made: PlanDTensor = PlanDTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return made
-
-
-def _each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns what `act` makes of an operation's arguments or results, and of those in lists."""
-    return tuple(type(v)(map(act, v)) if type(v) in (list, tuple) else act(v) for v in values)
-
-
-# ---- element-wise operations ----
-
-
-@cache
-def _elementwise(func: Any) -> bool:
-    """True if each element of the result is made of the elements in its place."""
-    name: str = func._schema.name.removeprefix("aten::")
-    if name.startswith(("_foreach_", "_fused_")):
-        return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
-    pointwise: bool = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    return pointwise or name in ("zero_", "fill_", "copy_")
-
-
-def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | None:
-    """The tensors of the first argument, where those of all others lie as they do, one by one, or are numbers."""
-    first = args[0] if args else None
-    columns: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
-    if not all(isinstance(x, DTensor) and not any(p.is_partial() for p in x._spec.placements) for x in columns):
-        return None
-
-    def alike(x: Any, column: DTensor) -> bool:
-        if not isinstance(x, DTensor):
-            return not isinstance(x, Tensor) or x.dim() == 0
-        mine, spec = x._spec, column._spec
-        if mine is spec or (mine.placements == spec.placements and mine.mesh == spec.mesh and mine.shape == spec.shape):
-            return True
-        return x.dim() == 0 and mine.mesh == spec.mesh and _replicated(x)
-
-    for arg in (*args[1:], *kwargs.values()):
-        if not isinstance(arg, list | tuple):
-            if not all(alike(arg, column) for column in (columns if isinstance(arg, DTensor) else columns[:1])):
-                return None
-        elif any(isinstance(x, Tensor) for x in arg) and not (
-            len(arg) == len(columns) and all(map(alike, arg, columns))
-        ):
-            return None
-    return columns
 
 
 def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], columns: Sequence[DTensor]) -> Any:
@@ -263,10 +221,10 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
     def local(x: Any) -> Any:
         return x._local_tensor if isinstance(x, DTensor) else x
 
-    named = dict(zip(kwargs, _each(local, kwargs.values()), strict=True))
-    made = func(*_each(local, args), **named)
-    if func._schema.is_mutable:
-        return args[0] if isinstance(args[0], Tensor) else None
+    local_args, named = each_of(local, args, kwargs)
+    made = func(*local_args, **named)
+    if written := written_by(func, args, kwargs):
+        return written[0] if isinstance(written[0], Tensor) else None
     if not isinstance(made, Tensor):
         return [wrap(one, column._spec) for one, column in zip(made, columns, strict=True)]
     spec = columns[0]._spec
@@ -274,25 +232,6 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
     if meta is not None and meta.dtype != made.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, made.dtype))
     return wrap(made, spec)
-
-
-# ---- numbers, and tensors of several meshes ----
-
-
-@cache
-def _writes(func: Any) -> bool:
-    """True if the operation writes to its first argument."""
-    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
-    return first is not None and first.is_write
-
-
-def _of_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether plain tensors of one number are written to, and DTensors of one number are read."""
-    written, *read = (list(x) if isinstance(x, list | tuple) else [x] for x in args)
-    tensors = [x for xs in read for x in xs if isinstance(x, DTensor)]
-    plain = all(type(x) is Tensor and x.numel() == 1 for x in written)
-    named = any(isinstance(x, DTensor) for x in kwargs.values())
-    return plain and bool(tensors) and not named and all(x.numel() == 1 for x in tensors)
 
 
 def _check_view(view: PlanDTensor) -> None:
@@ -317,70 +256,9 @@ def _settled(tensor: Any) -> bool:
     storage = tensor._local_tensor.untyped_storage()
     if torch._C._storage_Use_Count(storage._cdata) > ALONE:
         return False
-    made = _plain(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
+    made = plain_dtensor(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
     tensor._local_tensor, tensor._spec = made._local_tensor, made._spec
     return True
-
-
-def _number(tensor: DTensor) -> Tensor:
-    """A tensor of one element as every rank has it."""
-    if tensor.device_mesh in _all_ranks:
-        return full_tensors([tensor])[0]
-    partial = any(isinstance(p, Partial) for p in tensor.placements)
-    return tensor.full_tensor() if partial else tensor._local_tensor
-
-
-def _unscale(gradients: Sequence[DTensor], found: Tensor, scale: Tensor) -> None:
-    """GradScaler's: divides gradients by the scale; an infinity of any rank is found on all."""
-    if not all(isinstance(gradient, DTensor) for gradient in gradients):
-        raise LayerwiseError(
-            "GradScaler was given the parallel model's parameters together with others, in one optimizer: give each an "
-            "optimizer of its own"
-        )
-    UNSCALE([gradient._local_tensor for gradient in gradients], found, scale)
-    for mesh in dict.fromkeys(_all_ranks.get(g.device_mesh, g.device_mesh) for g in gradients):
-        for axis in range(mesh.ndim):
-            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))
-
-
-def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
-    """The full tensors of these on every rank, in one message from those that have them. All ranks call this."""
-    fulls, sizes, mine = list[Tensor](), list[int](), list[bool]()
-    for one in tensors:
-        mesh, plain = one.device_mesh, _plain(one)
-        if mesh.get_coordinate() is None:
-            full = torch.empty(one.shape, dtype=one.dtype, device=one._local_tensor.device)
-        else:
-            full = plain.full_tensor().detach().contiguous()
-        fulls.append(full)
-        sizes.append(-(-full.nbytes // ALIGNMENT) * ALIGNMENT)
-        mine.append(int(mesh.mesh.flatten()[0]) == torch.distributed.get_rank())
-        all_ranks = _all_ranks[mesh]
-    flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=fulls[0].device)
-    parts = [part[: full.nbytes] for part, full in zip(torch.split(flat, sizes), fulls, strict=True)]
-    for part, full, first in zip(parts, fulls, mine, strict=True):
-        if first:
-            part.copy_(full.reshape(-1).view(torch.uint8))
-    for axis in range(all_ranks.ndim):  # one rank has what all others have zeros of
-        torch.distributed.all_reduce(flat, group=all_ranks.get_group(axis))
-    return [part.view(full.dtype).view(full.shape) for part, full in zip(parts, fulls, strict=True)]
-
-
-def _on(mesh: DeviceMesh, value: Tensor) -> DTensor:
-    """A tensor that all ranks have, replicated on a mesh."""
-    meta = TensorMeta(value.shape, value.stride(), value.dtype)
-    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
-    here = value if mesh not in _all_ranks or mesh.get_coordinate() is not None else value.new_empty(0)
-    return wrap(here, spec)
-
-
-def _full(tensor: DTensor) -> Tensor:
-    """The full tensor of one of all ranks."""
-    return tensor._local_tensor if _replicated(tensor) else tensor.full_tensor()
-
-
-def _replicated(tensor: DTensor) -> bool:
-    return all(isinstance(one, Replicate) for one in tensor.placements)
 
 
 def _marked(made: DTensor, device: torch.device) -> DTensor:
@@ -391,62 +269,17 @@ def _marked(made: DTensor, device: torch.device) -> DTensor:
     return wrap(local, made._spec)
 
 
-def _by_mesh(args: Sequence[Any]) -> dict[DeviceMesh | None, list[int]]:
-    """The places in the first list of tensors, by their mesh."""
-    first = next((arg for arg in args if isinstance(arg, list | tuple)), ())
-    places: dict[DeviceMesh | None, list[int]] = {}
-    for i, x in enumerate(first):
-        places.setdefault(x.device_mesh if isinstance(x, DTensor) else None, []).append(i)
-    return places
-
-
-def _mesh_by_mesh(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """Computes lists of tensors, mesh by mesh."""
-    places = _by_mesh(args)
-    count, made = sum(map(len, places.values())), dict[int, Any]()
-
-    def some(x: Any, where: Sequence[int]) -> Any:
-        return [x[i] for i in where] if isinstance(x, list | tuple) and len(x) == count else x
-
-    for where in places.values():
-        given = {key: some(x, where) for key, x in kwargs.items()}
-        result = func(*(some(x, where) for x in args), **given)
-        made |= dict(zip(where, result or (), strict=False))
-    return [made[i] for i in range(count)] if made else None
-
-
-def _brought_together(func: Any, given: Sequence[DTensor]) -> dict[int, DTensor]:
-    """Returns, by id, what stands for tensors that are not on the mesh of the computation.
-
-    LayerwiseError where that cannot be written to.
-    """
-    of_some = [x for x in given if x.device_mesh in _all_ranks]
-    meshes, others = {x.device_mesh for x in of_some}, [x for x in given if x.device_mesh not in _all_ranks]
-    numbers = all(not x.dim() for x in given)
-    if len(meshes) == 1 and not numbers and all(not x.dim() or _replicated(x) for x in others):
-        (mesh,) = meshes
-        return {id(x): _on(mesh, _full(x)) for x in others}
-    if func._schema.is_mutable:
-        raise LayerwiseError(
-            f"{func._schema.name.removeprefix('aten::')}() would write what is computed of tensors of other ranks to a "
-            "parameter or gradient of a layer that is on some ranks only: give it numbers"
-        )
-    mesh = others[0].device_mesh if others else _all_ranks[of_some[0].device_mesh]
-    values = full_tensors(of_some)
-    return {id(x): _on(mesh, value) for x, value in zip(of_some, values, strict=True)}
-
-
 class _OnAllRanks(torch.autograd.Function):
     """A tensor of some ranks becomes one that is replicated on all."""
 
     @staticmethod
     def forward(ctx: Any, tensor: PlanDTensor) -> DTensor:
         ctx.mesh = tensor.device_mesh
-        return _on(_all_ranks[ctx.mesh], full_tensors([tensor])[0])
+        return _marked(on_mesh(ALL_RANKS[ctx.mesh], full_tensors([tensor])[0]), tensor._local_tensor.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> DTensor:
-        return _on(ctx.mesh, _full(gradient))
+        return _marked(on_mesh(ctx.mesh, full(gradient)), gradient._local_tensor.device)
 
 
 class _Marked(torch.autograd.Function):

@@ -104,3 +104,35 @@ def test_values_do_not_tell_how_many_samples_were_traced(name: str, monkeypatch:
     one, other = (network.built for network in networks)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+class Head(nn.Module):
+    """Puts what it makes into a list that it shares, as those of MONAI's DynUNet do."""
+
+    def __init__(self, outputs: list[Tensor], place: int) -> None:
+        super().__init__()
+        self.outputs, self.place, self.linear = outputs, place, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outputs[self.place] = self.linear(x)
+        return self.outputs[self.place]
+
+
+def test_modules_that_share_a_list_share_it_after_a_trace() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs = [torch.rand(1)] * 2
+            self.first, self.second = Head(self.outputs, 0), Head(self.outputs, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.second(self.first(x).tanh())
+            return torch.stack(self.outputs, 1)
+
+    model, x = Heads(), torch.randn(4, 4)
+    before, wanted = list(model.outputs), model(x).detach()
+    model.outputs[:] = before
+    network = network_of(model, (x,), 8, "heads")
+    assert network.unproven is None
+    assert [a is b for a, b in zip(model.outputs, before, strict=True)] == [True, True]
+    assert torch.equal(model(x), wanted)

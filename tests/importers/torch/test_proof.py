@@ -327,3 +327,15 @@ def test_an_example_may_have_any_numbers(value: float) -> None:
     """As torch.empty makes them: statistics that are NaN are not moved twice."""
     made = network_of(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (torch.full((4, 4), value),), None, "test")
     assert (made.unproven, made.graph.unseen) == (None, ())
+
+
+def test_a_mean_that_is_nothing_but_rounding_is_no_difference() -> None:
+    """Of a layer norm: its numbers cancel, a sample's alone in another order than all samples' together."""
+
+    class Mean(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * super().forward(x).mean()
+
+    torch.manual_seed(0)
+    model = Mean(nn.Linear(4, 4096), nn.LayerNorm(4096)).double()
+    assert network_of(model, (torch.randn(2, 100, 4).double(),), None, "test").unproven is None

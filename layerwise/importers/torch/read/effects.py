@@ -153,6 +153,27 @@ def put_back(model: nn.Module, known: Numbers) -> None:
 
 
 @contextmanager
+def same_containers(model: nn.Module) -> Iterator[None]:
+    """Within it lists and dicts that modules have may be written to or replaced: afterwards they are as before.
+
+    torch.export puts copies in their places, and modules that share one, as MONAI's DynUNet, share it no more.
+    """
+    held = [
+        (vars(m), name, value, copy.copy(value))
+        for _, m in hookable(model)
+        for name, value in vars(m).items()
+        if type(value) in (list, dict) and name not in _OF_MODULES
+    ]
+    try:
+        yield
+    finally:
+        for attributes, name, value, before in held:
+            attributes[name] = value
+            value.clear()
+            (value.update if isinstance(value, dict) else value.extend)(before)
+
+
+@contextmanager
 def as_it_was(module: nn.Module) -> Iterator[None]:
     """Within it the module may be called: attributes, buffers and random numbers are those of before afterwards."""
     modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -163,7 +184,7 @@ def as_it_was(module: nn.Module) -> Iterator[None]:
     devices = sorted({t.device.index for t in (*module.parameters(), *module.buffers()) if t.device.type == "cuda"})
     python, numpy, counted = random.getstate(), np.random.get_state(), numbers(module)
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), same_containers(module):
             yield
     finally:
         random.setstate(python)

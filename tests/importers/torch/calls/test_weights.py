@@ -159,7 +159,8 @@ class Vectors(nn.Module):
             if way == "twice the same":
                 F.normalize(torch.mv(matrix.t(), u), dim=0, eps=1e-12, out=v)
         u, v = early.clone(), v.clone()
-        return F.linear(before, matrix / torch.dot(u, torch.mv(matrix, v)))
+        made = F.linear(before, matrix / torch.dot(u, torch.mv(matrix, v)))
+        return made + self.u if way == "read after" else made
 
 
 def test_a_spectral_norm_of_its_own_is_one() -> None:
@@ -168,7 +169,16 @@ def test_a_spectral_norm_of_its_own_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["read before", "of the old u", "not transposed", "another norm", "twice the same", "sigma of before"]
+    "way",
+    [
+        "read before",
+        "read after",
+        "of the old u",
+        "not transposed",
+        "another norm",
+        "twice the same",
+        "sigma of before",
+    ],
 )
 def test_vectors_that_move_in_another_way_are_refused(way: str) -> None:
     """Their writes would be lost."""

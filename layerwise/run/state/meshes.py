@@ -1,0 +1,136 @@
+"""DTensors of several meshes, of all ranks and of some: as numbers, full tensors and lists, in every rank's hands.
+
+A layer on some of the ranks has its parameters there alone, as DTensors of a sub-mesh. DTensor's own arithmetic does
+not mix meshes, and makes zeros and empty tensors on ranks outside of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from layerwise.errors import LayerwiseError
+
+ALIGNMENT = 16  # bytes: of tensors that travel together
+UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+ALL_RANKS: dict[DeviceMesh, DeviceMesh] = {}  # by sub-mesh: the mesh of all ranks
+
+
+def plain_dtensor(tensor: DTensor) -> DTensor:
+    """Returns it as PyTorch's own DTensor, in the same memory."""
+    made: DTensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def replicated(tensor: DTensor) -> bool:
+    return all(isinstance(one, Replicate) for one in tensor.placements)
+
+
+def full(tensor: DTensor) -> Tensor:
+    """The full tensor of one of all ranks."""
+    return tensor._local_tensor if replicated(tensor) else tensor.full_tensor()
+
+
+def number(tensor: DTensor) -> Tensor:
+    """A tensor of one element as every rank has it."""
+    if tensor.device_mesh in ALL_RANKS:
+        return full_tensors([tensor])[0]
+    partial = any(isinstance(p, Partial) for p in tensor.placements)
+    return tensor.full_tensor() if partial else tensor._local_tensor
+
+
+def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
+    """The full tensors of these on every rank, in one message from those that have them. All ranks call this."""
+    fulls, sizes, first = list[Tensor](), list[int](), list[bool]()
+    for one in tensors:
+        mesh, plain = one.device_mesh, plain_dtensor(one)
+        if mesh.get_coordinate() is None:
+            full = torch.empty(one.shape, dtype=one.dtype, device=one._local_tensor.device)
+        else:
+            full = plain.full_tensor().detach().contiguous()
+        fulls.append(full)
+        sizes.append(-(-full.nbytes // ALIGNMENT) * ALIGNMENT)
+        first.append(int(mesh.mesh.flatten()[0]) == torch.distributed.get_rank())
+        all_ranks = ALL_RANKS[mesh]
+    flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=fulls[0].device)
+    parts = [part[: full.nbytes] for part, full in zip(torch.split(flat, sizes), fulls, strict=True)]
+    for part, full, sends in zip(parts, fulls, first, strict=True):
+        if sends:
+            part.copy_(full.reshape(-1).view(torch.uint8))
+    for axis in range(all_ranks.ndim):  # one rank has what all others have zeros of
+        torch.distributed.all_reduce(flat, group=all_ranks.get_group(axis))
+    return [part.view(full.dtype).view(full.shape) for part, full in zip(parts, fulls, strict=True)]
+
+
+def on_mesh(mesh: DeviceMesh, value: Tensor) -> DTensor:
+    """A tensor that all ranks have, replicated on a mesh."""
+    meta = TensorMeta(value.shape, value.stride(), value.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
+    here = value if mesh not in ALL_RANKS or mesh.get_coordinate() is not None else value.new_empty(0)
+    made: DTensor = DTensor(here, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def brought_together(func: Any, given: Sequence[DTensor]) -> dict[int, DTensor]:
+    """Returns, by id, what stands for tensors that are not on the mesh of the computation.
+
+    LayerwiseError where that cannot be written to.
+    """
+    of_some = [x for x in given if x.device_mesh in ALL_RANKS]
+    meshes, others = {x.device_mesh for x in of_some}, [x for x in given if x.device_mesh not in ALL_RANKS]
+    numbers = all(not x.dim() for x in given)
+    if len(meshes) == 1 and not numbers and all(not x.dim() or replicated(x) for x in others):
+        (mesh,) = meshes
+        return {id(x): on_mesh(mesh, full(x)) for x in others}
+    if func._schema.is_mutable:
+        raise LayerwiseError(
+            f"{func._schema.name.removeprefix('aten::')}() would write what is computed of tensors of other ranks to a "
+            "parameter or gradient of a layer that is on some ranks only: give it numbers"
+        )
+    mesh = others[0].device_mesh if others else ALL_RANKS[of_some[0].device_mesh]
+    values = full_tensors(of_some)
+    return {id(x): on_mesh(mesh, value) for x, value in zip(of_some, values, strict=True)}
+
+
+def by_mesh(args: Sequence[Any]) -> dict[DeviceMesh | None, list[int]]:
+    """The places in the first list of tensors, by their mesh."""
+    first = next((arg for arg in args if isinstance(arg, list | tuple)), ())
+    places: dict[DeviceMesh | None, list[int]] = {}
+    for i, x in enumerate(first):
+        places.setdefault(x.device_mesh if isinstance(x, DTensor) else None, []).append(i)
+    return places
+
+
+def mesh_by_mesh(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """Computes lists of tensors, mesh by mesh."""
+    places = by_mesh(args)
+    count, made = sum(map(len, places.values())), dict[int, Any]()
+
+    def some(x: Any, where: Sequence[int]) -> Any:
+        return [x[i] for i in where] if isinstance(x, list | tuple) and len(x) == count else x
+
+    for where in places.values():
+        given = {key: some(x, where) for key, x in kwargs.items()}
+        result = func(*(some(x, where) for x in args), **given)
+        made |= dict(zip(where, result or (), strict=False))
+    return [made[i] for i in range(count)] if made else None
+
+
+def unscale(gradients: Sequence[DTensor], found: Tensor, scale: Tensor) -> None:
+    """GradScaler's: divides gradients by the scale; an infinity of any rank is found on all."""
+    if not all(isinstance(gradient, DTensor) for gradient in gradients):
+        raise LayerwiseError(
+            "GradScaler was given the parallel model's parameters together with others, in one optimizer: give each an "
+            "optimizer of its own"
+        )
+    UNSCALE([gradient._local_tensor for gradient in gradients], found, scale)
+    for mesh in dict.fromkeys(ALL_RANKS.get(g.device_mesh, g.device_mesh) for g in gradients):
+        for axis in range(mesh.ndim):
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))

@@ -1,0 +1,81 @@
+"""An operation of PyTorch as its schema has it: what it reads and writes, and whether it goes element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layerwise.run.state.meshes import replicated
+
+
+def each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns what `act` makes of an operation's arguments or results, and of those in lists."""
+    return tuple(type(v)(map(act, v)) if type(v) in (list, tuple) else act(v) for v in values)
+
+
+def each_of(act: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns what `act` makes of both kinds of an operation's arguments."""
+    return each(act, args), dict(zip(kwargs, each(act, kwargs.values()), strict=True))
+
+
+@cache
+def elementwise(func: Any) -> bool:
+    """True if each element of the result is made of the elements in its place."""
+    name: str = func._schema.name.removeprefix("aten::")
+    if name.startswith(("_foreach_", "_fused_")):
+        return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
+    pointwise: bool = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    return pointwise or name in ("zero_", "fill_", "copy_")
+
+
+def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | None:
+    """The tensors of the first argument, where those of all others lie as they do, one by one, or are numbers."""
+    first = args[0] if args else None
+    columns: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
+    if not all(isinstance(x, DTensor) and not any(p.is_partial() for p in x._spec.placements) for x in columns):
+        return None
+
+    def alike(x: Any, column: DTensor) -> bool:
+        if not isinstance(x, DTensor):
+            return not isinstance(x, Tensor) or x.dim() == 0
+        mine, spec = x._spec, column._spec
+        if mine is spec or (mine.placements == spec.placements and mine.mesh == spec.mesh and mine.shape == spec.shape):
+            return True
+        return x.dim() == 0 and mine.mesh == spec.mesh and replicated(x)
+
+    for arg in (*args[1:], *kwargs.values()):
+        if not isinstance(arg, list | tuple):
+            if not all(alike(arg, column) for column in (columns if isinstance(arg, DTensor) else columns[:1])):
+                return None
+        elif any(isinstance(x, Tensor) for x in arg) and not (
+            len(arg) == len(columns) and all(map(alike, arg, columns))
+        ):
+            return None
+    return columns
+
+
+@cache
+def _outputs(func: Any) -> tuple[int | str, ...]:
+    """The arguments that an operation writes to, by place, or by name as `out=` is."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(a.name if a.kwarg_only else i for i, a in arguments if a.alias_info and a.alias_info.is_write)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operation writes to."""
+    return [kwargs.get(at) if isinstance(at, str) else args[at] for at in _outputs(func)]
+
+
+def writes_numbers(written: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if plain tensors of one number are written to, and DTensors of one number are read."""
+    plain = [x for xs in written for x in (xs if isinstance(xs, list | tuple) else (xs,))]
+    if not all(type(x) is Tensor and x.numel() == 1 for x in plain):
+        return False
+    read = list[DTensor]()
+    each_of(lambda x: read.append(x) if isinstance(x, DTensor) else None, args, kwargs)
+    return bool(read) and all(x.numel() == 1 for x in read)
