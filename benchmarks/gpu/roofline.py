@@ -313,7 +313,7 @@ def step_s(plan: Plan, network: Network, setting: Setting) -> float:
     """Of rank 0, with nobody to wait for."""
     loss = cross_entropy if plan.io == "free" else None
     module = load_module(plan, network, comm=Mute(plan.gpus, setting.where), loss=loss)
-    share, graph = module.share(), module.graph
+    share, graph = module.share(), module.layer_graph
     entry, (out,) = next(layer.out for layer in graph.layers if layer.end), graph.layers[-1].specs
     x = torch.randn(share.stop - share.start, *entry.shape[1:], device=setting.where)
     target = torch.randint(out.shape[1], (len(x), *out.shape[2:]), device=setting.where)

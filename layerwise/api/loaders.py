@@ -97,11 +97,11 @@ class Feeding:
     def __init__(self, module: ParallelModule) -> None:
         self.module, self.live = module, dict[object, tuple[int, bool]]()
         self._gathering = 0
-        layers, batch = module.graph.layers, module.graph.batch
+        layers, batch = module.layer_graph.layers, module.layer_graph.batch
         sample_inputs = {layer.name for layer in layers if type(layer.op) is Input and layer.out.index("n") == 0}
         self._by_sample = [path for path, leaf in module._arguments.leaves.items() if leaf.name in sample_inputs]
         sink = layers[-1]
-        losses = any(name in module.graph.losses for name in sink.inputs)
+        losses = any(name in module.layer_graph.losses for name in sink.inputs)
         self._rows = not losses and all(x.index("n") == 0 and x.shape[0] == batch for x in sink.specs)
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after)
@@ -115,7 +115,7 @@ class Feeding:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._gathering = 0
         module = self.module
-        if not self.live or "batch" in named or module.io == "free" or module._arguments.takes("batch"):
+        if not self.live or "batch" in named or module.plan.io == "free" or module._arguments.takes("batch"):
             return None
         flat = module._arguments.named(inputs, named)
         by_sample = [x for path in self._by_sample if isinstance(x := flat.get(path), Tensor) and x.dim()]
@@ -179,7 +179,7 @@ class Shares(Sampler[list[int]]):
         """Samples of a last batch that is too small for the plan's cuts, and so joins the one before; else 0."""
         theirs = self.theirs
         split = not self.full or (
-            self.feeding.module.io == "free" and getattr(theirs, "batch_size", 0) >= self.feeding.least()
+            self.feeding.module.plan.io == "free" and getattr(theirs, "batch_size", 0) >= self.feeding.least()
         )
         if not split or not isinstance(theirs, BatchSampler) or theirs.drop_last:
             return 0

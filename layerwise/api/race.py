@@ -177,7 +177,9 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 def _steps_s(module: ParallelModule, call: Call, training: bool, autocast: torch.dtype | None) -> list[float]:
     """Seconds of this rank's steps."""
     share = module.share()
-    positional, named = _resized(call, share.stop - share.start if module.io == "sample" else module.plan.batch, module)
+    positional, named = _resized(
+        call, share.stop - share.start if module.plan.io == "sample" else module.plan.batch, module
+    )
     seconds = list[float]()
     mixed = nullcontext() if autocast is None else torch.autocast(module.device.type, autocast)
     for _ in range(WARM_UP + STEPS):

@@ -148,7 +148,7 @@ def begin_saving(
             entries, _ = agree(comm, collect, failed)
         lock = lock.pop_all()
     about: dict[str, JSON] = {
-        "model": model_digest(module.graph),
+        "model": model_digest(module.layer_graph),
         "steps": steps,
         "progress": copy.deepcopy(dict(progress)),
         "optimizer": None if optimizer is None else type(optimizer).__qualname__,
@@ -282,7 +282,7 @@ def _check_about(reader: Reader, module: ParallelModule) -> None:
         dict(about["progress"].items())
         if not isinstance(about["optimizer"], str | None):
             raise ValueError(f"optimizer {about['optimizer']!r}")
-        same = about["model"] == model_digest(module.graph)
+        same = about["model"] == model_digest(module.layer_graph)
     if not same:
         raise LayerwiseError(
             f"{reader.where} is of another model: it has the same names and shapes, but other operators"

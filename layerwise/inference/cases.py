@@ -41,8 +41,8 @@ class Cases:
     @staticmethod
     def of(model: ParallelModule, samples: object, output: int) -> Cases:
         """Those of a user's `samples`. LayerwiseError where they will not do."""
-        layers = [layer for layer in model.graph.layers if layer.role is Role.INPUT]
-        outputs = model.graph.layers[-1].specs
+        layers = [layer for layer in model.layer_graph.layers if layer.role is Role.INPUT]
+        outputs = model.layer_graph.layers[-1].specs
         if not 0 <= output < len(outputs):
             raise LayerwiseError(f"the model has {len(outputs)} outputs: there is no number {output}")
         sources: list[SampleSource]

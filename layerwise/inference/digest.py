@@ -34,7 +34,7 @@ def model_digest(model: ParallelModule, *settings: object) -> str:
     for sums in agree(model.comm, act)[1]:
         total.update(sums)
     values = {name: value % (1 << 64) for name, value in sorted(total.items())}
-    text = json.dumps([values, str(model.options.autocast), *map(str, settings)])
+    text = json.dumps([values, str(model.runtime_options.autocast), *map(str, settings)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

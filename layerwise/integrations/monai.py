@@ -75,7 +75,7 @@ def update_boxes(engine: Any, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     LayerwiseError for a network of samples, which needs no such update.
     """
     network = engine.network
-    if not isinstance(network, ParallelModule) or network.io != "boxes":
+    if not isinstance(network, ParallelModule) or network.plan.io != "boxes":
         raise LayerwiseError("update_boxes takes what layerwise.parallelize(..., io='boxes') returns: leave it out")
     network.train()
     engine.optimizer.zero_grad()

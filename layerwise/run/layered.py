@@ -61,7 +61,10 @@ class LayeredModule(SplitFacade):
         self._all_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
         self._spans = Spans()
-        boxes, shared_out = parameter_boxes(self.graph, places(self.graph, plan)), shardings(self.graph, plan)
+        boxes, shared_out = (
+            parameter_boxes(self.layer_graph, places(self.layer_graph, plan)),
+            shardings(self.layer_graph, plan),
+        )
         held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._hold(State(network, held, plan.device_order, comm, options))
         # For other sizes, copies, and other element types.
@@ -74,10 +77,10 @@ class LayeredModule(SplitFacade):
         self._original = OriginalModel()
         self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.rank_schedule
-        if loss is not None and self.io == "boxes":
+        if loss is not None and self.plan.io == "boxes":
             check_classes(first)
         # With io sample a rank's loss is the mean over its own samples: the mean over the ranks is the global one.
-        self._mean_over = comm.size if self.io == "sample" else 1
+        self._mean_over = comm.size if self.plan.io == "sample" else 1
         scale = 1 / self._mean_over
         self._working = WorkingParameters(self._state, first, boxes, shared_out, scale, self.pass_gradients)
         self._reducer = self._working.reducer
@@ -99,7 +102,7 @@ class LayeredModule(SplitFacade):
 
     def _executor(self, batch: int, shaped: Shaped, differentiated: frozenset[str] = frozenset()) -> Executor:
         """Returns the executor of so many samples of all ranks. differentiated: inputs whose gradient is wanted."""
-        options = self.options.here()
+        options = self.runtime_options.here()
         few = not torch.is_grad_enabled() and batch < max(config["n"] for config in shaped.plan.strategy.values())
         key = batch, id(shaped), differentiated, options.autocast, few  # the module keeps every `shaped`
         if key not in self._executors:
@@ -116,11 +119,11 @@ class LayeredModule(SplitFacade):
     @property
     def rank_schedule(self) -> Schedule:
         """This rank's schedule at the plan's batch and sizes."""
-        return self._executor(self.graph.batch, self._shapes.first).schedule
+        return self._executor(self.layer_graph.batch, self._shapes.first).schedule
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
-        if self.io != "boxes":
-            raise LayerwiseError(f"the plan has io {self.io!r}: parallelize the model with io='boxes'")
+        if self.plan.io != "boxes":
+            raise LayerwiseError(f"the plan has io {self.plan.io!r}: parallelize the model with io='boxes'")
         shaped = self._shapes.at(sizes, training=False)
         executor = self._executor(samples, shaped)
         schedule = executor.schedule
@@ -160,7 +163,7 @@ class LayeredModule(SplitFacade):
         inputs = shapes.tensors_of(inputs, named)
         total, shaped = self._agreed(shapes, inputs, batch, target=target is not None)
         share = self.share(total)
-        part = 1.0 if self.io != "sample" else (share.stop - share.start) / total
+        part = 1.0 if self.plan.io != "sample" else (share.stop - share.start) / total
         scales = [factor * self._mean_over for factor in factors(shaped.graph, part)]
         differentiated = shaped.inputs.differentiated(inputs, scales)
         executor = self._executor(total, shaped, differentiated)
@@ -168,7 +171,7 @@ class LayeredModule(SplitFacade):
         outputs = self._run(executor, fed, sorted(differentiated), scales)
         if self.called_loss is not None and target is not None:
             return global_loss(self._mean_loss(self.called_loss, target), executor.schedule, outputs, target)
-        local = share.stop - share.start if self.io == "sample" else None  # else a rank has its boxes of an output
+        local = share.stop - share.start if self.plan.io == "sample" else None  # else a rank has its boxes of an output
         return returned(executor.schedule, outputs, shaped.structure, local)
 
     def _agreed(
@@ -176,7 +179,7 @@ class LayeredModule(SplitFacade):
     ) -> tuple[int, Shaped]:
         """Returns how many samples all ranks feed together, as they tell each other, and the network at their sizes."""
         samples, sizes = shapes.inputs.fed_samples(inputs, target=target), shapes.sizes
-        if self.io != "boxes":
+        if self.plan.io != "boxes":
             sizes = shapes.sizes_of(inputs)
         alike, step = self._comparison, (self.steps_done + 1) * self.training
         alike_in = (*sizes, shapes.called) if shapes.called else sizes
@@ -187,7 +190,7 @@ class LayeredModule(SplitFacade):
         self, executor: Executor, fed: dict[str, Tensor], differentiated: Sequence[str], scales: Sequence[float]
     ) -> Any:
         """Returns the outputs of this rank's boxes of the inputs. scales: of the outputs' gradients."""
-        seed = combine(self.options.seed, self.steps_done)
+        seed = combine(self.runtime_options.seed, self.steps_done)
         if self.training or torch.is_grad_enabled():  # a step may follow
             self._initial = {}
         if self.training:
@@ -223,7 +226,7 @@ class LayeredModule(SplitFacade):
     def _mean_loss(self, loss: LossFunction, target: Tensor) -> MeanLoss:
         """The loss, tried when it is called first."""
         if self._tried is None or self._tried.loss is not loss:
-            self._tried = mean_loss(loss, self.graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
+            self._tried = mean_loss(loss, self.layer_graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
         return self._tried
 
     def _check_parameters(self) -> None:
@@ -262,16 +265,16 @@ class LayeredModule(SplitFacade):
 
     def _retype(self, dtype: torch.dtype) -> None:
         """The parameters have another element type from now on. LayerwiseError where the model has several."""
-        check_types(self.graph, dtype)
-        self.dtype, self.options = dtype, replace(self.options, dtype=dtype)
-        self._state.options = self.options
-        self._shapes = Shapes(self._network, self.plan, self.comm, self.options)
+        check_types(self.layer_graph, dtype)
+        self.dtype, self.runtime_options = dtype, replace(self.runtime_options, dtype=dtype)
+        self._state.options = self.runtime_options
+        self._shapes = Shapes(self._network, self.plan, self.comm, self.runtime_options)
         self._executors.clear()
         self._reducer.forget()
 
     def compile(self, **settings: Any) -> None:
         """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
-        self.options = replace(self.options, compile=settings)
+        self.runtime_options = replace(self.runtime_options, compile=settings)
         for executor in self._executors.values():
             executor.compile(settings)
 
@@ -301,7 +304,7 @@ class LayeredModule(SplitFacade):
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
         """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
-        made = LayeredModule(self._network, self.plan, self.comm, self.options, self.called_loss)
+        made = LayeredModule(self._network, self.plan, self.comm, self.runtime_options, self.called_loss)
         memo[id(self)] = made
         made.load_state_dict(self.state_dict())
         for mine, theirs in zip(self.parameters(), made.parameters(), strict=True):

@@ -53,7 +53,7 @@ class ParallelModule(nn.Module):
 
     def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         super().__init__()
-        self.plan, self.comm, self.options, self.io, self.graph = plan, comm, options, plan.io, graph
+        self.plan, self.comm, self.runtime_options, self.layer_graph = plan, comm, options, graph
         self.device, self.dtype = options.device, options.dtype
         self.steps_done = 0  # training forwards done: the random numbers of each step follow from it
         self._synchronise = True
@@ -189,11 +189,11 @@ class ParallelModule(nn.Module):
         are within no_sync().
         """
         planned = dict(self.plan.predicted)
-        if self.options.local_batch_norm != uses_local_batch_norm(self.plan):
+        if self.runtime_options.local_batch_norm != uses_local_batch_norm(self.plan):
             planned.pop("statistics_bytes", None)  # of other statistics
         if "sync_bytes" in planned:
             planned.setdefault("gather_bytes", 0.0)  # plans of version 1 share nothing out
-        types = planned_types(self.plan, self.graph)
+        types = planned_types(self.plan, self.layer_graph)
         return predicted_bytes(planned, self.plan.strategy, types, self.rank_schedule, self._reducer, batches)
 
     @contextmanager

@@ -179,7 +179,7 @@ class Trainer(Generic[LocalBatch]):
                 loss = self.objective.loss(local, size)
                 (loss * self._weight(size, samples)).backward()  # type: ignore[no-untyped-call]
             part = module.share(size)
-            local_samples = size if module.io != "sample" else part.stop - part.start
+            local_samples = size if module.plan.io != "sample" else part.stop - part.start
             losses.append((loss.detach(), self._weight(local_samples, samples)))
         if self.skip and not self._finite([loss for loss, _ in losses]):
             self.skipped.append(number + 1)
@@ -216,7 +216,7 @@ class Trainer(Generic[LocalBatch]):
         steps = []
         for local, ranks in zip(waiting, zip(*summaries, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
-            loss = losses[0] if module.io != "sample" else sum(losses)
+            loss = losses[0] if module.plan.io != "sample" else sum(losses)
             epoch = self.sampler.epoch(local.number)
             steps.append(Step(local.number + 1, epoch + 1, local.samples, loss, max(seconds)))
         return steps

@@ -49,7 +49,7 @@ class TaskObjective:
         module = self.module
         for numbers in batches:
             inputs_read, target = full_or_boxes(module, self.task, self.samples, numbers[module.share(len(numbers))])
-            inputs, left = self.task.feed(inputs_read, target, module.options.dtype)
+            inputs, left = self.task.feed(inputs_read, target, module.runtime_options.dtype)
             yield tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
 
     def loss(self, local: Fed, batch: int) -> Tensor:
@@ -94,7 +94,7 @@ def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor,
 
 def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedSamples, numbers: Tensor) -> Batch:
     """Reads what this rank needs of the samples that it shares in (`ParallelModule.share`): all, or its boxes."""
-    if module.io != "boxes":
+    if module.plan.io != "boxes":
         return samples.batch(numbers)
     boxes = list(module.read_boxes().values())
     if task.target is not None:
@@ -107,7 +107,9 @@ def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedS
 def target_box(module: ParallelModule) -> Box:
     """The part of a target of classes that belongs to this rank's box of the output; nothing where it has none."""
     (box,) = module.output_boxes()
-    return without_classes(box or Box((0,) * len(shape := module.graph.layers[-1].specs[0].shape), (0,) * len(shape)))
+    return without_classes(
+        box or Box((0,) * len(shape := module.layer_graph.layers[-1].specs[0].shape), (0,) * len(shape))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +142,14 @@ def evaluate(module: ParallelModule, data: Data) -> Score | None:
         return None
     counts = torch.zeros(3, training_task.classes, dtype=torch.float64, device=module.device)
     loss = module.called_loss
-    gathered = module.io == "free" and loss is None  # then every rank has all of it
+    gathered = module.plan.io == "free" and loss is None  # then every rank has all of it
     module.called_loss = None
     try:
         with evaluating(module):
             for numbers, real in filled_batches(module, held_out.count):
                 inputs_read, target = full_or_boxes(module, training_task, held_out, numbers)
                 target[~real[_target_samples(module)]] = -1
-                inputs, left = training_task.feed(inputs_read, target, module.options.dtype)
+                inputs, left = training_task.feed(inputs_read, target, module.runtime_options.dtype)
                 assert left is not None
                 out = tensors(module(*(x.to(module.device) for x in inputs)))[0]
                 if not gathered or module.comm.rank == 0:
@@ -169,9 +171,9 @@ def held_out_loss(module: ParallelModule, data: Data) -> float | None:
     with evaluating(module):
         loss = sum(float(objective.loss(local, size)) for local in objective.read(batches))
     share = module.share(size)
-    weight = 1.0 if objective.summed or module.io != "sample" else (share.stop - share.start) / size
+    weight = 1.0 if objective.summed or module.plan.io != "sample" else (share.stop - share.start) / size
     everyone: list[float] = module.comm.all_gather_object(loss * weight)
-    total = everyone[0] if module.io != "sample" else sum(everyone)
+    total = everyone[0] if module.plan.io != "sample" else sum(everyone)
     return total / count
 
 
@@ -190,7 +192,9 @@ def predicting(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data
         strategy[name] = _of_all_classes(strategy[name])
     without = replace(plan, model=model, digest=graph.digest, strategy=strategy, predicted={}, predicted_layers={})
     loss_here = cross_entropy if plan.io != "sample" else None  # with which outputs stay where they are
-    predictor = build_module(without, network, module.comm, replace(module.options, compile=None), loss=loss_here)
+    predictor = build_module(
+        without, network, module.comm, replace(module.runtime_options, compile=None), loss=loss_here
+    )
     predictor.load_state_dict(module.full_state_dict())
     return predictor, replace(data, task=task(graph))
 
@@ -202,12 +206,12 @@ def _of_all_classes(config: Config) -> Config:
 
 def _target_samples(module: ParallelModule) -> slice:
     """The samples, of those that this rank shares in, that its target is of."""
-    return target_box(module).slices()[0] if module.io == "boxes" else slice(None)
+    return target_box(module).slices()[0] if module.plan.io == "boxes" else slice(None)
 
 
 def _local_target(module: ParallelModule, target: Tensor) -> Tensor:
     """The target of this rank's part of the output."""
-    if module.io != "free":
+    if module.plan.io != "free":
         return target
     box = module.output_boxes()[0]
     return target[:0] if box is None else target[without_classes(box).slices()]

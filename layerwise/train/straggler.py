@@ -98,9 +98,9 @@ class Stragglers:
         none of a compiled model, which would be compiled anew for each look.
         """
         module, expected = self.module, dict[str, float]()
-        if module.options.compile is not None or any(is_compiled(m) for m in module.modules()):
+        if module.runtime_options.compile is not None or any(is_compiled(m) for m in module.modules()):
             return expected
-        of_layer = places(module.graph, module.plan)
+        of_layer = places(module.layer_graph, module.plan)
         for name, times in module.plan.predicted_layers.items():
             if name in of_layer and not times.get("statistics_s"):
                 volume = of_layer[name].computed.volume

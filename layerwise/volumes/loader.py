@@ -63,7 +63,7 @@ class BoxLoader:
         workers: int = 0,
         prefetch: int = 2,
     ) -> None:
-        specs = [layer.out for layer in model.graph.layers if layer.role is Role.INPUT]
+        specs = [layer.out for layer in model.layer_graph.layers if layer.role is Role.INPUT]
         boxes = model.read_boxes()
         if len(sources) != len(boxes):
             raise LayerwiseError(f"the model takes {len(boxes)} inputs ({', '.join(boxes)}), not {len(sources)}")
@@ -87,7 +87,8 @@ class BoxLoader:
             raise LayerwiseError(f"{self.samples} samples are no batch of {self.batch}")
         described = zip(boxes.items(), specs, opened, strict=True)
         inputs = tuple(
-            BoxInput(name, spec, box, source, classes_of(model.graph, name)) for (name, box), spec, source in described
+            BoxInput(name, spec, box, source, classes_of(model.layer_graph, name))
+            for (name, box), spec, source in described
         )
         self._reading = BatchReader(inputs, crop, flip, intensity, seed)
         self._workers, self._prefetch, self._pinned = workers, prefetch, model.device.type == "cuda"

@@ -99,7 +99,7 @@ def replicas(comm: Comm, how: dict[str, Any]) -> tuple[Trained, dict[str, str]]:
     """A 2-D mesh; also each layer's configuration. With a batch of two every rank feeds both."""
     few = how.get("batch")
     model = part(network(SEED + comm.rank), mesh(), few or BATCH // 4, **how)
-    assert (model.comm.size, model.io) == (4, "free" if few else "sample")
+    assert (model.comm.size, model.plan.io) == (4, "free" if few else "sample")
     losses = steps(model, 2, slice(None) if few else model.share(), few or BATCH)
     return (losses, model.full_state_dict()), {name: str(config) for name, config in model.plan.strategy.items()}
 

@@ -76,7 +76,7 @@ def module_of(found: Plan, comm: Comm, weights: Path | None = None) -> ParallelM
 
 
 def train(module: ParallelModule, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    share, width = module.share(), module.graph.layers[0].out.shape[1]
+    share, width = module.share(), module.layer_graph.layers[0].out.shape[1]
     for step in range(steps):
         draw = torch.Generator().manual_seed(step)
         x, y = torch.randn(BATCH, width, generator=draw)[share], torch.randint(10, (BATCH,), generator=draw)[share]

@@ -115,9 +115,9 @@ class DataParallelModule(ParallelModule):
         """Gradients are averaged from now on."""
         self._averaged: AveragedParameters | None = None
         if self.comm.size > 1:
-            compare, summed, size = self.options.compare_ranks, lambda: self.summed, self.plan.bucket_bytes
+            compare, summed, size = self.runtime_options.compare_ranks, lambda: self.summed, self.plan.bucket_bytes
             self._averaged = AveragedParameters(
-                self.module, self.graph, self.comm, compare=compare, summed=summed, bucket_bytes=size
+                self.module, self.layer_graph, self.comm, compare=compare, summed=summed, bucket_bytes=size
             )
             for kind in ("sync", "io", "statistics"):
                 self._prepare(kind, {tuple(range(self.comm.size))})
@@ -143,7 +143,7 @@ class DataParallelModule(ParallelModule):
             with self._autocast():
                 outputs = (
                     self._compiled(call, inputs, named)
-                    if self.options.compile is not None
+                    if self.runtime_options.compile is not None
                     else self.module(*inputs, **named)
                 )
         finally:
@@ -165,9 +165,9 @@ class DataParallelModule(ParallelModule):
                 made = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
             return [((Box((0,) * x.dim(), tuple(x.shape)),), x) for x in made]
 
-        layers = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
-        types = [self.options.element_type(layer.out.dtype, self.graph) for layer in layers]
-        shapes = _returned_shapes(self.module, self.options.device, [box.shape for box in boxes], types)
+        layers = [layer for layer in self.layer_graph.layers if layer.role is Role.INPUT]
+        types = [self.runtime_options.element_type(layer.out.dtype, self.layer_graph) for layer in layers]
+        shapes = _returned_shapes(self.module, self.runtime_options.device, [box.shape for box in boxes], types)
         return Sized(boxes, shapes, run, alone=True)
 
     def _compiled(self, call: ModelCall, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -181,7 +181,7 @@ class DataParallelModule(ParallelModule):
         """This call of the model."""
         if self.training and in_backward():
             return self._calls.recomputed()
-        seed = combine(self.options.seed, self.steps_done)
+        seed = combine(self.runtime_options.seed, self.steps_done)
         # Also in evaluation with a dropout in training, whose draws are others in every call.
         drawn = self.training or any(replaced.active for replaced in self._replaced)
         self.__dict__["steps_done"] += drawn
@@ -205,16 +205,18 @@ class DataParallelModule(ParallelModule):
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
-        return x.to(self.options.device, self.options.element_type(dtype_name(x.dtype), self.graph))
+        return x.to(
+            self.runtime_options.device, self.runtime_options.element_type(dtype_name(x.dtype), self.layer_graph)
+        )
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self.options.autocast is None:
+        if self.runtime_options.autocast is None:
             return nullcontext()
-        return torch.autocast(self.options.device.type, self.options.autocast)
+        return torch.autocast(self.runtime_options.device.type, self.runtime_options.autocast)
 
     def _scale(self, call: ModelCall) -> float:
         """Returns the factor of the outputs' gradients: their mean over the ranks is then that of the loss of all."""
-        return 1.0 if self.comm.size == 1 else factors(self.graph, call.samples / call.total)[0] * self.comm.size
+        return 1.0 if self.comm.size == 1 else factors(self.layer_graph, call.samples / call.total)[0] * self.comm.size
 
     def _entering(self, x: Tensor, call: ModelCall) -> Tensor:
         """An input. Where its gradient is differentiated again, the pass that does begins there."""
@@ -273,7 +275,7 @@ class DataParallelModule(ParallelModule):
     def rank_schedule(self) -> Schedule:
         """This rank's schedule at the plan's batch: for reports."""
         if self._schedule is None:
-            self._schedule = Schedule(self.graph, self.plan, self.comm, self.options, all_classes=False)
+            self._schedule = Schedule(self.layer_graph, self.plan, self.comm, self.runtime_options, all_classes=False)
         return self._schedule
 
     @property
@@ -286,8 +288,8 @@ class DataParallelModule(ParallelModule):
         if self._spans is not None:
             self._spans.remove()
         self._trace, self._spans = trace, None
-        if trace is not None and self.options.compile is None:  # a compiled model has no layers to look at
-            self._spans = ModuleSpans(self.module, self.graph, trace)
+        if trace is not None and self.runtime_options.compile is None:  # a compiled model has no layers to look at
+            self._spans = ModuleSpans(self.module, self.layer_graph, trace)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallelModule:
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -312,8 +314,8 @@ class DataParallelModule(ParallelModule):
     def compile(self, **settings: Any) -> None:
         """The model from now on, with torch.compile's arguments; what communicates is between the compiled parts."""
         self.__dict__["_called"] = compiled(self.module, settings)
-        self.options = replace(self.options, compile=settings)
-        self._facts = replace(self._facts, options=self.options)
+        self.runtime_options = replace(self.runtime_options, compile=settings)
+        self._facts = replace(self._facts, options=self.runtime_options)
         self.trace = self.trace  # of the whole model from now on
 
     def release(self) -> None:
