@@ -41,7 +41,9 @@ def test_names_of_the_models_own_that_would_be_hidden_are_refused() -> None:
     model = nn.Linear(4, 4)
     network = traced(model, torch.randn(BATCH, 4))
     model.graph = "mine"  # type: ignore[assignment]
-    with pytest.raises(LayerwiseError, match="'graph' of the model has the name of something of the parallel module"):
+    assert load(plan_of(network, 1), network, comm=SoloComm(), dtype=torch.float32).graph == "mine"
+    model.plan = "mine"  # type: ignore[assignment]
+    with pytest.raises(LayerwiseError, match="'plan' of the model has the name of something of the parallel module"):
         load(plan_of(network, 1), network, comm=SoloComm(), dtype=torch.float32)
 
 

@@ -48,6 +48,8 @@ def copy(call: Call) -> Result:
 
 def scattered(call: Call) -> Result:
     """x, but `src` in place of a slice of it, or of a position, which src has no dimension of."""
+    if call.get("src") is None:  # it has no elements
+        return call.operand("self")
     x, source, out, dim = call.operand("self"), call.operand("src"), call.outputs[0], axis(call)
     if "index" in call.arguments:
         start = wrapped(call.integer("index"), x.shape[dim])
