@@ -145,9 +145,9 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
 def test_digest_is_the_networks_whatever_its_batch(tmp_path: Path) -> None:
     saved(tmp_path)
     assert len({model_digest(f(load_model("lenet5", b))) for f in (fuse, lambda g: g) for b in (4, 32)}) == 1
-    load(tmp_path, alone(graph=fuse(load_model("mlp:4x3x2", 24))))
+    load(tmp_path, alone(layer_graph=fuse(load_model("mlp:4x3x2", 24))))
     with pytest.raises(LayerwiseError, match="same names and shapes, but other operators"):
-        load(tmp_path, alone(graph=load_model("mlp:4x5x2", 8)))
+        load(tmp_path, alone(layer_graph=load_model("mlp:4x5x2", 8)))
 
 
 def test_torchs_own_reader_takes_it(tmp_path: Path) -> None:

@@ -99,6 +99,6 @@ def test_buckets_are_the_programs(name: str, bucket_bytes: int) -> None:
 def buckets_of(plan: Plan, given: Case, comm: Comm) -> list[list[str]]:
     """The layers whose gradients are in each bucket of a rank, in the order in which these are begun."""
     model = load(plan, given.network, comm=comm, dtype=torch.float64)
-    owner = {p: layer.name for layer in model.graph.layers for p, _ in layer.own_parameters()}
+    owner = {p: layer.name for layer in model.layer_graph.layers for p, _ in layer.own_parameters()}
     buckets = sorted(model._reducer.buckets, key=lambda bucket: bucket.gathered)
     return [list(dict.fromkeys(owner[p] for p in bucket.names)) for bucket in buckets]

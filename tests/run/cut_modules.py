@@ -56,7 +56,7 @@ class CutModule:
     cut: Cutting
     steps_done: int = 0
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    graph: LayerGraph = GRAPH
+    layer_graph: LayerGraph = GRAPH
     held: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -162,7 +162,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         for path, part in parts.items():
             own = {name: rest.pop(name) for name in list(rest) if name.startswith(f"{path}.")}
             part.load_state_dict({name.removeprefix(f"{path}."): value for name, value in own.items()}, strict)
-            part.steps = checkpoint.get(STEPS, {}).get(path, part.steps)
+            part.steps_done = checkpoint.get(STEPS, {}).get(path, part.steps_done)
         with self._without(parts) as module:
             module.load_state_dict(rest, strict=strict)
 
@@ -174,7 +174,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
             load_full_state(optimizer, state, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        checkpoint[STEPS] = {path: part.steps for path, part in self._parts().items()}
+        checkpoint[STEPS] = {path: part.steps_done for path, part in self._parts().items()}
         if self._sharded:
             write(checkpoint, Path(self.broadcast(filepath)), self.global_rank)
             self.barrier()
