@@ -87,15 +87,15 @@ class SplitFacade(ParallelModule):
         me: Any = weakref.proxy(self)  # no cycles: memory goes when this goes
         self._state = state
         self._share(state.tree.root)
-        for module in self._model.modules():
+        for module in self._wrapped_model.modules():
             module.__dict__["apply"] = partial(SplitFacade._apply_to, me, weakref.ref(module))
 
         def forward(*inputs: Any, **named: Any) -> Any:
             return me(*inputs, **named)
 
-        forward.__signature__ = signature_of(self._model)  # type: ignore[attr-defined]
-        self._model.__dict__["forward"] = forward  # its methods may call it, and ask what it takes
-        self._unchanged = Unchanged(self._model)
+        forward.__signature__ = signature_of(self._wrapped_model)  # type: ignore[attr-defined]
+        self._wrapped_model.__dict__["forward"] = forward  # its methods may call it, and ask what it takes
+        self._unchanged = Unchanged(self._wrapped_model)
 
     def apply(self, fn: Function) -> Self:
         """Calls `fn` on the model's modules, in PyTorch's order, with full parameters in them; every rank calls it.
@@ -103,7 +103,7 @@ class SplitFacade(ParallelModule):
         So random initial values are one device's: those of rank 0 count. It takes the memory of the full model for the
         moment. LayerwiseError where parameters have gradients, or `fn` replaces some.
         """
-        self._model.apply(fn)  # type: ignore[arg-type]
+        self._wrapped_model.apply(fn)  # type: ignore[arg-type]
         return self
 
     def _apply_to(self, module: weakref.ref[nn.Module], fn: Function) -> nn.Module:
@@ -136,7 +136,7 @@ class SplitFacade(ParallelModule):
 
     def _set(self, name: str, value: Any) -> None:
         """LayerwiseError for what the layers would not follow: another module or parameter, another flag."""
-        if isinstance(value, nn.Module | nn.Parameter) or hasattr(self._model, name):
+        if isinstance(value, nn.Module | nn.Parameter) or hasattr(self._wrapped_model, name):
             raise unsupported(f"setting {name!r} of the parallel module", "set it before the model is made parallel")
         self.__dict__[name] = value
 

@@ -73,7 +73,7 @@ class LayeredModule(SplitFacade):
         self._arguments = self._shapes.arguments
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
-        self._places = Places(self._model)
+        self._places = Places(self._wrapped_model)
         self._original = OriginalModel()
         self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.rank_schedule
@@ -257,7 +257,7 @@ class LayeredModule(SplitFacade):
         self._initial = {}
         self._state.apply(fn)
         self._working.renew()
-        self._places = Places(self._model)
+        self._places = Places(self._wrapped_model)
         dtype = fn(torch.zeros((), dtype=self.dtype, device=self.device)).dtype
         if dtype != self.dtype:
             self._retype(dtype)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.torch.read.arguments import OutputStructure
+from layerwise.ops.base import Role
 from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.schedule.schedule import Schedule
 
@@ -155,9 +157,17 @@ def returned(
         loss = schedule.graph.losses.get(name)
         if loss is not None:
             made[i] = made[i].sum() if loss == "sum" else made[i].mean()
+        if _has_no_gradient(schedule.graph, schedule.graph[name]):
+            made[i] = made[i].detach()
     if structure is not None:
         return structure.of(made)
     return made[0] if len(made) == 1 else tuple(made)
+
+
+def _has_no_gradient(graph: LayerGraph, layer: Layer) -> bool:
+    """Whether no tensor that the model returns of this layer has a gradient: it is detached, or a constant."""
+    constant = all(graph[source].role is Role.CONSTANT for source in layer.inputs) and not [*layer.own_parameters()]
+    return constant or any(stage.op.detaches for stage in layer.stages)
 
 
 def without_classes(box: Box) -> Box:

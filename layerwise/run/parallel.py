@@ -44,7 +44,7 @@ class ParallelModule(nn.Module):
     """
 
     _state: State | ModelState
-    _model: nn.Module  # whose tensors and modules are this one's; what this has not itself is read from it, too
+    _wrapped_model: nn.Module  # whose tensors and modules are this one's; what this has not itself is read from it, too
     _arguments: Arguments  # how the model is called
     _reducer: GradientReducer
     called_loss: LossFunction | None = None  # with which it is called, where it makes that itself
@@ -62,36 +62,37 @@ class ParallelModule(nn.Module):
     def _share(self, model: nn.Module) -> None:
         """Makes this its model. LayerwiseError where a name of its own would be read from this one."""
         kinds = (vars(kind) for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
-        held = set().union(vars(model), model._modules, model._parameters, model._buffers, *kinds)
-        hidden = held & (set(dir(type(self))) | vars(self).keys()) - set(dir(nn.Module)) - SHARED_NAMES
-        if public := sorted(name for name in hidden if not name.startswith("_")):
+        registered = model._modules.keys() | model._parameters.keys() | model._buffers.keys()
+        public = {name for name in set().union(vars(model), *kinds) if not name.startswith("_")}
+        names = (set(dir(type(self))) | vars(self).keys()) - set(dir(nn.Module)) - SHARED_NAMES
+        if hidden := sorted((registered | public) & names):
             raise LayerwiseError(
-                f"{public[0]!r} of the model has the name of something of the parallel module, which would be read in "
+                f"{hidden[0]!r} of the model has the name of something of the parallel module, which would be read in "
                 "its place: give it another name"
             )
-        self.__dict__["_model"] = model  # not registered: its modules are this one's
+        self.__dict__["_wrapped_model"] = model  # not registered: its modules are this one's
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
 
     @property
     def training(self) -> bool:
         """The model's."""
-        return self._model.training
+        return self._wrapped_model.training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "_model" in self.__dict__:  # nn.Module sets it when it is made, too
-            self._model.training = mode
+        if "_wrapped_model" in self.__dict__:  # nn.Module sets it when it is made, too
+            self._wrapped_model.training = mode
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode as the model's own class does."""
-        self._model.train(mode)
+        self._wrapped_model.train(mode)
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_model":
+        if name == "_wrapped_model":
             raise AttributeError(name)
-        return getattr(self._model, name)
+        return getattr(self._wrapped_model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "_made" not in self.__dict__:
@@ -101,26 +102,26 @@ class ParallelModule(nn.Module):
 
     def _set(self, name: str, value: Any) -> None:
         """Sets what is not this class's own."""
-        setattr(self._model, name, value)
+        setattr(self._wrapped_model, name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
             super().__delattr__(name)
         else:
-            delattr(self._model, name)
+            delattr(self._wrapped_model, name)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._model[index]  # type: ignore[index]
+        return self._wrapped_model[index]  # type: ignore[index]
 
     def __len__(self) -> int:
-        return len(self._model)  # type: ignore[arg-type]
+        return len(self._wrapped_model)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
         return True
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The model and all in it."""
-        yield from self._model.named_modules(*args, **kwargs)
+        yield from self._wrapped_model.named_modules(*args, **kwargs)
 
     @property
     @abstractmethod

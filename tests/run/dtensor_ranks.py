@@ -17,6 +17,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
 from tests.traces import by_rank_0
 
@@ -254,6 +255,18 @@ def penalised(comm: Comm | None, cuts: Cuts, how: str) -> dict[str, Tensor]:
         (loss(model(x[share(model)])) + 0.1 * penalty).backward()
         optimizer.step()
     return whole(model)
+
+
+def written(comm: Comm | None, cuts: Cuts) -> dict[str, Tensor]:
+    """Parameters that all ranks have, written from those that some have; without a communicator on one device."""
+    model = original() if comm is None else made(comm, cuts)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        parameters["second.bias"].copy_(parameters["head.bias"])
+        for name in ("first.weight", "second.weight"):
+            parameters[name].mul_(parameters["head.weight"].norm())
+    here = {f"{name}, here": local_tensor(parameters[name]).detach() for name in ("second.bias", "second.weight")}
+    return whole(model) | here
 
 
 def penalty_refusal(comm: Comm, cuts: Cuts, how: str) -> str:

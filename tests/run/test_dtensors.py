@@ -114,6 +114,13 @@ def test_layers_on_fewer_devices() -> None:
         check(run_ranks(4, f"{HERE}trained", PLANS["fewer"][1], optimizer, action), single(optimizer, action))
 
 
+def test_what_all_ranks_have_is_written_from_what_some_have() -> None:
+    cuts: dtensor_ranks.Cuts = [{"c": 2}, {"n": 2}, {"c": 2}, {}]
+    wanted = dtensor_ranks.written(None, cuts)
+    for held in run_ranks(2, f"{HERE}written", cuts):
+        torch.testing.assert_close(held, wanted)
+
+
 def test_parameters_that_are_not_cut_evenly_are_dtensors() -> None:
     """On 3 ranks 3, 3 and 2 of 8 channels, 6, 6 and 4 of 16."""
     cut: dtensor_ranks.Cuts = [{"c": 3}, {"n": 3}, {"c": 3}, {"n": 3}]

@@ -76,8 +76,8 @@ class _Importer:
             placer.shapes[target] = _spec(value)
             if source.kind == "parameter":
                 self.values[value.name] = Operand("parameter", target, _spec(value))
-                if value.name in shared and value.shape:
-                    labels = ("c", *(None,) * (len(value.shape) - 1))
+                if value.name in shared:
+                    labels = ("c", *(None,) * (len(value.shape) - 1))[: len(value.shape)]
                     placer.sources[target] = placer.builder.tied(target, replace(_spec(value), dims=labels))
             else:
                 self.constants.store(value.name, target, value.shape, source.read)

@@ -290,7 +290,8 @@ def _terms(graph: LayerGraph, name: str, made: Mapping[str, Tensor]) -> float:
     while len(layer.inputs) == 1:
         terms = made[layer.inputs[0]]
         if isinstance(layer.op, Reduce):
-            return float(terms.abs().max()) if layer.op.mode in ("mean", "sum") else 0.0
+            cancels = layer.op.mode in ("mean", "sum") and (terms.is_floating_point() or terms.is_complex())
+            return float(terms.abs().max()) if cancels and terms.numel() else 0.0
         if terms.numel() != made[layer.name].numel():
             return 0.0
         layer = graph[layer.inputs[0]]

@@ -36,7 +36,9 @@ def parts_of(model: nn.Module, call: Call, samples: int, paths: Sequence[str], w
     modules = dict(model.named_modules())
     for path in paths:
         if not path or path not in modules:
-            raise LayerwiseError(f"whole= names {path!r}, and the model has no such module{nearest(path, modules)}")
+            raise LayerwiseError(
+                f"whole= names {path!r}, and the model has no such module{nearest(path, [*filter(None, modules)])}"
+            )
     paths = [path for path in dict.fromkeys(paths) if not _within(path, paths)]
     with TRACING, warnings.catch_warnings(), as_it_was(model):
         warnings.simplefilter("ignore")  # what the model says, it says again where it is run

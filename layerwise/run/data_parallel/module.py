@@ -100,7 +100,7 @@ class DataParallelModule(ParallelModule):
     @property
     def module(self) -> nn.Module:
         """The user's."""
-        return self._model
+        return self._wrapped_model
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Calls `fn` on the user's module and all in it."""
@@ -329,16 +329,22 @@ class DataParallelModule(ParallelModule):
 
 def _map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Returns a value with `act` of each tensor in it: in what PyTorch's trees know, and in dataclasses."""
+    made: dict[int, Any] = {}  # by the id of a dataclass, which may be in several places
 
     def mapped(x: Any) -> Any:
         if isinstance(x, Tensor):
             return act(x)
         if not is_dataclass(x) or isinstance(x, type):
             return x
-        made = copy.copy(x)
-        for field in fields(x):
-            object.__setattr__(made, field.name, _map_tensors(act, getattr(x, field.name)))
-        return made
+        if id(x) not in made:
+            made[id(x)] = x
+            held = {f.name: getattr(x, f.name) for f in fields(x) if hasattr(x, f.name)}
+            new = {name: pytree.tree_map(mapped, value) for name, value in held.items()}
+            if any(a is not b for a, b in zip(pytree.tree_leaves(held), pytree.tree_leaves(new), strict=True)):
+                made[id(x)] = copy.copy(x)
+                for name, value in new.items():
+                    object.__setattr__(made[id(x)], name, value)
+        return made[id(x)]
 
     return pytree.tree_map(mapped, value)
 

@@ -6,7 +6,7 @@ not mix meshes, and makes zeros and empty tensors on ranks outside of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,18 +78,19 @@ def on_mesh(mesh: DeviceMesh, value: Tensor) -> DTensor:
     return made
 
 
-def brought_together(func: Any, given: Sequence[DTensor]) -> dict[int, DTensor]:
-    """Returns, by id, what stands for tensors that are not on the mesh of the computation.
+def brought_together(func: Any, given: Sequence[DTensor], written: Collection[int]) -> dict[int, DTensor]:
+    """Returns, by id, what stands for tensors that are not on the mesh of the computation: none that is written to.
 
-    LayerwiseError where that cannot be written to.
+    written: the ids of what the operation writes to. LayerwiseError where it writes to a mesh and reads more than that
+    has.
     """
     of_some = [x for x in given if x.device_mesh in ALL_RANKS]
     meshes, others = {x.device_mesh for x in of_some}, [x for x in given if x.device_mesh not in ALL_RANKS]
-    numbers = all(not x.dim() for x in given)
-    if len(meshes) == 1 and not numbers and all(not x.dim() or replicated(x) for x in others):
+    numbers, to_all = all(not x.dim() for x in given), any(id(x) in written for x in others)
+    if len(meshes) == 1 and not (numbers or to_all) and all(not x.dim() or replicated(x) for x in others):
         (mesh,) = meshes
         return {id(x): on_mesh(mesh, full(x)) for x in others}
-    if func._schema.is_mutable:
+    if any(id(x) in written for x in of_some):
         raise LayerwiseError(
             f"{func._schema.name.removeprefix('aten::')}() would write what is computed of tensors of other ranks to a "
             "parameter or gradient of a layer that is on some ranks only: give it numbers"

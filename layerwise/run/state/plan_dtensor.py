@@ -91,7 +91,7 @@ class PlanDTensor(DTensor):
         if len({x.device_mesh for x in given}) > 1 and any(x.device_mesh in ALL_RANKS for x in given):
             if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and len(by_mesh(args)) > 1:
                 return mesh_by_mesh(func, args, kwargs)
-            instead = brought_together(func, given)
+            instead = brought_together(func, given, {id(x) for x in tree_leaves(written)})
             args, kwargs = each_of(lambda x: instead.get(id(x), x), args, kwargs)
         same: dict[int, Tensor] = {}
 

@@ -339,3 +339,12 @@ def test_a_mean_that_is_nothing_but_rounding_is_no_difference() -> None:
     torch.manual_seed(0)
     model = Mean(nn.Linear(4, 4096), nn.LayerNorm(4096)).double()
     assert network_of(model, (torch.randn(2, 100, 4).double(),), None, "test").unproven is None
+
+
+def test_counts_beside_an_output_are_proven() -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            y = super().forward(x)
+            return y, (y > 0).sum(1), (y.argmax(1) == 0).float().mean()
+
+    assert network_of(Counts(4, 4), (torch.randn(4, 4),), None, "test").unproven is None
