@@ -166,8 +166,8 @@ def returned(
 
 def _has_no_gradient(graph: LayerGraph, layer: Layer) -> bool:
     """Whether no tensor that the model returns of this layer has a gradient: it is detached, or a constant."""
-    constant = all(graph[source].role is Role.CONSTANT for source in layer.inputs) and not [*layer.own_parameters()]
-    return constant or any(stage.op.detaches for stage in layer.stages)
+    sources = {graph[source].role for source in layer.inputs}
+    return layer.stages[-1].op.detaches or (sources == {Role.CONSTANT} and not [*layer.own_parameters()])
 
 
 def without_classes(box: Box) -> Box:

@@ -1,5 +1,6 @@
 """Called in the ranks of test_dtensors: a loop of PyTorch's own on a split plan."""
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -259,7 +260,7 @@ def penalised(comm: Comm | None, cuts: Cuts, how: str) -> dict[str, Tensor]:
 
 def written(comm: Comm | None, cuts: Cuts) -> dict[str, Tensor]:
     """Parameters that all ranks have, written from those that some have; without a communicator on one device."""
-    model = original() if comm is None else made(comm, cuts)
+    model = copy.deepcopy(original()) if comm is None else made(comm, cuts)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         parameters["second.bias"].copy_(parameters["head.bias"])
