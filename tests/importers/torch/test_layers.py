@@ -58,6 +58,15 @@ def test_masks_that_are_joined_with_a_truth(fn: Callable[..., Tensor], truth: bo
     imported(Function(lambda x: x.masked_fill(fn(torch.tensor(truth), x > 0), 2.0)), (image(4, 5),))
 
 
+def test_a_write_of_no_element_is_none() -> None:
+    def write(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, 5:9:3] = x[:, 5:9:3]
+        return y * 2
+
+    imported(Function(write), (image(4, 5),))
+
+
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "conv1d": (nn.Conv1d(4, 6, 3, stride=2, padding=2, dilation=2), (3, 4, 9)),
     "conv2d": (nn.Conv2d(4, 6, (3, 2), stride=(1, 2), padding=(0, 1), groups=2, bias=False), X),
