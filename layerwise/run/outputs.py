@@ -5,13 +5,15 @@ Each rank takes the loss of its box. So it must be a mean over samples and posit
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
@@ -168,6 +170,29 @@ def _has_no_gradient(graph: LayerGraph, layer: Layer) -> bool:
     """Whether no tensor that the model returns of this layer has a gradient: it is detached, or a constant."""
     sources = {graph[source].role for source in layer.inputs}
     return layer.stages[-1].op.detaches or (sources == {Role.CONSTANT} and not [*layer.own_parameters()])
+
+
+def map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Returns a value with `act` of each tensor in it: in what PyTorch's trees know, and in dataclasses."""
+    made: dict[int, Any] = {}  # by the id of a dataclass, which may be in several places
+
+    def mapped(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return act(x)
+        if not is_dataclass(x) or isinstance(x, type):
+            return x
+        if id(x) not in made:
+            made[id(x)] = x
+            held = {f.name: getattr(x, f.name) for f in fields(x) if hasattr(x, f.name)}
+            for name, value in held.items():
+                leaves, tree = pytree.tree_flatten(value)
+                new = [mapped(leaf) for leaf in leaves]
+                if any(a is not b for a, b in zip(leaves, new, strict=True)):
+                    made[id(x)] = copy.copy(x) if made[id(x)] is x else made[id(x)]
+                    object.__setattr__(made[id(x)], name, pytree.tree_unflatten(new, tree))
+        return made[id(x)]
+
+    return pytree.tree_map(mapped, value)
 
 
 def without_classes(box: Box) -> Box:

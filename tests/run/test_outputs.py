@@ -1,7 +1,7 @@
 """A planned module returns what its model returns: one tensor, a tuple, a dict, a dataclass."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
+from layerwise.run.outputs import map_tensors
 from tests.comm.thread import run_threads
 from tests.run import small_plans
 from tests.run.plans import random_plan
@@ -79,6 +80,21 @@ def test_the_models_own_structure(pack: str, io: str) -> None:
         sum(leaf.sum() for leaf in found if isinstance(leaf, Tensor)).backward()
 
     run_threads(2, run)
+
+
+def test_dataclasses_are_mapped_as_they_are_made() -> None:
+    """One object stays one, what has no tensor itself, and a field without a value without one."""
+
+    @dataclass
+    class Late:
+        x: Tensor
+        note: list[str]
+        late: Tensor = field(init=False)
+
+    one, plain = Late(torch.ones(2), ["as it is"]), Late("none", [])  # type: ignore[arg-type]
+    first, second, same = map_tensors(lambda x: x * 2, (one, {"again": one}, plain))
+    assert (first is second["again"], first is one, same is plain, first.note is one.note) == (True, False, True, True)
+    assert (first.x.tolist(), one.x.tolist(), hasattr(first, "late")) == ([2, 2], [1, 1], False)
 
 
 class Own(nn.Module):

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.hooks import check_transforms, in_backward
 from layerwise.run.inputs import Batch
 from layerwise.run.options import RuntimeOptions
+from layerwise.run.outputs import map_tensors
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
@@ -154,7 +155,7 @@ class DataParallelModule(ParallelModule):
         leaving = partial(self._leaving, call=call, scale=scale)
         if scale != 1:
             map_kept_losses(self.module, leaving)
-        return _map_tensors(leaving, outputs)
+        return map_tensors(leaving, outputs)
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
         boxes = tuple(Box((0,) * (1 + len(size)), (samples, *size)) for size in sizes)
@@ -325,28 +326,6 @@ class DataParallelModule(ParallelModule):
             replaced.remove()
         if self._averaged is not None:
             self._averaged.release()
-
-
-def _map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Returns a value with `act` of each tensor in it: in what PyTorch's trees know, and in dataclasses."""
-    made: dict[int, Any] = {}  # by the id of a dataclass, which may be in several places
-
-    def mapped(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return act(x)
-        if not is_dataclass(x) or isinstance(x, type):
-            return x
-        if id(x) not in made:
-            made[id(x)] = x
-            held = {f.name: getattr(x, f.name) for f in fields(x) if hasattr(x, f.name)}
-            new = {name: pytree.tree_map(mapped, value) for name, value in held.items()}
-            if any(a is not b for a, b in zip(pytree.tree_leaves(held), pytree.tree_leaves(new), strict=True)):
-                made[id(x)] = copy.copy(x)
-                for name, value in new.items():
-                    object.__setattr__(made[id(x)], name, value)
-        return made[id(x)]
-
-    return pytree.tree_map(mapped, value)
 
 
 def _returned_shapes(

@@ -67,7 +67,7 @@ def _outputs(func: Any) -> tuple[int | str, ...]:
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an operation writes to."""
+    """The arguments that an operation writes to."""
     return [kwargs.get(at) if isinstance(at, str) else args[at] for at in _outputs(func)]
 
 

@@ -289,6 +289,6 @@ def _halos(best: Candidate) -> list[Part]:
 
 
 def _from_above(boxes: Boxes, axes: Sequence[int]) -> list[charts.Box]:
-    """Of every device where its box begins and ends, down and across."""
+    """The ends of each device's box, down and across."""
     lo, hi = boxes.lo[:, axes].tolist(), boxes.hi[:, axes].tolist()
     return [((y0, y1), (x0, x1)) for (y0, x0), (y1, x1) in zip(lo, hi, strict=True)]

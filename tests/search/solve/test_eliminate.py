@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, pairwise, product
 
 import networkx as nx
 import numpy as np
@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from layerwise.cost.model import CostTables
-from layerwise.search.solve.eliminate import Factor, eliminate, eliminate_variables, join, min_fill_order, min_plus
+from layerwise.search.solve.eliminate import (
+    Factor,
+    eliminate,
+    eliminate_variables,
+    join,
+    min_fill_order,
+    min_plus,
+    sums_of,
+)
 from tests.examples import examples
 from tests.search import tables as tables_module
 from tests.search.tables import complete_tables, every_strategy, exhaustive, random_tables, tables
@@ -187,3 +195,10 @@ def test_exhaustive_search_finds_the_cheapest_of_all_strategies(t: CostTables) -
         patch.setattr(tables_module, "CHUNK", 5)
         found = exhaustive(t)
     assert costs[tuple(found.choice.values())] == pytest.approx(found.cost_s) == pytest.approx(min(costs.values()))
+
+
+def test_sums_are_counted_on_the_graph() -> None:
+    """Of a chain of four those of pairs; where each is joined to each, those of all four."""
+    sizes, names = dict.fromkeys("abcd", 3), "abcd"
+    assert sums_of(sizes, pairwise(names)) == 3 * 9 + 3
+    assert sums_of(sizes, combinations(names, 2)) == 81 + 27 + 9 + 3
