@@ -144,7 +144,7 @@ def beside_eager(setting: Setting, name: str, batch: int, way: str) -> Found:
         which: float((each / expected[graph and which != "eager"] - 1).abs().max()) for which, each in found.items()
     }
     assert all(apart[which] <= (1e-3 if way else 1e-4) for which in models), f"losses {found} for {expected}"
-    torch.backends.cudnn.deterministic = False
+    torch.backends.cudnn.deterministic = graph  # as it was captured
     times = {which: timed(step, setting) for which, step in steps.items()}
     told = "; ".join(f"{which} {1e3 * host_s:.2f} {1e3 * step_s:.2f}" for which, (host_s, step_s) in times.items())
     return {"apart": apart, "host_s_step_s": times, "told": f"{apart['layerwise']:.1e} apart, host and step ms: {told}"}

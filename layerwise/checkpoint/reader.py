@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 from zipfile import BadZipFile
 
 import torch
@@ -165,6 +165,38 @@ class Reader:
         return LayerwiseError(f"checkpoint file {path!r} is damaged or gone: {reason}; take an older checkpoint")
 
 
+class Window(io.RawIOBase):
+    """A file of what lies in memory: an archive alone.
+
+    zipfile leaves out what lies before an archive, but where another one of that length does, it takes that one's end
+    for this one's (CPython since its fix of CVE-2025-8291).
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self._at = memory, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, len(self._memory))[whence]
+        if self._at < 0:
+            raise OSError("before the beginning")  # as files do, which zipfile counts on
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._memory[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
 def checksum(body: Mapping[str, JSON]) -> str:
     """SHA-256 of what is written into `checkpoint.json`."""
     return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
@@ -183,16 +215,17 @@ def map_blob(path: Path, span: tuple[int, int], spec: Spec) -> Tensor:
             raise ValueError(f"it ends before {offset + length} bytes")
         # ACCESS_COPY, because torch wants memory that can be written to.
         mapped = mmap.mmap(file.fileno(), begin + length, access=mmap.ACCESS_COPY, offset=offset - begin)
-    with zipfile.ZipFile(cast(IO[bytes], mapped)) as archive:  # what lies before an archive is left out
+    with zipfile.ZipFile(Window(memoryview(mapped)[begin:])) as archive:
         member = next((m for m in archive.infolist() if m.filename.endswith(ELEMENTS)), None)
     if member is None or member.compress_type != zipfile.ZIP_STORED or member.file_size != size:
         raise ValueError(f"there is no tensor of {size} bytes at {offset}")
     if not size:
         return torch.empty(shape, dtype=dtype)
-    header = mapped[member.header_offset : member.header_offset + LOCAL_HEADER]
+    header_at = begin + member.header_offset
+    header = mapped[header_at : header_at + LOCAL_HEADER]
     name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-    start = member.header_offset + LOCAL_HEADER + name + extra
-    if not begin <= member.header_offset <= start <= begin + length - size:
+    start = header_at + LOCAL_HEADER + name + extra
+    if not begin <= header_at <= start <= begin + length - size:
         raise ValueError(f"the elements of {size} bytes are not at {start}")
     if start % dtype.itemsize:  # as torch's own writer may leave them: a copy is aligned
         return torch.frombuffer(bytearray(mapped[start : start + size]), dtype=dtype).reshape(shape)

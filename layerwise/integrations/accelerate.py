@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -54,6 +54,8 @@ def prepare(
             raise LayerwiseError("give prepare a DataLoader, or example=, what one rank calls the model with")
         batch = first_batch(loader, accelerator)
         example = dict(batch) if isinstance(batch, Mapping) else batch[0] if isinstance(batch, tuple | list) else batch
+    if accelerator.device_placement:  # the model goes where its example is
+        example = send_to_device(example, accelerator.device)
     made = prepare_model(accelerator, model, example, **keywords)
     for one in others:
         if isinstance(one, Optimizer):

@@ -151,6 +151,7 @@ class LayeredModule(SplitFacade):
         """
         check_call()
         self._check_around()
+        self._check_device()
         check_hooks_of_all()
         self._working.check_hooks()
         self._check_parameters()
@@ -255,6 +256,7 @@ class LayeredModule(SplitFacade):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
         self._initial = {}
+        self._note_device(fn)
         self._state.apply(fn)
         self._working.renew()
         self._places = Places(self._wrapped_model)

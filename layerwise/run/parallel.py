@@ -57,6 +57,7 @@ class ParallelModule(nn.Module):
         self.device, self.dtype = options.device, options.dtype
         self.steps_done = 0  # training forwards done: the random numbers of each step follow from it
         self._synchronise = True
+        self._parameters_on = options.device  # where the loop has brought the parameters
         self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
 
     def _share(self, model: nn.Module) -> None:
@@ -227,6 +228,18 @@ class ParallelModule(nn.Module):
             "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
             "ranks' parts of parameters with rank 0's; for replicas of a group give parallelize the 2-D mesh"
         )
+
+    def _note_device(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Sees where `to()` and the like bring the parameters."""
+        self._parameters_on = fn(torch.zeros((), device=self._parameters_on)).device
+
+    def _check_device(self) -> None:
+        """LayerwiseError where the parameters are not where the run is."""
+        if self._parameters_on != self.device:
+            raise LayerwiseError(
+                f"the parameters are on {self._parameters_on}, and the parallel module runs on {self.device}: bring "
+                f"them back with .to({str(self.device)!r}), or give parallelize the model where it is to run"
+            )
 
     def _check_around(self) -> None:
         """LayerwiseError where DistributedDataParallel calls a module that holds this one, and averages the same."""

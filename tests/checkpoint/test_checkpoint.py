@@ -2,7 +2,9 @@
 
 import copy
 import hashlib
+import io
 import threading
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -247,3 +249,29 @@ def test_layouts_other_than_contiguous(tmp_path: Path) -> None:
     load(tmp_path, module)
     assert module.held["conv.weight"].is_contiguous(memory_format=torch.channels_last)
     assert module.held["mask"].all()
+
+
+def test_an_archive_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer zipfiles take the end of an archive of the same length that lies before one for its own."""
+    first, second = torch.arange(4.0), torch.arange(4.0) + 7
+    archives = []
+    for tensor in (first, second):
+        torch.save(tensor, buffer := io.BytesIO())
+        archives.append(buffer.getvalue())
+    path = tmp_path / "two"
+    path.write_bytes(b"".join(archives))
+
+    class Strict(zipfile.ZipFile):
+        """Takes nothing before an archive."""
+
+        def __init__(self, file: Any) -> None:
+            assert file.read(4) == b"PK\x03\x04"
+            assert file.seek(0, io.SEEK_END) == len(archives[1])
+            with pytest.raises(OSError, match="before the beginning"):
+                file.seek(-len(archives[1]) - 1, io.SEEK_END)
+            super().__init__(file)
+
+    monkeypatch.setattr(zipfile, "ZipFile", Strict)
+    for begin, tensor in ((0, first), (len(archives[0]), second)):
+        found = reader.map_blob(path, (begin, len(archives[1])), ((4,), torch.float32))
+        assert torch.equal(found, tensor)

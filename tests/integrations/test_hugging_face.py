@@ -13,6 +13,8 @@ from tests.comm.pool import run_ranks
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
 hf = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from layerwise.api.parallelize import parallelize  # noqa: E402
+from layerwise.integrations import accelerate as prepared  # noqa: E402
 from tests.integrations import hugging_face_ranks as cases  # noqa: E402 (needs both)
 
 RANKS = "tests.integrations.hugging_face_ranks:"
@@ -34,6 +36,22 @@ def test_a_loop_of_accelerates_has_the_numbers_of_one_device(strategy: Any, load
         assert apart(state, weights) <= 1e-9
     ours, state = cases.loop(SoloComm(), "data")
     assert apart(state, weights) <= 1e-9
+
+
+def test_the_model_goes_where_the_accelerators_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with Accelerate's own prepare: its loaders put the batches there. "meta" stands for a GPU."""
+    examples: list[torch.Tensor] = []
+
+    def noted(model: torch.nn.Module, example: torch.Tensor, **keywords: Any) -> Any:
+        examples.append(example)
+        return parallelize(model, torch.ones(example.shape), **keywords)
+
+    monkeypatch.setattr(prepared, "parallelize", noted)
+    for places in (True, False):
+        accelerator = cases.Accelerator(cpu=True, device_placement=places)
+        monkeypatch.setattr(accelerator.state, "device", torch.device("meta"))
+        cases.prepare(accelerator, torch.nn.Linear(4, 2), example=torch.ones(2, 4), **cases.QUIET)
+    assert [example.device.type for example in examples] == ["meta", "cpu"]
 
 
 def test_mixed_precision_of_accelerates() -> None:

@@ -16,6 +16,7 @@ from layerwise.importers.load import Network
 from layerwise.run.data_parallel.module import DataParallelModule
 from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
+from layerwise.run.parallel import ParallelModule
 from tests.run.own_modules import BATCH, IMAGES, Net, alone, calm, loss, net
 from tests.run.plans import difference
 from tests.run.small_modules import on_ranks, plan_of, traced
@@ -35,6 +36,19 @@ def test_forwards_in_training_are_counted_on_one_device_too() -> None:
     for training, steps in ((True, 1), (True, 2), (False, 2)):
         made.train(training)(torch.randn(BATCH, 4).double())
         assert made.steps_done == steps
+
+
+def test_a_model_that_was_moved_away_is_refused_until_it_is_back() -> None:
+    network = traced(nn.Linear(4, 4).double(), torch.randn(BATCH, 4).double())
+
+    def moved(made: ParallelModule) -> str:
+        with pytest.raises(LayerwiseError) as raised:
+            made.to("meta")(torch.randn(BATCH, 4).double())
+        return str(raised.value)
+
+    for cut in ({"c": 2}, {"n": 2}):
+        for text in on_ranks(network, moved, 2, plan_of(network, 2, cut)):
+            assert "are on meta, and the parallel module runs on cpu" in text
 
 
 def test_names_of_the_models_own_that_would_be_hidden_are_refused() -> None:

@@ -131,6 +131,7 @@ class DataParallelModule(ParallelModule):
             return self._called(*inputs, **named)
         check_transforms()
         batch = None if self._arguments.takes("batch") else named.pop("batch", None)
+        self._check_device()
         call = self._call(inputs, named, batch)
         if self._moved is not None:
             inputs, named = pytree.tree_map_only(Tensor, self._moved, (inputs, named))
@@ -293,6 +294,7 @@ class DataParallelModule(ParallelModule):
             self._spans = ModuleSpans(self.module, self.layer_graph, trace)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallelModule:
+        self._note_device(fn)
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._average()
         return self
