@@ -1,4 +1,4 @@
-"""Reading a profile's JSON: every value knows its file and its path, so that an error can name both."""
+"""Reading JSON: every value knows its document and its path, so that an error can name both."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from layerwise.errors import LayerwiseError
 class Field:
     """A value in a JSON document. A number is an object `{"value": x, "source": "where it came from"}`.
 
-    All methods raise LayerwiseError naming the file and the path.
+    All methods raise LayerwiseError naming the document and the path.
     """
 
-    file: str
+    document: str  # what it is, and its file
     path: str  # how a person finds it (`levels[1].latency_s`); the document's own is ""
     value: object
     sources: dict[str, str] = field(default_factory=dict)  # by path, of each number that has been read
 
     def error(self, message: str) -> LayerwiseError:
         """An error about this field."""
-        text = f"profile {self.file}: {self.path + ': ' if self.path else ''}{message}"
+        text = f"{self.document}: {self.path + ': ' if self.path else ''}{message}"
         return LayerwiseError(" ".join(text.split()))  # one line, whatever a key holds
 
     def members(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Field]:
@@ -47,7 +47,7 @@ class Field:
         if not isinstance(self.value, list) or not self.value:
             raise self.error(f"expected a list of at least one item, found {kind(self.value)}")
         for i, item in enumerate(self.value):
-            yield Field(self.file, f"{self.path}[{i}]", item, self.sources)
+            yield Field(self.document, f"{self.path}[{i}]", item, self.sources)
 
     def text(self) -> str:
         """A string that is not blank."""
@@ -99,6 +99,13 @@ class Field:
             raise self.error(f"expected a whole number, found {number}")
         return int(number)
 
+    def count(self, most: int) -> int:
+        """A whole number of 1 to `most`, likewise."""
+        number = self.plain_whole()
+        if not 1 <= number <= most:
+            raise self.error(f"expected a whole number from 1 to {most:,}, found {str(number)[:40]}")
+        return number
+
     def plain_numbers(self, count: int) -> tuple[float, ...]:
         """A list of `count` plain numbers."""
         if not isinstance(self.value, list) or len(self.value) != count:
@@ -123,7 +130,7 @@ class Field:
     def member(self, name: str) -> Field:
         """The member of an object; null where it has none of that name."""
         assert isinstance(self.value, dict)
-        return Field(self.file, f"{self.path}.{name}" if self.path else name, self.value.get(name), self.sources)
+        return Field(self.document, f"{self.path}.{name}" if self.path else name, self.value.get(name), self.sources)
 
 
 def kind(value: object) -> str:

@@ -127,7 +127,7 @@ def _operator(item: Field) -> str:
     """The operator's name; that of a layer is JSON, and says of which kind it and its epilogue are."""
     name = item.text()
     if name.startswith("{"):
-        named = parse_json(name, f"profile {item.file}: {item.path}")
+        named = parse_json(name, f"{item.document}: {item.path}")
         try:
             sound = all(
                 isinstance(row["kind"], str) for row in (named["op"], *(f[0] for f in named.get("followers", ())))

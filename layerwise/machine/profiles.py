@@ -104,7 +104,7 @@ LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
 def parse(text: str, file: str) -> Profile:
     """The profile that a file's text describes. `file` is how errors (LayerwiseError, always) call it."""
     document = parse_json(text, f"profile {file}")
-    root = Field(file, "", document)
+    root = Field(f"profile {file}", "", document)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise root.error(f'not a profile of layerwise: it must be an object with "format": "{FORMAT}"')
     version = document.get("version")

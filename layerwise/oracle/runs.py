@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import read_json
 from layerwise.machine import MAX_GPUS
+from layerwise.machine.fields import Field
 from layerwise.oracle.question import NAMES, Answer, canonical, unknown
 from layerwise.plan import MAX_BATCH
 
@@ -23,14 +23,7 @@ FENCE = 1.5  # Tukey, Exploratory Data Analysis (1977): outliers are beyond the 
 MUCH = 1.1  # ... and above the median by a tenth: equal times have no spread, and each beyond them is no outlier
 SHARE = 0.05  # of a run's iterations: so many outliers are worth a word
 FOR = {"inside": ("df", "ds"), "segments": ("pipeline",)}  # fields that only some strategies have
-MOST = {
-    "gpus": MAX_GPUS,
-    "batch": MAX_BATCH,
-    "samples": 10**15,
-    "inside": MAX_GPUS,
-    "segments": MAX_BATCH,
-}
-FIELDS = ("strategy", "iteration_s", "epoch_s", *MOST)
+MOST = {"gpus": MAX_GPUS, "batch": MAX_BATCH, "samples": 10**15, "inside": MAX_GPUS, "segments": MAX_BATCH}
 SECONDS = 1e-12, 1e12  # of what can have been measured; beyond, ratios leave the range of floats
 ENOUGH = 4  # measurements that have quartiles
 
@@ -71,75 +64,38 @@ def accuracy(projected_s: float, measured_s: float) -> float:
 
 def read_runs(path: str | os.PathLike[str]) -> list[Run]:
     """The runs of a file. LayerwiseError names the run and the field that is missing or wrong."""
-    where = f"measured file {os.fspath(path)!r}"
-    value = read_json(path, "measured file")
-    runs = value.get("runs") if isinstance(value, dict) else value
-    if not isinstance(runs, list) or not runs:
-        raise LayerwiseError(f'{where} must be {{"runs": [...]}} with at least one run')
-    return [_run(run, f"{where}, run {number}") for number, run in enumerate(runs, start=1)]
+    document = Field(f"measured file {os.fspath(path)!r}", "", read_json(path, "measured file"))
+    runs = document if isinstance(document.value, list) else document.members(("runs",))["runs"]
+    return [_run(run) for run in runs.items()]
 
 
-def _run(run: object, where: str) -> Run:
-    if not isinstance(run, dict):
-        raise LayerwiseError(f"{where}: must be a JSON object, not {type(run).__name__}")
-    given = run.get("strategy")
-    name = canonical(given) if isinstance(given, str) else _short(given)
+def _run(run: Field) -> Run:
+    given = run.members(("strategy", "gpus", "batch"), ("iteration_s", "epoch_s", "samples", *FOR))
+    name = canonical(given["strategy"].text())
     if name not in NAMES:
-        raise LayerwiseError(f"{where}: {_missing(run, 'strategy') or unknown(name)}")
-    for key in run:
-        if key not in FIELDS:
-            known = ", ".join(FIELDS)
-            raise LayerwiseError(f"{where}: unknown field {key!r}{nearest(key, FIELDS)}; there are {known}")
-        if key in FOR and name not in FOR[key]:
-            raise LayerwiseError(f"{where}: {key!r} is for {' and '.join(FOR[key])}, not for {name}")
-    gpus, batch = _whole(run, "gpus", where), _whole(run, "batch", where)
-    epoch_s = None
-    if "epoch_s" in run:
-        epoch_s = _seconds(run["epoch_s"], "epoch_s", where) * batch / _whole(run, "samples", where)
-    if "iteration_s" in run:
-        times = run["iteration_s"] if isinstance(run["iteration_s"], list) else [run["iteration_s"]]
-        if not times:
-            raise LayerwiseError(f"{where}: 'iteration_s' is an empty list")
-        times = [_seconds(time, "iteration_s", where) for time in times]
-    elif epoch_s is not None:
-        times = [epoch_s]
+        raise given["strategy"].error(str(unknown(name)))
+    for key, names in FOR.items():
+        if key in given and name not in names:
+            raise given[key].error(f"is for {' and '.join(names)}, not for {name}")
+    counts = {key: given[key].count(most) for key, most in MOST.items() if key in given}
+    if "iteration_s" in given:
+        measured = given["iteration_s"]
+        times = [_seconds(time) for time in (measured.items() if isinstance(measured.value, list) else [measured])]
+    elif "epoch_s" in given and "samples" in given:
+        times = [_seconds(given["epoch_s"]) * counts["batch"] / counts["samples"]]
     else:
-        raise LayerwiseError(f"{where}: has neither 'iteration_s' nor 'epoch_s' (with 'samples'), in seconds")
-    inside, segments = (_whole(run, key, where) if key in run else None for key in ("inside", "segments"))
+        raise run.error("has neither 'iteration_s' nor 'epoch_s' with 'samples'")
     fence = _fence(times)
     slow = len([time for time in times if time > fence])
-    return Run(name, gpus, batch, statistics.median(times), inside, segments, len(times), slow)
+    inside, segments = (counts.get(key) for key in FOR)
+    return Run(name, counts["gpus"], counts["batch"], statistics.median(times), inside, segments, len(times), slow)
 
 
-def _missing(run: Mapping[str, object], key: str) -> str:
-    return "" if key in run else f"{key!r} is missing"
-
-
-def _whole(run: Mapping[str, object], key: str, where: str) -> int:
-    value = run.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise LayerwiseError(
-            f"{where}: {_missing(run, key) or f'{key!r} must be a whole number of at least 1, not {_short(value)}'}"
-        )
-    if value > MOST[key]:
-        raise LayerwiseError(f"{where}: {key!r} must be at most {MOST[key]:,}, not {_short(value)}")
+def _seconds(field: Field) -> float:
+    least, most = SECONDS
+    if not least <= (value := field.plain_number()) <= most:
+        raise field.error(f"expected seconds from {least:g} to {most:g}, found {value:g}")
     return value
-
-
-def _short(value: object) -> str:
-    """A text as it stands in the file, or its beginning."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
-
-
-def _seconds(value: object, key: str, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise LayerwiseError(f"{where}: {key!r} must be seconds above 0, not {_short(value)}")
-    if not SECONDS[0] <= value <= SECONDS[1]:
-        raise LayerwiseError(
-            f"{where}: {key!r} must be seconds from {SECONDS[0]:g} to {SECONDS[1]:g}, not {_short(value)}"
-        )
-    return float(value)
 
 
 def _fence(values: Sequence[float]) -> float:
