@@ -39,7 +39,7 @@ from layerwise.search.find import search
 from layerwise.version import __version__
 
 # Part of the device's name, as CUDA has it -> built-in profile, beside the devices of `layerwise machines`.
-KNOWN = {"h100": "h100", "p100": "p100", "v100": "v100", "a6000": "pcie", "cpu": "cpu"}
+KNOWN = {"h100": "h100", "p100": "p100", "v100": "v100", "cpu": "cpu"}
 NEAREST = "h100"  # for other GPUs
 BETWEEN = "link=400Gb/s"  # assumed of nodes of devices that no built-in profile has
 ENOUGH = 0.95  # of the best plan's t_C measured: then nothing more is measured
@@ -65,10 +65,11 @@ def named_profile(profile: Profile | str | os.PathLike[str]) -> Machine:
 
 def built_in(world: World) -> Machine:
     """Returns the built-in profile that fits the devices best, without a measurement."""
-    name = next((profile for part, profile in KNOWN.items() if part in world.device.lower()), None)
-    device = catalogue.reported(world.device)
-    if device is not None and "profile" not in catalogue.devices()[device]:
-        name = f"{device},{BETWEEN}" if world.nodes > 1 else device
+    name = catalogue.reported(world.device)
+    if name is None:
+        name = next((profile for part, profile in KNOWN.items() if part in world.device.lower()), None)
+    elif world.nodes > 1 and "profile" not in catalogue.devices()[name]:
+        name = f"{name},{BETWEEN}"
     if name is not None:
         return Machine(load_profile(name), f"built-in profile {name}; nothing was measured here")
     return Machine(

@@ -154,6 +154,9 @@ def test_profiles() -> None:
         return made.profile.name, made.source
 
     assert fitting("NVIDIA H100 80GB HBM3")[0] == "h100"
+    assert fitting("NVIDIA H200")[0] == "h200"  # which has a profile, measured
+    assert fitting("NVIDIA RTX A6000")[0] == "a6000"
+    assert fitting("Tesla V100-SXM2-16GB")[0] == "v100"
     assert fitting("cpu")[0] == "cpu"
     name, told = fitting("NVIDIA Quadro T400")
     assert name == "h100"
