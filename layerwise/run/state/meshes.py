@@ -35,7 +35,7 @@ def replicated(tensor: DTensor) -> bool:
 
 def full(tensor: DTensor) -> Tensor:
     """The full tensor of one of all ranks."""
-    return tensor._local_tensor if replicated(tensor) else tensor.full_tensor()
+    return tensor._local_tensor if replicated(tensor) else plain_dtensor(tensor).full_tensor()
 
 
 def everywhere(tensor: DTensor) -> Tensor:
