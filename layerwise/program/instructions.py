@@ -15,7 +15,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.buckets import BUCKET_BYTES
 
-Kind = Literal["training", "inference"]
+StepKind = Literal["training", "inference"]
 # Of a layer's work. weights: the gradient of its weights, where that of its input is on its way already.
 Part = Literal["forward", "recompute", "backward", "weights"]
 Pass = Literal["forward", "recompute", "backward"]  # in which a tensor travels
