@@ -155,7 +155,7 @@ def _join(graph: LayerGraph) -> LayerGraph:
 
 
 def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], order: dict[str, int]) -> int | None:
-    """The slot whose producer `layer` can follow: used by nothing else, same shape, same regions of autocast.
+    """The slot whose producer `layer` can follow: used by nothing else, same shape at any batch, same autocast.
 
     The latest such.
     """
@@ -166,6 +166,7 @@ def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], orde
         for i, source in enumerate(layer.inputs[: len(layer.specs)])
         if len(users[source]) == 1
         and graph[source].out.shape == layer.out.shape
+        and graph[source].out.index("n") == layer.out.index("n")  # alike at a batch of one may be others at another
         and not graph[source].op.view
         and graph[source].role is Role.COMPUTE
         and graph[source].autocast == layer.autocast

@@ -193,6 +193,16 @@ def test_a_class_token_follows_the_batch() -> None:
     assert fused.rebatch(7)["cat"].out.shape == (7, 4, 4)
 
 
+def test_learnt_positions_that_are_added_at_a_batch_of_one_follow_no_batch() -> None:
+    """Their lookup has one row, as the samples do there, and no more at any other batch."""
+    b = Net("positions")
+    x = b.put("fc", Linear(4), b.input("x", TensorSpec((1, 3, 4), ("n", "s", "c"))))
+    positions = b.put("tanh", Unary("tanh"), b.tied("table", TensorSpec((1, 3, 4), (None, None, "c"))))
+    fused = fuse(b.finish([b.put("add", Binary("add"), x, positions)]))
+    assert fused["fc"].epilogue == ("add",)
+    assert fused.rebatch(7)["fc"].out.shape == (7, 3, 4)
+
+
 def arity(graph: LayerGraph) -> dict[str, int]:
     return {layer.name: len(layer.inputs) for layer in graph.inner if isinstance(layer.op, Concat)}
 

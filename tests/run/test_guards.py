@@ -155,6 +155,13 @@ def test_hooks_that_are_a_part_of_the_model_are_not() -> None:
     check_modules(module)
     check_modules(Recorder())
 
+    def recorder(*_: object) -> None:
+        """As Transformers puts it on the layers of a model when that is called."""
+
+    recorder.__module__ = "transformers.utils.output_capturing"
+    module[0].register_forward_hook(recorder)
+    check_modules(module)
+
 
 # ------------------------------------------------------------------------------------------- around the module
 

@@ -55,7 +55,7 @@ class _Importer:
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
         self.used = set(program.used)
-        uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
+        uses = Counter(ref.name for node in program.nodes for ref in node.operands)  # not all constants are folded
         self.placer = placer = TorchPlacer(GraphBuilder(title), uses)
         placer.builder.traced = program.device
         placer.builder.parameters = {s.target for s in program.sources if s.kind == "parameter"}

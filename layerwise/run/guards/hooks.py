@@ -210,13 +210,15 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def _of(hook: Any, model: nn.Module) -> bool:
-    """True if a hook is a part of how the model computes: torch's own (pruning), or of an object that the model has."""
+    """True if a hook is a part of how the model computes: torch's own (pruning), Transformers' (its recorders of hidden
+    states, which are traced), or of an object that the model has.
+    """
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
     if owner is not None and any(owner is held for m in model.modules() for held in (m, *vars(m).values())):
         return True
-    return str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch.")
+    return str(getattr(hook, "__module__", type(hook).__module__)).startswith(("torch.", "transformers."))
 
 
 def in_backward() -> bool:

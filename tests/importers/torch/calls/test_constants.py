@@ -1,9 +1,11 @@
 """Constants that a forward pass makes: computed where they can be, and else refused for what they are."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise
@@ -12,6 +14,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
+from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
@@ -135,3 +138,23 @@ def test_stochastic_depth_in_evaluation_draws_nothing() -> None:
 
     model, x = Deep(drawn_depth).eval(), torch.randn(4, 6)
     torch.testing.assert_close(layerwise.parallelize(model, x, verbose=False)(x), model(x))
+
+
+def test_a_constant_of_two_layers_is_a_layer_where_what_is_made_of_it_is_not_folded() -> None:
+    """DETR's positions: sums along a mask of ones that was resized as channels, by frequencies."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = F.interpolate(torch.ones(len(x), 4, 4)[None], size=(8, 8))[0]
+            frequencies = 100 ** (torch.arange(4) / 4)
+            down, across = (mask.cumsum(d)[..., None] / frequencies for d in (1, 2))
+            return self.conv(x) + down.sin().permute(0, 3, 1, 2) + across.cos().permute(0, 3, 1, 2)
+
+    model, x = Positions(), torch.randn(2, 3, 8, 8)
+    graph = network_of(model, (x,), 2, "positions").graph
+    assert max(Counter(name for layer in graph.layers for name, _ in layer.own_parameters()).values()) == 1
+    assert any(layer.role is Role.CONSTANT for layer in graph.layers)
