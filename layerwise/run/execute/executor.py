@@ -20,7 +20,7 @@ from layerwise.program import Instruction
 from layerwise.program import Kind as ProgramKind
 from layerwise.program.instructions import AllGather, Arrive, Begin, Compute, End, Free, Keep, Move, Output, Release
 from layerwise.run.compiling import Settings
-from layerwise.run.execute.autograd import IssuedTransfer, awaited, issued, moved, zeros_for
+from layerwise.run.execute.autograd import Communication, IssuedTransfer, at_once, communicated, zeros_for
 from layerwise.run.execute.deferred_weights import DeferredWeights, defer_weights
 from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass, all_there
@@ -84,7 +84,7 @@ class _Forward:
         self.values = dict[str, Tensor | None]()  # by layer: this rank's box of its output, until its last reader
         self.types = dict[str, torch.dtype]()  # of what each layer makes
         self.received = dict[int, Tensor | None]()  # the inputs of the layer that comes next, by slot
-        self.issued = dict[tuple[str, int], tuple[IssuedTransfer, Tensor | None]]()  # with their tickets
+        self.issued = dict[tuple[str, int], IssuedTransfer]()  # by layer and slot
         self.deferred = dict[str, tuple[DeferredWeights, Tensor]]()  # with their weights
         self.saved = dict[str, SavedOutput]()  # by layers, until their output is kept in what a reader receives
         self.segments = executor.segments(run)
@@ -148,7 +148,7 @@ class _Forward:
         scheduled, slot = self.layers[instruction.layer], instruction.slot
         if slot == 0:
             self._defer_weights(scheduled)
-        self._receive(scheduled, slot, self._await(*self.issued.pop((instruction.layer, slot))))
+        self._receive(scheduled, slot, self._await(scheduled.edges[slot], self.issued.pop((instruction.layer, slot))))
 
     def move(self, instruction: Move) -> None:
         scheduled, slot = self.layers[instruction.layer], instruction.slot
@@ -158,9 +158,9 @@ class _Forward:
         elif edge.stays:
             self.received[slot] = self.values[edge.source]
         elif self.run.differentiate and edge.weights_late:
-            flight = self._issue(edge)
+            link = self._issue(edge)
             self._defer_weights(scheduled)
-            self._receive(scheduled, slot, self._await(*flight))
+            self._receive(scheduled, slot, self._await(edge, link))
         else:
             self._receive(scheduled, slot, self._redistribute(edge))
 
@@ -170,22 +170,21 @@ class _Forward:
         if edge.within and edge.source in self.saved:
             self.saved.pop(edge.source).move(edge, x)
 
-    def _issue(self, edge: ScheduledEdge) -> tuple[IssuedTransfer, Tensor | None]:
-        """Sends a layer's input early: returns the transfer, and the ticket that autograd knows it by."""
-        run, x = self.run, self.values[edge.source]
+    def _issue(self, edge: ScheduledEdge) -> IssuedTransfer:
+        """Sends a layer's input early."""
         link = IssuedTransfer(*self._ways(edge))
-        if not (run.differentiate and edge.backward):
-            with torch.no_grad():
-                link.begin(x)
-            return link, None
-        run.token, ticket = issued(run.token, x, link)
-        return link, ticket
+        self._communicate(edge, self.values[edge.source], link.leaving())
+        return link
 
-    def _await(self, link: IssuedTransfer, ticket: Tensor | None) -> Tensor | None:
-        if ticket is None:
+    def _await(self, edge: ScheduledEdge, link: IssuedTransfer) -> Tensor | None:
+        return self._communicate(edge, None, link.arriving())
+
+    def _communicate(self, edge: ScheduledEdge, x: Tensor | None, way: Communication) -> Tensor | None:
+        """Returns what it makes of x, in its turn; back, it has its turn where a gradient comes back."""
+        if not (self.run.differentiate and edge.backward):
             with torch.no_grad():
-                return link.finish()
-        self.run.token, result = awaited(self.run.token, ticket, link)
+                return way.run(x)
+        self.run.token, result = communicated(self.run.token, x, way)
         return result
 
     def _redistribute(self, edge: ScheduledEdge) -> Tensor | None:
@@ -197,12 +196,7 @@ class _Forward:
             if kept is not None and not kept.numel() and run.differentiate and edge.backward and not kept.requires_grad:
                 kept.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
             return kept
-        there, back = self._ways(edge, alike=full and not self.schedule.all_classes)
-        if not (run.differentiate and edge.backward):
-            with torch.no_grad():
-                return there(x)
-        run.token, result = moved(run.token, x, there, back)
-        return result
+        return self._communicate(edge, x, at_once(*self._ways(edge, alike=full and not self.schedule.all_classes)))
 
     def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[Way, Way]:
         """Returns the ways there and back. alike: nothing is added up, as all ranks have the same gradient."""
