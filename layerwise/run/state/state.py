@@ -78,15 +78,9 @@ class State:
         full = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
         if self.comm.size == 1 or all(box == full[name] for name, each in self.boxes.items() for box in each):
             return {}
-        from layerwise.run.state.dtensors import placement, placements, shardings  # imports torch.distributed.tensor
+        from layerwise.run.state.dtensors import shardings  # imports torch.distributed.tensor
 
-        placed, everyone = placements(self.boxes, shapes, order), placement((Box((), ()),) * self.comm.size, (), order)
-        if placed is None or everyone is None:
-            raise LayerwiseError(
-                f"the plan's devices are ranks {tuple(order)}, and PyTorch cannot share out the parameters in that "
-                "order: number the ranks of a node one after the other, as torchrun does"
-            )
-        return shardings(placed, everyone, self.comm)
+        return shardings(self.boxes, shapes, order, self.comm)
 
     def _fill(self, network: Network) -> None:
         """Creates the boxes. The network's own values are not held."""
