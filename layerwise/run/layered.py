@@ -37,7 +37,6 @@ from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, s
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
 from layerwise.run.state.tree import without_memory
-from layerwise.run.trace import Spans, Trace
 
 
 class LayeredModule(SplitFacade):
@@ -60,7 +59,6 @@ class LayeredModule(SplitFacade):
         self._tried: MeanLoss | None = None
         self._all_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
-        self._spans = Spans()
         boxes, shared_out = (
             parameter_boxes(self.layer_graph, places(self.layer_graph, plan)),
             shardings(self.layer_graph, plan),
@@ -134,15 +132,6 @@ class LayeredModule(SplitFacade):
 
         shapes = tuple(spec.shape for spec in schedule.graph.layers[-1].specs)
         return Sized(tuple(schedule.input_boxes().values()), shapes, run, alone=False)
-
-    @property
-    def trace(self) -> Trace | None:
-        """Collects spans of what this rank does, where set."""
-        return self._spans.trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        self._spans.trace = trace
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Outputs of this rank's samples (io sample), or see the class. `batch`: those of all ranks, to be checked.

@@ -38,7 +38,7 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.state.model_state import Buffers, ModelState, map_kept_losses
-from layerwise.run.trace import ModuleSpans, Trace
+from layerwise.run.trace import ModuleSpans
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace
@@ -76,8 +76,7 @@ class DataParallelModule(ParallelModule):
         self._facts, self._calls, self._arguments = facts, Calls(), facts.arguments
         self._state = ModelState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
-        self._trace: Trace | None = None
-        self._spans: ModuleSpans | None = None
+        self._module_spans: ModuleSpans | None = None
         self._released = False
         before = _owners.get(module)
         if before is not None and (other := before()) is not None:
@@ -280,18 +279,12 @@ class DataParallelModule(ParallelModule):
             self._schedule = Schedule(self.layer_graph, self.plan, self.comm, self.runtime_options, all_classes=False)
         return self._schedule
 
-    @property
-    def trace(self) -> Trace | None:
-        """Collects spans of what this rank does, where set."""
-        return self._trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        if self._spans is not None:
-            self._spans.remove()
-        self._trace, self._spans = trace, None
-        if trace is not None and self.runtime_options.compile is None:  # a compiled model has no layers to look at
-            self._spans = ModuleSpans(self.module, self.layer_graph, trace)
+    def _traced(self) -> None:
+        if self._module_spans is not None:
+            self._module_spans.remove()
+        self._module_spans = None
+        if self.trace is not None and self.runtime_options.compile is None:  # a compiled model has no layers to look at
+            self._module_spans = ModuleSpans(self.module, self.layer_graph, self.trace)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallelModule:
         self._note_device(fn)
@@ -319,7 +312,7 @@ class DataParallelModule(ParallelModule):
         self.__dict__["_called"] = compiled(self.module, settings)
         self.runtime_options = replace(self.runtime_options, compile=settings)
         self._facts = replace(self._facts, options=self.runtime_options)
-        self.trace = self.trace  # of the whole model from now on
+        self._traced()  # of the whole model from now on
 
     def release(self) -> None:
         """The user's module is as it was, but for its values: this one is not to be called any more."""
