@@ -57,7 +57,6 @@ class Facts:
     replacements: Replacements
     keys: Mapping[str, str]  # names of the state dict -> names of the tensors in the graph
     arguments: Arguments
-    dtype: str  # of the network, before the options
 
 
 class DataParallelModule(ParallelModule):
@@ -89,7 +88,7 @@ class DataParallelModule(ParallelModule):
         to_send = facts.replacements.as_written and facts.comm.size > 1
         self._sent = Buffers(module, facts.replacements.batch_norms, facts.comm) if to_send else None
         self._samples = FedSamples(facts.graph, facts.arguments)
-        moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.dtype)
+        moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.graph.dtype)
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
         # Not registered: it is not another part of this module.

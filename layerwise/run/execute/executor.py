@@ -140,15 +140,19 @@ class _Forward:
 
     # ---- inputs ----
 
-    def begin(self, instruction: Begin) -> None:
-        end = instruction.layer, instruction.slot
-        self.issued[end] = self._issue(self.layers[instruction.layer].edges[instruction.slot])
+    def begin(self, instruction: Begin | Move) -> None:
+        """Sends an input early."""
+        edge = self.layers[instruction.layer].edges[instruction.slot]
+        link = self.issued[instruction.layer, instruction.slot] = IssuedTransfer(*self._ways(edge))
+        self._communicate(edge, self.values[edge.source], link.leaving())
 
-    def end(self, instruction: End) -> None:
+    def end(self, instruction: End | Move) -> None:
+        """Waits for it."""
         scheduled, slot = self.layers[instruction.layer], instruction.slot
         if slot == 0:
             self._defer_weights(scheduled)
-        self._receive(scheduled, slot, self._await(scheduled.edges[slot], self.issued.pop((instruction.layer, slot))))
+        link = self.issued.pop((instruction.layer, slot))
+        self._receive(scheduled, slot, self._communicate(scheduled.edges[slot], None, link.arriving()))
 
     def move(self, instruction: Move) -> None:
         scheduled, slot = self.layers[instruction.layer], instruction.slot
@@ -158,9 +162,8 @@ class _Forward:
         elif edge.stays:
             self.received[slot] = self.values[edge.source]
         elif self.run.differentiate and edge.weights_late:
-            link = self._issue(edge)
-            self._defer_weights(scheduled)
-            self._receive(scheduled, slot, self._await(edge, link))
+            self.begin(instruction)
+            self.end(instruction)
         else:
             self._receive(scheduled, slot, self._redistribute(edge))
 
@@ -169,15 +172,6 @@ class _Forward:
         self.received[slot] = x
         if edge.within and edge.source in self.saved:
             self.saved.pop(edge.source).move(edge, x)
-
-    def _issue(self, edge: ScheduledEdge) -> IssuedTransfer:
-        """Sends a layer's input early."""
-        link = IssuedTransfer(*self._ways(edge))
-        self._communicate(edge, self.values[edge.source], link.leaving())
-        return link
-
-    def _await(self, edge: ScheduledEdge, link: IssuedTransfer) -> Tensor | None:
-        return self._communicate(edge, None, link.arriving())
 
     def _communicate(self, edge: ScheduledEdge, x: Tensor | None, way: Communication) -> Tensor | None:
         """Returns what it makes of x, in its turn; back, it has its turn where a gradient comes back."""
