@@ -111,7 +111,7 @@ class LayeredModule(SplitFacade):
             self._prepare("transfers", schedule.groups)
             with torch.inference_mode(False):  # constants may be used in training
                 constants = shaped.constants(schedule)
-            self._executors[key] = Executor(schedule, constants, self._spans)
+            self._executors[key] = Executor(schedule, constants)
         return self._executors[key]
 
     @property
@@ -188,7 +188,8 @@ class LayeredModule(SplitFacade):
             self._state.count()
         first = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         known, gathers = self._working.begin(executor.constants)
-        run = Pass(known, self.training, seed, self.steps_done, self._begins(first), gathers)
+        token, options = self._begins(first), executor.schedule.options
+        run = Pass(known, self.training, seed, self.steps_done, token, self.comm, options, self._spans, gathers)
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
             run.token, *tensors = ordered(run.token, *(fed[name] for name in differentiated))
             fed |= dict(zip(differentiated, tensors, strict=True))
