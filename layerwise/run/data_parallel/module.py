@@ -157,13 +157,13 @@ class DataParallelModule(ParallelModule):
         return map_tensors(leaving, outputs)
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
-        boxes = tuple(Box((0,) * (1 + len(size)), (samples, *size)) for size in sizes)
+        boxes = tuple(Box.full((samples, *size)) for size in sizes)
 
         def run(given: Sequence[Tensor]) -> Returned:
             inputs = given if self._moved is None else list(map(self._moved, given))
             with self._autocast():
                 made = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
-            return [((Box((0,) * x.dim(), tuple(x.shape)),), x) for x in made]
+            return [((Box.full(x.shape),), x) for x in made]
 
         layers = [layer for layer in self.layer_graph.layers if layer.role is Role.INPUT]
         types = [self.runtime_options.element_type(layer.out.dtype, self.layer_graph) for layer in layers]
