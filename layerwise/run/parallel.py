@@ -158,8 +158,7 @@ class ParallelModule(nn.Module):
             self._pass = number, gradients
             self._begun()
             finish = partial(self._finish, gradients, differentiable=torch.is_grad_enabled())
-            end = _End(finish, partial(self._failed, gradients))
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            torch.autograd.Variable._execution_engine.queue_callback(_End(finish, self._failed))
 
     def pass_gradients(self) -> Gradients:
         """Returns those of the backward pass that runs, which begins here unless it has begun."""
@@ -180,7 +179,7 @@ class ParallelModule(nn.Module):
                 gradients.refuse_derivatives()
             gradients.call_hooks()
 
-    def _failed(self, gradients: Gradients) -> None:
+    def _failed(self) -> None:
         """A backward pass was ended by an error."""
         self._pass = None
 

@@ -266,8 +266,8 @@ class DataParallelModule(ParallelModule):
         if self._sent is not None and self._synchronise:
             self._sent.send()
 
-    def _failed(self, gradients: Gradients) -> None:
-        super()._failed(gradients)
+    def _failed(self) -> None:
+        super()._failed()
         if self._averaged is not None:
             self._averaged.fail()
 
