@@ -1,10 +1,21 @@
 """The pages of docs/ against the code: `make docs` checks their links, and these what it cannot know."""
 
 import re
+import textwrap
 from pathlib import Path
+
+import numpy as np
 
 import layerwise
 from layerwise.__main__ import COMMANDS
+from layerwise.config import Config
+from layerwise.cost import terms
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import load_model
+from layerwise.machine import load
+from layerwise.ops.base import Role
+from layerwise.ops.specs import same
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -57,3 +68,19 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [p.name for p in DOCS.rglob("*.md") if p.relative_to(DOCS).as_posix() not in navigation] == []
     assert [p.name for p in (ROOT / "notebooks").glob("*.ipynb") if f"tutorials/{p.name}" not in navigation] == []
+
+
+def test_the_cost_term_of_the_how_to_is_one() -> None:
+    """As written, with the imports of `cost/terms.py`: seconds of every configuration, in the tables' shape."""
+    page = (DOCS / "how-to" / "add_a_cost_term.md").read_text(encoding="utf-8")
+    known = vars(terms) | {"np": np, "Role": Role, "same": same}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(textwrap.dedent(block), known)
+    model = CostModel(fuse(load_model("lenet5", 8)), load("cpu").device_graph(2), CostOptions())
+    configs = (Config.of({"n": 2}), Config())
+    for layer in model.graph.layers[:2]:
+        seconds = known["READING"].seconds(model, layer, model.layout(layer, configs), False)
+        assert seconds.shape == (2,)
+        assert (seconds > 0).all() == (layer.role is Role.INPUT)
+        assert known["READING"].sent_bytes(model, layer, model.layout(layer, configs)) == 0
+    assert f"\n({known['READING'].equation})" not in COST_MODEL  # a new number

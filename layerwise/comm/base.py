@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Group = tuple[int, ...]  # ranks, ascending
 # What bytes are counted as; gathers: of parameters of which each rank keeps a part; io: what no plan predicts.
-Kind = Literal["transfers", "sync", "gathers", "statistics", "io"]
+TrafficKind = Literal["transfers", "sync", "gathers", "statistics", "io"]
 
 
 class CommError(LayerwiseError):
@@ -84,7 +84,7 @@ class Comm(ABC):
     size: int
     device: torch.device  # where this rank computes
     collectives: bool  # whether regular exchanges are faster as collectives (NCCL) or as messages (gloo)
-    sent: Counter[Kind]
+    sent: Counter[TrafficKind]
 
     @property
     def members(self) -> Members:
@@ -95,7 +95,7 @@ class Comm(ABC):
         """Notes what this rank computes now, for the messages of all ranks should one of them fail. Cheap."""
 
     @abstractmethod
-    def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
+    def prepare(self, groups: Iterable[Group], kind: TrafficKind) -> None:
         """Makes these groups known for collectives of a kind.
 
         Every rank names all of them, also those that it is not in, in the same order.
@@ -113,9 +113,9 @@ class Comm(ABC):
         self,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
-        kind: Kind,
+        kind: TrafficKind,
         what: str,
-        stream: Kind | None = None,
+        stream: TrafficKind | None = None,
     ) -> Handle:
         """Starts point-to-point messages, at most one to and one from a peer. It ends when all are sent and received.
 
@@ -125,7 +125,7 @@ class Comm(ABC):
         elements: both sides leave it out. `what` is for error messages.
         """
 
-    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """Writes (len(group), *mine.shape) into `out`: row i is what the i-th rank of the group brings.
 
         Counts len(group) - 1 times `mine`.
@@ -137,7 +137,7 @@ class Comm(ABC):
         )
 
     def reduce_scatter(
-        self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str, stream: Kind | None = None
+        self, out: Tensor, parts: Tensor, group: Group, kind: TrafficKind, what: str, stream: TrafficKind | None = None
     ) -> Handle:
         """Writes into `out` the sum over the group of row i of `parts` (len(group), *out.shape), for its i-th rank.
 
@@ -158,7 +158,7 @@ class Comm(ABC):
         receives = [(rank, rows[row]) for row, rank in others]
         return Then(self.exchange(sends, receives, kind, what, stream), add_up)
 
-    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """Sends row i of `parts` to the i-th rank of the group; row i of `out` comes from it.
 
         Counts the rows of the others.
@@ -173,7 +173,7 @@ class Comm(ABC):
         return [(row, rank) for row, rank in enumerate(group) if rank != self.rank]
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """Starts to sum a contiguous tensor, in place, over a prepared group. Not to be touched until it has ended."""
 
     @abstractmethod

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerwise.comm.base import Comm, CommError, Done, Group, Handle, Kind, Members, all_reduce_bytes, reason
+from layerwise.comm.base import Comm, CommError, Done, Group, Handle, Members, TrafficKind, all_reduce_bytes, reason
 from layerwise.comm.together import in_thread
 from layerwise.comm.under_way import UnderWay, Waitable
 from layerwise.comm.watch import Watch
@@ -60,7 +60,7 @@ class ProcessComm(Comm):
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.device = device
         self.collectives = nccl
-        self.sent: Counter[Kind] = Counter()
+        self.sent: Counter[TrafficKind] = Counter()
         self._watch = watch
         self._timeout_s = timeout_s
         self._everyone = tuple(range(self.size))
@@ -83,7 +83,7 @@ class ProcessComm(Comm):
         """Notes it for the signs of life."""
         self._watch.at(step, layer)
 
-    def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
+    def prepare(self, groups: Iterable[Group], kind: TrafficKind) -> None:
         """Makes a process group of each, 2 to 11 ms long (2 to 8 ranks)."""
         stream, groups = self._stream(kind), list(groups)
         if groups and not self.collectives:  # messages go through that of all ranks
@@ -112,9 +112,9 @@ class ProcessComm(Comm):
         self,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
-        kind: Kind,
+        kind: TrafficKind,
         what: str,
-        stream: Kind | None = None,
+        stream: TrafficKind | None = None,
     ) -> Handle:
         """gloo: one message a peer, receives first. NCCL: one batch."""
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
@@ -159,7 +159,7 @@ class ProcessComm(Comm):
         while self.given_up:
             self.given_up.pop().wait()
 
-    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """NCCL's own, else an exchange."""
         if not self.collectives or len(group) == 1 or not mine.numel():
             return super().all_gather(out, mine, group, kind, what)
@@ -167,7 +167,7 @@ class ProcessComm(Comm):
         return self._collective(_all_gather, out.view(-1), mine.contiguous().view(-1), group, kind, what)
 
     def reduce_scatter(
-        self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str, stream: Kind | None = None
+        self, out: Tensor, parts: Tensor, group: Group, kind: TrafficKind, what: str, stream: TrafficKind | None = None
     ) -> Handle:
         """NCCL's own, else an exchange and a sum."""
         if not self.collectives or len(group) == 1 or not parts.numel():
@@ -175,21 +175,23 @@ class ProcessComm(Comm):
         self.sent[kind] += (len(group) - 1) * out.nbytes
         return self._collective(_reduce_scatter, out.view(-1), parts.contiguous().view(-1), group, stream or kind, what)
 
-    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """NCCL's own, else an exchange."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().all_to_all(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * parts.nbytes // len(group)
         return self._collective(dist.all_to_all_single, out, parts.contiguous(), group, kind, what)
 
-    def _collective(self, do: Collective, out: Tensor, given: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def _collective(
+        self, do: Collective, out: Tensor, given: Tensor, group: Group, kind: TrafficKind, what: str
+    ) -> Handle:
         self._end_given_up()
         with self._joint(what, group):
             work = _sure(do(out, given, group=self._stream(kind)[group], async_op=True))
         self._note(work, what)
         return UnderWay(self, what, [(f"in {what}", work)], [out, given])
 
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """torch.distributed's, started here."""
         assert tensor.is_contiguous(), what
         if len(group) == 1 or not tensor.numel():
@@ -258,7 +260,7 @@ class ProcessComm(Comm):
         self._watch.joint += group in (None, self._everyone)
         return self.during(what)
 
-    def _stream(self, kind: Kind) -> Stream:
+    def _stream(self, kind: TrafficKind) -> Stream:
         return self._beside if kind == "sync" else self._gathering if kind == "gathers" else self._waited_for
 
     def _new_group(self, group: Group, backend: str | None = None) -> dist.ProcessGroup:

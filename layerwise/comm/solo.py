@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, Done, Group, Handle, Kind
+from layerwise.comm.base import Comm, Done, Group, Handle, TrafficKind
 
 
 class SoloComm(Comm):
@@ -18,25 +18,25 @@ class SoloComm(Comm):
         self.rank, self.size = 0, 1
         self.device = torch.device(device)
         self.collectives = False
-        self.sent: Counter[Kind] = Counter()
+        self.sent: Counter[TrafficKind] = Counter()
 
-    def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
+    def prepare(self, groups: Iterable[Group], kind: TrafficKind) -> None:
         """Does nothing."""
 
     def exchange(
         self,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
-        kind: Kind,
+        kind: TrafficKind,
         what: str,
-        stream: Kind | None = None,
+        stream: TrafficKind | None = None,
     ) -> Handle:
         """Returns at once: there is nobody to exchange with."""
         assert not sends, what
         assert not receives, what
         return Done()
 
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """The sum of one is itself."""
         assert group == (0,), what
         return Done()

@@ -91,9 +91,10 @@ class _NodeCosts:
 
 
 class CostModel(Setting):
-    """The cost model: t_C, t_X and t_S (FORMULAS, equation 1) of a network's layers and edges on a device graph.
+    """The cost model: t_C, t_X and t_S of a network's layers and edges on a device graph.
 
-    Everything is cached by shape. `price` and `timeline` take one, and so does `layerwise.search.find.search`.
+    Equation 1 of docs/explanation/cost_model.md. Everything is cached by shape.
+    `price` and `timeline` take one, and so does `layerwise.search.find.search`.
 
     Attributes:
         graph: The network, fused or not, at its batch.

@@ -18,7 +18,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
 from layerwise.partition.place import data_parallel, input_maps, lattices_of
-from layerwise.program import Kind
+from layerwise.program import StepKind
 
 EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, input slot
 Strategy = Mapping[str, Config]
@@ -52,7 +52,7 @@ class CostOptions:
     optimizer: str = "sgd"
     dtype: str = "float32"
     local_batch_norm: bool = False
-    kind: Kind = "training"
+    kind: StepKind = "training"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", precision(self.dtype))

@@ -116,7 +116,7 @@ def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str |
 def _known(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str | None, device: str) -> str | None:
     """`made_by` of what built-in networks are made of, as planning for these imports no torch; None: ask the kernels.
 
-    A test asks them: tests/graph/test_mixed.py.
+    A test asks them: tests/graph/test_layer.py.
     """
     read = {spec.dtype for spec in specs}
     if autocast is None or weights != "float32" or read not in ({"float32"}, {autocast}):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, Group, Handle, Kind
+from layerwise.comm.base import Comm, Group, Handle, TrafficKind
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats
 from layerwise.machine import LinkLevel, Profile
@@ -151,10 +151,10 @@ def prepared(comm: Comm, operation: Operation, group: Group, size: int) -> Do:
 
 
 # The streams that operations have beside computation.
-STREAMS: dict[Operation, Kind] = {"all_reduce": "sync", "reduce_scatter": "sync", "all_gather": "gathers"}
+STREAMS: dict[Operation, TrafficKind] = {"all_reduce": "sync", "reduce_scatter": "sync", "all_gather": "gathers"}
 
 
-def begun(comm: Comm, operation: Operation, group: Group, size: int, kind: Kind | None = None) -> Start:
+def begun(comm: Comm, operation: Operation, group: Group, size: int, kind: TrafficKind | None = None) -> Start:
     """A function that starts an operation on buffers of `size` bytes, in the stream of a kind."""
     kind = kind or STREAMS.get(operation, "transfers")
     count, members, what = size // 4, len(group), f"measuring {operation}"

@@ -15,7 +15,7 @@ from layerwise.machine import DeviceGraph
 from layerwise.oracle.pipeline import PipelineStage, imbalance
 from layerwise.oracle.tables import Projection
 
-Kind = Literal["limit", "bottleneck"]
+FindingKind = Literal["limit", "bottleneck"]
 GRADIENTS = ("data", "spatial", "df", "ds", "grid")
 LAYERWISE = ("filter", "channel", "df", "grid")
 
@@ -24,7 +24,7 @@ LAYERWISE = ("filter", "channel", "df", "grid")
 class Finding:
     """A limit (of the strategy itself) or a bottleneck (of framework or machine)."""
 
-    kind: Kind
+    kind: FindingKind
     name: str
     value: float  # a share of 1, or a number of times, as `text` says it
     lost_s: float  # of an iteration; 0 where it costs no time
@@ -99,7 +99,7 @@ def _communication(projection: Projection, devices: DeviceGraph, exposed_s: floa
             text += f"; beside the backward pass, what is left of it is {share:.1%}"
         result.append(Finding("limit", "gradient exchange", share, lost_s, text))
     layerwise_s = phases.gather_s + phases.reduce_s if name in LAYERWISE else 0.0
-    shares: tuple[tuple[Kind, str, float, str], ...] = (
+    shares: tuple[tuple[FindingKind, str, float, str], ...] = (
         ("limit", "layer-wise communication", layerwise_s, "collectives of single layers are"),
         ("bottleneck", "point-to-point communication", phases.halo_s, "halo exchange is"),
         ("bottleneck", "point-to-point communication", phases.passing_s, "passing activations between stages is"),

@@ -1,4 +1,4 @@
-"""The program of a graph and a strategy: the only place that says in which order a step is done."""
+"""The program of a graph and a strategy: the order of a step, which autograd has too (tests/program/test_order.py)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from layerwise.program.instructions import (
     Free,
     Instruction,
     Keep,
-    Kind,
     Move,
     Output,
     Program,
     Release,
+    StepKind,
     StrategyFacts,
     Update,
 )
 
 
-def program(graph: LayerGraph, io: str, facts: StrategyFacts, kind: Kind = "training") -> Program:
+def program(graph: LayerGraph, io: str, facts: StrategyFacts, kind: StepKind = "training") -> Program:
     """The instructions of one step on all devices, in order.
 
     Args:
@@ -48,7 +48,7 @@ def program(graph: LayerGraph, io: str, facts: StrategyFacts, kind: Kind = "trai
 class _Builder:
     """Appends instructions: the forward pass, then the backward pass, layer by layer."""
 
-    def __init__(self, graph: LayerGraph, io: str, facts: StrategyFacts, kind: Kind) -> None:
+    def __init__(self, graph: LayerGraph, io: str, facts: StrategyFacts, kind: StepKind) -> None:
         self.graph, self.facts, self.kind = graph, facts, kind
         self.out: list[Instruction] = []
         self.begun = begun_before(graph, io)

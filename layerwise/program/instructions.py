@@ -15,10 +15,10 @@ from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.buckets import BUCKET_BYTES
 
-Kind = Literal["training", "inference"]
+StepKind = Literal["training", "inference"]
 # Of a layer's work. weights: the gradient of its weights, where that of its input is on its way already.
 Part = Literal["forward", "recompute", "backward", "weights"]
-Pass = Literal["forward", "recompute", "backward"]  # in which a tensor travels
+Direction = Literal["forward", "recompute", "backward"]  # in which a tensor travels
 
 
 class AllGather(NamedTuple):
@@ -45,7 +45,7 @@ class Begin(NamedTuple):
 
     layer: str
     slot: int
-    way: Pass
+    way: Direction
 
 
 class End(NamedTuple):
@@ -53,7 +53,7 @@ class End(NamedTuple):
 
     layer: str
     slot: int
-    way: Pass
+    way: Direction
 
 
 class Move(NamedTuple):
@@ -61,7 +61,7 @@ class Move(NamedTuple):
 
     layer: str
     slot: int
-    way: Pass
+    way: Direction
 
 
 class Keep(NamedTuple):

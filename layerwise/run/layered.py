@@ -285,8 +285,13 @@ class LayeredModule(SplitFacade):
         self._initial = versions(self._reducer.parameters) if self._initial else {}
 
     def shards(self) -> list[Shard]:
+        self._places.check()
         self._may_change()
         return super().shards()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        self._places.check()
+        return super().full_state_dict()
 
     @property
     def module(self) -> UnwrappedModule:
@@ -312,6 +317,7 @@ class LayeredModule(SplitFacade):
             raise LayerwiseError(
                 "the parallel module is inside another module, whose state dict cannot have it: save its own"
             )
+        self._places.check()
         return {prefix + name: tensor for name, tensor in self._state.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from layerwise.comm.base import Comm, Group, Kind
+from layerwise.comm.base import Comm, Group, TrafficKind
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
@@ -143,7 +143,7 @@ class ParallelModule(nn.Module):
     def _traced(self) -> None:
         """Another trace was set, or none."""
 
-    def _prepare(self, kind: Kind, groups: set[Group]) -> None:
+    def _prepare(self, kind: TrafficKind, groups: set[Group]) -> None:
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
 
     def share(self, batch: int | None = None) -> slice:
@@ -188,7 +188,7 @@ class ParallelModule(nn.Module):
         """True if all gradients that parameters have now are sums over the ranks."""
         return self._synchronise and not self._reducer.local
 
-    def predicted_bytes(self, batches: int = 1) -> dict[Kind, float | None]:
+    def predicted_bytes(self, batches: int = 1) -> dict[TrafficKind, float | None]:
         """Returns the bytes that the plan says all ranks together send in a step, at this module's element types.
 
         By kind; None where the plan says nothing of it. Every rank calls this. batches: of a step; all but the last

@@ -43,7 +43,7 @@ from layerwise.importers.load import HELP, load_model, names_code
 from layerwise.importers.with_loss import LOSSES, model_with
 from layerwise.machine import DeviceGraph, load
 from layerwise.plan import parse_strategy
-from layerwise.program import Kind
+from layerwise.program import StepKind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Picture, Report
 from layerwise.report.figures import save_plot
@@ -260,7 +260,7 @@ def main(args: argparse.Namespace) -> None:
 def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostModel:
     """The network on the devices, with the assumptions that the flags make."""
     io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
-    kind: Kind = "inference" if args.inference else "training"
+    kind: StepKind = "inference" if args.inference else "training"
     options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
     return CostModel(_graph(args.model, batch, args), devices, options)
 

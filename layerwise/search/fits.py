@@ -10,7 +10,7 @@ from math import inf
 
 from layerwise.cli import console
 from layerwise.config import ORDER, Config, SearchSpace, States, is_legal
-from layerwise.cost.memory.allocations import Kind
+from layerwise.cost.memory.allocations import MemoryKind
 from layerwise.cost.memory.course import course
 from layerwise.cost.memory.step import peak_by_kind, peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
@@ -135,7 +135,7 @@ class Fits:
     device: str
     batch: int  # samples of all devices together
     limit_bytes: float
-    kinds: Mapping[Kind, float]  # of one device, at its fullest instant
+    kinds: Mapping[MemoryKind, float]  # of one device, at its fullest instant
     at: str  # that instant
     gpus: Mapping[int, DeviceNeed]  # by how many devices
     devices: Limits  # the least number that holds it

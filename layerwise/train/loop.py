@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from layerwise.comm.base import Kind
+from layerwise.comm.base import TrafficKind
 from layerwise.plan import Plan
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
@@ -125,7 +125,7 @@ class Trainer(Generic[LocalBatch]):
     sampler: StepSampler
     optimizer: torch.optim.Optimizer
     clip: float | None = None  # the largest norm that the gradient may have
-    sent: Counter[Kind] = field(default_factory=Counter)  # bytes that this rank sent in the full steps
+    sent: Counter[TrafficKind] = field(default_factory=Counter)  # bytes that this rank sent in the full steps
     full: int = 0  # steps whose batches were all of the plan's size
     skip: bool = False  # no step is taken with a loss or a gradient that is no finite number
     skipped: list[int] = field(default_factory=list)  # the numbers of such steps, from 1

@@ -12,7 +12,7 @@ from statistics import median
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from layerwise.comm.base import Kind
+from layerwise.comm.base import TrafficKind
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
 from layerwise.quantities import units
@@ -21,7 +21,7 @@ from layerwise.train.compare import Difference
 from layerwise.train.loop import Step
 from layerwise.train.score import Score
 
-KINDS: tuple[Kind, ...] = ("transfers", "sync", "gathers", "statistics")
+KINDS: tuple[TrafficKind, ...] = ("transfers", "sync", "gathers", "statistics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Result:
     first: int  # steps done before, by the run that was resumed
     score: Score | None  # on the held-out samples; None where that is not defined
     classes: Sequence[str]  # of which the Dice is told
-    sent: Mapping[Kind, float] | None  # bytes a step, of all ranks together; None where there was no whole step
-    planned: Mapping[Kind, float | None]  # the same as `ParallelModule.predicted_bytes` has it
+    sent: Mapping[TrafficKind, float] | None  # bytes a step, of all ranks together; None where there was no whole step
+    planned: Mapping[TrafficKind, float | None]  # the same as `ParallelModule.predicted_bytes` has it
     compare: Difference | None
     held_out_loss: float | None = None  # the model's own, the mean of held-out batches; None where it has none
     resident_bytes: int | None = None  # of the host's memory, the most that any rank has had, PyTorch included
@@ -57,7 +57,7 @@ class Result:
         return dict(zip(self.classes, self.score.dice, strict=False))
 
     @property
-    def predicted(self) -> dict[Kind, float | None]:
+    def predicted(self) -> dict[TrafficKind, float | None]:
         """The bytes that the plan predicts, to compare with `sent`."""
         return {k: None if (each := self.planned[k]) is None else _integer(each) for k in KINDS}
 

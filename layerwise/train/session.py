@@ -13,7 +13,7 @@ from typing import Literal, NoReturn
 import torch
 
 from layerwise import checkpoint
-from layerwise.comm.base import Comm, Kind
+from layerwise.comm.base import Comm, TrafficKind
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
@@ -177,7 +177,7 @@ class Session:
             self.plan, self.steps, self.first, score, self.data.classes, sent, predicted, compare, lost, resident
         )
 
-    def _sent(self) -> dict[Kind, float] | None:
+    def _sent(self) -> dict[TrafficKind, float] | None:
         """Bytes a whole step, of all ranks together."""
         ranks = self.comm.all_gather_object(self.trainer.sent)
         full = self.trainer.full

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, Kind
+from layerwise.comm.base import Comm, TrafficKind
 from layerwise.comm.start import join_default_group
 
 Shape = tuple[int, ...]
@@ -32,7 +32,7 @@ def same(a: Tensor, b: Tensor) -> None:
     assert torch.equal(a, b), (a, b)
 
 
-def messages(comm: Comm, name: str) -> Counter[Kind]:
+def messages(comm: Comm, name: str) -> Counter[TrafficKind]:
     """Uneven messages; none where (from + to) % 3 is 0, and there both sides name an empty one."""
     dtype = getattr(torch, name)
     comm.sent.clear()
@@ -58,7 +58,7 @@ def messages(comm: Comm, name: str) -> Counter[Kind]:
     return comm.sent
 
 
-def in_flight(comm: Comm, name: str) -> Counter[Kind]:
+def in_flight(comm: Comm, name: str) -> Counter[TrafficKind]:
     """Many exchanges of uneven sizes at once, of all ranks with all; waited for out of order, twice, some never."""
     dtype, count = getattr(torch, name), 60
     comm.sent.clear()
@@ -90,7 +90,7 @@ def in_flight(comm: Comm, name: str) -> Counter[Kind]:
     return comm.sent
 
 
-def collectives(comm: Comm, name: str) -> Counter[Kind]:
+def collectives(comm: Comm, name: str) -> Counter[TrafficKind]:
     """All-gather, reduce-scatter and all-to-all, of all ranks and of some, also of nothing."""
     dtype = getattr(torch, name)
     comm.sent.clear()
@@ -115,7 +115,7 @@ def collectives(comm: Comm, name: str) -> Counter[Kind]:
     return comm.sent
 
 
-def reductions(comm: Comm, name: str) -> Counter[Kind]:
+def reductions(comm: Comm, name: str) -> Counter[TrafficKind]:
     """Several at once, of all and of some, waited for out of order, with messages between."""
     dtype = getattr(torch, name)
     comm.sent.clear()
@@ -143,7 +143,7 @@ def reductions(comm: Comm, name: str) -> Counter[Kind]:
     return comm.sent
 
 
-def as_with_nccl(comm: Comm, name: str) -> Counter[Kind]:
+def as_with_nccl(comm: Comm, name: str) -> Counter[TrafficKind]:
     """torch's own collectives, which are what NCCL is asked for; gloo has them too. Warnings are errors."""
     collectives(comm, name)  # makes the groups, by way of gloo
     reductions(comm, name)
@@ -158,13 +158,13 @@ def as_with_nccl(comm: Comm, name: str) -> Counter[Kind]:
         comm.collectives = False
 
 
-def over_the_users_group(comm: Comm, name: str) -> Counter[Kind]:
+def over_the_users_group(comm: Comm, name: str) -> Counter[TrafficKind]:
     """A second Comm, over the default group that the first one left behind."""
     with join_default_group(comm.device) as own:
         return reductions(own, name)
 
 
-def of_some_ranks(comm: Comm, name: str) -> Counter[Kind] | None:
+def of_some_ranks(comm: Comm, name: str) -> Counter[TrafficKind] | None:
     """Ranks 1 to 3 of the default group have a Comm of their own, of which rank 0 knows nothing."""
     if comm.rank == 0:
         return None

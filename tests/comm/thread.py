@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
-from layerwise.comm.base import Comm, CommError, Done, Group, Handle, Kind, all_reduce_bytes, ranks
+from layerwise.comm.base import Comm, CommError, Done, Group, Handle, TrafficKind, all_reduce_bytes, ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,15 +60,15 @@ class ThreadComm(Comm):
         self.rank, self.size = rank, size
         self.device = torch.device("cpu")
         self.collectives = collectives
-        self.sent: Counter[Kind] = Counter()
+        self.sent: Counter[TrafficKind] = Counter()
         self.doing = "starting"
         self._hub = hub
         self._everyone = tuple(range(size))
-        self._prepared: set[tuple[Kind, Group]] = set()
-        self._started: Counter[tuple[Kind, Group]] = Counter()
+        self._prepared: set[tuple[TrafficKind, Group]] = set()
+        self._started: Counter[tuple[TrafficKind, Group]] = Counter()
         self._numbers: Counter[tuple[str, bool, int]] = Counter()  # of messages so far: stream, whether sent, peer
 
-    def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
+    def prepare(self, groups: Iterable[Group], kind: TrafficKind) -> None:
         """Checks that all ranks name the same."""
         named = list(groups)
         told = self.all_gather_text(f"{kind} {named}")
@@ -79,9 +79,9 @@ class ThreadComm(Comm):
         self,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
-        kind: Kind,
+        kind: TrafficKind,
         what: str,
-        stream: Kind | None = None,
+        stream: TrafficKind | None = None,
     ) -> Handle:
         """Tensors are copied on their way."""
         for peers in ([peer for peer, _ in sends], [peer for peer, _ in receives]):
@@ -102,11 +102,11 @@ class ThreadComm(Comm):
                 expected.append((peer, tensor, self._number(stream or kind, peer, False)))
         return _Exchange(self, sent, expected, stream or kind, f"{kind} {what}")
 
-    def _number(self, kind: Kind, peer: int, sent: bool) -> int:
+    def _number(self, kind: TrafficKind, peer: int, sent: bool) -> int:
         self._numbers[_use(kind), sent, peer] += 1
         return self._numbers[_use(kind), sent, peer]
 
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """Every rank adds up what all have put in, in the order of the ranks, when it waits."""
         assert tensor.is_contiguous(), what
         if len(group) == 1 or not tensor.numel():
@@ -152,7 +152,7 @@ class ThreadComm(Comm):
         tensor.detach().view(-1).copy_(content.view(-1))
 
 
-def _use(kind: Kind) -> str:
+def _use(kind: TrafficKind) -> str:
     """The stream that messages of a kind go through: in each of them they come in the order of their start."""
     return f"exchange of {kind}" if kind in ("sync", "gathers") else "exchange"
 
@@ -170,7 +170,7 @@ class _Exchange:
         comm: ThreadComm,
         sent: list[tuple[Tensor, int]],
         expected: list[tuple[int, Tensor, int]],
-        stream: Kind,
+        stream: TrafficKind,
         what: str,
     ) -> None:
         self.comm, self.sent, self.expected, self.stream, self.what = comm, sent, expected, stream, what

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layerwise.config import Config, SearchSpace, States
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory import allocations
-from layerwise.cost.memory.allocations import KINDS, AllocationTracker, Kind, Ref, devices_of
+from layerwise.cost.memory.allocations import KINDS, AllocationTracker, MemoryKind, Ref, devices_of
 from layerwise.cost.memory.bounds import MemoryBounds
 from layerwise.cost.memory.bounds.lifetimes import Lifetimes
 from layerwise.cost.memory.bounds.stacked import stacked
@@ -34,7 +34,7 @@ from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.moved import moved
 from layerwise.partition.place import input_maps, lattices_of, place
-from layerwise.program import Kind as StepKind
+from layerwise.program import StepKind
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import search
 from layerwise.search.limit.variants import Forms
@@ -67,7 +67,7 @@ def test_the_most_is_that_of_counting_at_every_instant(monkeypatch: pytest.Monke
     rng, devices = np.random.default_rng(0), 11
     tracker = AllocationTracker(devices, by_kind=True)
     held: list[tuple[Ref, int]] = []  # and the number of its storage
-    sizes, holders, kinds = list[Floats](), list[Floats](), list[Kind]()
+    sizes, holders, kinds = list[Floats](), list[Floats](), list[MemoryKind]()
     most, fullest = np.zeros(devices), {kind: np.zeros(devices) for kind in KINDS}
 
     def count(spike: Floats) -> None:
@@ -280,7 +280,7 @@ def test_the_kinds_sum_up_to_the_peak(name: str) -> None:
     searched = search(model, SearchSpace(4)).best.strategy
     for strategy in (searched, *(complete(model, baseline(model, other)) for other in NAMES)):
         kinds = peak_by_kind(model, strategy)
-        assert set(kinds) == set(get_args(Kind))
+        assert set(kinds) == set(get_args(MemoryKind))
         assert min(kinds.values()) >= 0
         assert sum(kinds.values()) == pytest.approx(peak_bytes(model, strategy).max(), rel=1e-12)
 

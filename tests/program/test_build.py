@@ -19,7 +19,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import load
 from layerwise.ops.base import Role
-from layerwise.program import Instruction, Kind, Program, StrategyFacts, program
+from layerwise.program import Instruction, Program, StepKind, StrategyFacts, program
 from layerwise.program.instructions import (
     AllGather,
     Arrive,
@@ -44,7 +44,7 @@ PROFILE = st.sampled_from(["cpu", "h100"])  # a CPU makes no gradient of weights
 
 
 def made(
-    network: LayerGraph, profile: str, io: Literal["sample", "free", "boxes"], data: st.DataObject, kind: Kind
+    network: LayerGraph, profile: str, io: Literal["sample", "free", "boxes"], data: st.DataObject, kind: StepKind
 ) -> tuple[CostModel, StrategyFacts, Program]:
     model = CostModel(network, load(profile).device_graph(4, 4), CostOptions(io=io))
     facts, _ = step_facts(model, any_strategy(model, data))
@@ -110,7 +110,7 @@ def test_a_sum_waits_for_a_layer_behind_parameters_that_are_inputs() -> None:
 @given(NETWORKS, PROFILE, IO, st.sampled_from(["training", "inference"]), st.data())
 @examples(60)
 def test_what_a_layer_reads_is_there(
-    network: LayerGraph, profile: str, io: Literal["sample", "free", "boxes"], kind: Kind, data: st.DataObject
+    network: LayerGraph, profile: str, io: Literal["sample", "free", "boxes"], kind: StepKind, data: st.DataObject
 ) -> None:
     """Inputs are received before a layer computes; no value is read after it was freed, and each is freed once."""
     model, _, step = made(network, profile, io, data, kind)

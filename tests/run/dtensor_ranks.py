@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -245,17 +247,29 @@ def net_again() -> Net:
     return copy.deepcopy(original())
 
 
-def penalised(comm: Comm | None, cuts: Cuts, how: str) -> dict[str, Tensor]:
-    model = made(comm, cuts) if comm is not None else net_again()
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "full_tensor": lambda out, _: loss(out),
+    "squares": lambda out, _: loss(out),
+    "cross_entropy": F.cross_entropy,
+    "mean": lambda out, _: out.mean(),
+}
+
+
+def penalised(comm: Comm | None, cuts: Cuts, how: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The sums over the ranks of the losses, each of its own samples and of a penalty, and what is trained."""
+    model, losses = made(comm, cuts) if comm is not None else net_again(), []
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for x in X:
         optimizer.zero_grad()
-        penalty = sum(p.pow(2).sum() for p in model.parameters())
+        penalty = sum(p.abs().sum() for p in model.parameters())
         if how == "full_tensor" and isinstance(penalty, DTensor):
             penalty = penalty.full_tensor()
-        (loss(model(x[share(model)])) + 0.1 * penalty).backward()
+        mine = share(model)
+        total = LOSSES[how](model(x[mine]), (torch.arange(len(x)) % 4)[mine]) + 0.1 * penalty
+        losses.append(total.item())
+        total.backward()
         optimizer.step()
-    return whole(model)
+    return losses, whole(model)
 
 
 def written(comm: Comm | None, cuts: Cuts) -> dict[str, Tensor]:
@@ -270,12 +284,54 @@ def written(comm: Comm | None, cuts: Cuts) -> dict[str, Tensor]:
     return whole(model) | here
 
 
-def penalty_refusal(comm: Comm, cuts: Cuts, how: str) -> str:
-    try:
-        penalised(comm, cuts, how)
-    except (LayerwiseError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def own_counts(comm: Comm | None, cuts: Cuts) -> dict[str, Tensor]:
+    """Each rank divides its loss and the penalty by a number of its own, as of the pixels that it has labels of."""
+    model = made(comm, cuts) if comm is not None else net_again()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for x in X:
+        optimizer.zero_grad()
+        penalty = torch.stack([p.norm() for p in model.parameters()]).sum()
+        if comm is None:
+            parts = model(x).square().sum(1).chunk(2)
+            total = sum((part.sum() + penalty) / (rank + 1) for rank, part in enumerate(parts)) / 2
+        else:
+            total = (model(x[share(model)]).square().sum() + penalty) / (comm.rank + 1)
+            assert type(total) is Tensor  # so it is logged and sent as any other
+            assert f"{penalty:.3f}" == f"{penalty.item():.3f}"
+            assert float(torch.zeros(()).add_(penalty.detach())) == pytest.approx(penalty.item())
+        total.backward()
+        optimizer.step()
+    return whole(model)
+
+
+def beside(comm: Comm, cuts: Cuts) -> None:
+    """Parameters beside tensors of a rank's own: averages of weights that are kept in plain tensors; refused where
+    gradients are wanted, and where a parameter would be written to.
+    """
+    model = made(comm, cuts)
+    full = model.full_state_dict()
+    for name, p in model.named_parameters():
+        kept = torch.zeros_like(full[name])
+        with torch.no_grad():
+            assert torch.equal(kept.lerp_(p, 0.5), 0.5 * full[name])
+            assert torch.equal(kept + p, 1.5 * full[name])
+        with pytest.raises(LayerwiseError, match="and a tensor of this rank's own"):
+            _ = kept * p
+        with torch.no_grad(), pytest.raises(LayerwiseError, match="to write to it give load_state_dict the values"):
+            p.add_(kept)
+
+
+def replaced(comm: Comm, cuts: Cuts) -> list[str]:
+    """What is said of p.data = x, as `vector_to_parameters` writes it, where nobody calls the module any more."""
+    model, said = made(comm, cuts), []
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data = p.data * 0.5
+    for ask in (model.state_dict, model.full_state_dict, model.shards):
+        with pytest.raises(LayerwiseError) as raised:
+            ask()
+        said.append(str(raised.value))
+    return said
 
 
 def moved(comm: Comm, cuts: Cuts) -> None:

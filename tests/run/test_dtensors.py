@@ -93,13 +93,29 @@ def test_float16_with_gradscaler(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["filters", "mixed", "states", "fewer"])
-def test_a_weight_penalty_is_right_or_raises(name: str) -> None:
+def test_a_weight_penalty_is_one_devices(name: str) -> None:
+    """Beside a loss that is this rank's own, whose backward pass begins with a DTensor."""
     ranks, cuts = PLANS[name]
-    wanted = dtensor_ranks.penalised(None, [], "")
-    for state in run_ranks(ranks, f"{HERE}penalised", cuts, "full_tensor"):
-        close(state, wanted)
-    for text in run_ranks(ranks, f"{HERE}penalty_refusal", cuts, ""):
-        assert "mixed torch.Tensor and DTensor" in text
+    for how in dtensor_ranks.LOSSES:
+        losses, wanted = dtensor_ranks.penalised(None, [], how)
+        found = run_ranks(ranks, f"{HERE}penalised", cuts, how)
+        for _, state in found:
+            close(state, wanted)
+        if ranks == 2:  # of equally many samples
+            assert [sum(each) / 2 for each in zip(*(one for one, _ in found), strict=True)] == pytest.approx(losses)
+
+
+def test_numbers_beside_a_tensor_of_ones_own() -> None:
+    wanted = dtensor_ranks.own_counts(None, [])
+    for cuts in (PLANS["filters"][1], [{"c": 2}, {"n": 2}, {"c": 2}, {}]):
+        for state in run_ranks(2, f"{HERE}own_counts", cuts):
+            close(state, wanted)
+        run_ranks(2, f"{HERE}beside", cuts)
+
+
+def test_other_memory_is_noticed_when_parameters_are_asked_for() -> None:
+    for said in run_ranks(2, f"{HERE}replaced", PLANS["filters"][1]):
+        assert all("p.data = x was written of a parameter that the plan splits" in one for one in said)
 
 
 @pytest.mark.parametrize("name", ["mixed", "states"])

@@ -28,7 +28,7 @@ from layerwise.ops.base import Role
 from layerwise.ops.facts import Maps
 from layerwise.partition.largest import LargestCell, largest_cell, shared_statistics
 from layerwise.partition.layout import Layout
-from layerwise.program import Kind
+from layerwise.program import StepKind
 
 ENOUGH = 4  # cells for three factors
 FOLDS = 5
@@ -139,7 +139,7 @@ class Measurements:
     dtype: str
     optimizer: str
     local_batch_norm: bool
-    kind: Kind = "training"
+    kind: StepKind = "training"
 
     @cached_property
     def fit(self) -> Fit:

@@ -17,8 +17,8 @@ from layerwise.geometry.arrays import Floats, Mask
 # What memory is held for. activations: what layers make, and keep for the backward pass. gathered: copies of what other
 # devices own, inputs of layers and parameters. gradients: of parameters, with their buckets, and of activations.
 # workspace: what a kernel or a message takes for the moment.
-Kind = Literal["parameters", "states", "gradients", "activations", "gathered", "workspace"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+MemoryKind = Literal["parameters", "states", "gradients", "activations", "gathered", "workspace"]
+KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 Devices = int  # of device d the bit 1 << d
 LOGGED = 1 << 20  # numbers that are added up at once, and sizes that are kept: bounds the memory
 
@@ -28,7 +28,7 @@ class Storage:
     """Memory that tensors share."""
 
     size: Floats  # (N,) bytes
-    kind: Kind
+    kind: MemoryKind
     devices: Devices  # where it is not empty
     holders: list[Devices]  # where it has more than 0 holders, more than 1, ...
 
@@ -68,7 +68,7 @@ class AllocationTracker:
         self._now, self._peak = np.zeros(devices), np.zeros(devices)
         self._of = {kind: np.zeros(devices) for kind in kinds}
         self._peak_of = {kind: np.zeros(devices) for kind in kinds}
-        self._log: list[tuple[Floats, Kind, bool]] = []  # what comes, of which kind, and whether it stays
+        self._log: list[tuple[Floats, MemoryKind, bool]] = []  # what comes, of which kind, and whether it stays
         # By the id of (N,) bytes, which are kept here, as equal layers give the same ones.
         self._where: dict[int, tuple[Devices, Floats]] = {}
 
@@ -85,7 +85,7 @@ class AllocationTracker:
         return self._peak
 
     @property
-    def peak_by_kind(self) -> dict[Kind, Floats]:
+    def peak_by_kind(self) -> dict[MemoryKind, Floats]:
         """(N,) of each kind, when a device had its most."""
         self._add_up()
         return self._peak_of
@@ -95,7 +95,7 @@ class AllocationTracker:
         bits = np.frombuffer(devices.to_bytes((self.count + 7) // 8, "little"), np.uint8)
         return np.unpackbits(bits, count=self.count, bitorder="little").astype(np.bool_)
 
-    def new(self, size: Floats, kind: Kind = "activations") -> Ref:
+    def new(self, size: Floats, kind: MemoryKind = "activations") -> Ref:
         """A storage with one holder, on the devices where it is not empty."""
         known = self._where.get(id(size))
         if known is None:
@@ -113,7 +113,7 @@ class AllocationTracker:
         whole = size if isinstance(size, np.ndarray) else np.full(self.count, size)
         self._note(whole, "workspace", stays=False)
 
-    def _note(self, size: Floats, kind: Kind, *, stays: bool) -> None:
+    def _note(self, size: Floats, kind: MemoryKind, *, stays: bool) -> None:
         self._log.append((size, kind, stays))
         if len(self._log) * self.count > LOGGED:
             self._add_up()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.cost.memory.allocations import KINDS, AllocationTracker, Kind
+from layerwise.cost.memory.allocations import KINDS, AllocationTracker, MemoryKind
 from layerwise.cost.memory.step import peak_bytes, tracked
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
@@ -36,7 +36,7 @@ class Course:
 
     device: int
     instants: Sequence[str]  # the instructions, `backward of conv1`
-    kinds: Mapping[Kind, Sequence[float]]  # by instant
+    kinds: Mapping[MemoryKind, Sequence[float]]  # by instant
     fullest: int  # the first instant at which the device has most
 
 
@@ -45,7 +45,7 @@ class _Log(AllocationTracker):
 
     def __init__(self, devices: int) -> None:
         super().__init__(devices)
-        self.logged: list[tuple[Floats, Kind, bool]] = []
+        self.logged: list[tuple[Floats, MemoryKind, bool]] = []
         self.instants: list[tuple[str, int]] = []
         timed = AllGather, Arrive, Begin, End, Move, Compute, Output, Fill, Update
         self.does: Effects = {
@@ -56,7 +56,7 @@ class _Log(AllocationTracker):
     def _done(self, instruction: Instruction) -> None:
         self.instants.append((_title(instruction), len(self.logged)))
 
-    def _note(self, size: Floats, kind: Kind, *, stays: bool) -> None:
+    def _note(self, size: Floats, kind: MemoryKind, *, stays: bool) -> None:
         self.logged.append((size, kind, stays))
 
 

@@ -16,7 +16,7 @@ from layerwise.cost.memory.allocations import (
     NOBODY,
     AllocationTracker,
     Devices,
-    Kind,
+    MemoryKind,
     Ref,
     TransferStorage,
     devices_of,
@@ -43,7 +43,7 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     return model.once(("peak", *strategy.items()), lambda: tracked(model, strategy, tracker).peak)
 
 
-def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[Kind, float]:
+def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[MemoryKind, float]:
     """Bytes of each kind at the peak of the device with most; their sum is the most of `peak_bytes`."""
     tracker = tracked(model, strategy, AllocationTracker(model.devices.count, by_kind=True))
     device = int(tracker.peak.argmax())

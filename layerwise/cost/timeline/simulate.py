@@ -33,6 +33,7 @@ from layerwise.program.instructions import (
     Arrive,
     Begin,
     Compute,
+    Direction,
     End,
     Fill,
     Forget,
@@ -41,13 +42,12 @@ from layerwise.program.instructions import (
     Move,
     Output,
     Part,
-    Pass,
     Release,
     Update,
 )
 
 UPDATE = " (update)"  # how a span of the optimizer ends
-SUFFIX: dict[Part | Pass, str] = {
+SUFFIX: dict[Part | Direction, str] = {
     "forward": "",
     "recompute": AGAIN,
     "backward": " (backward)",

@@ -16,7 +16,7 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.onnx.by_row import merged_rows, split_again, takes_rows
 from layerwise.importers.onnx.call import bind, element_type, schema_of
-from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold, learned, thin
+from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold_constants, learned, thin
 from layerwise.importers.onnx.control import DECIDED, OF_SEQUENCES, Control, needed_by
 from layerwise.importers.onnx.file import array_of, dtype_of, extents, inferred, opset_of, standard, stored_bytes
 from layerwise.importers.onnx.inputs import OnnxInputs
@@ -137,7 +137,8 @@ class OnnxImporter:
         elif node.op_type == "Constant" and tensor is not None:
             results = (self.stored(node.output[0], tensor),)
         else:
-            results = fold(node, [v if isinstance(v, FoldedConstant) else None for v in given], self.opset, self.budget)
+            known = [v if isinstance(v, FoldedConstant) else None for v in given]
+            results = fold_constants(node, known, self.opset, self.budget)
         if results is None:
             return False
         for output, c in zip(node.output, results, strict=False):

@@ -114,7 +114,7 @@ def learned(c: FoldedConstant) -> FoldedConstant:
     return replace(c, weight=weight, root=c.name)
 
 
-def fold(
+def fold_constants(
     node: NodeProto, inputs: Sequence[FoldedConstant | None], opset: int, budget: FoldingBudget
 ) -> tuple[FoldedConstant, ...] | None:
     """The outputs of a node of which all inputs are constants; None where the node is a layer all the same."""

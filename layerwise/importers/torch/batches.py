@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
-from layerwise.importers.torch.program import TRACING, samples_in
 from layerwise.importers.torch.proof import proven
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.trace import Dims, Imported, import_module
+from layerwise.importers.torch.traced_program import TRACING, samples_in
 from layerwise.importers.torch.unfused import UnlikeError, UnprovenError
 from layerwise.ops.base import Role
 

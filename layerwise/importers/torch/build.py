@@ -28,7 +28,7 @@ from layerwise.importers.torch.calls.unknown import decomposed, torch_call, why_
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, Value, samples_in
+from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, Value, samples_in
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec

@@ -11,7 +11,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import canonical
-from layerwise.importers.torch.program import (
+from layerwise.importers.torch.traced_program import (
     REGIONS,
     Node,
     Ref,

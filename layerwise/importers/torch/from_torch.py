@@ -14,8 +14,8 @@ from layerwise.importers.torch.batches import import_once
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import TracedProgram
 from layerwise.importers.torch.trace import Dims, placeholders
+from layerwise.importers.torch.traced_program import TracedProgram
 
 
 def from_torch(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker
+from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, behind, maker
 
 LOCAL_RESPONSE_NORM = "layerwise::local_response_norm"
 DROP_PATH = "layerwise::drop_path"

@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.affordable import check_affordable
-from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.effects import as_it_was, changed, configured, hookable, numbers
 from layerwise.importers.torch.trace import Imported
+from layerwise.importers.torch.traced_program import TRACING
 from layerwise.importers.torch.unfused import (
     UnfusedLayers,
     UnlikeError,

@@ -27,7 +27,6 @@ from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.parts import stood_in
 from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure, structure_of
 from layerwise.importers.torch.read.effects import (
     Numbers,
@@ -38,6 +37,7 @@ from layerwise.importers.torch.read.effects import (
     put_back,
     same_containers,
 )
+from layerwise.importers.torch.traced_program import TRACING
 
 Dims = Sequence[Sequence[str | None]]
 

@@ -19,11 +19,11 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.importers.torch.parts import PLAIN, ModuleInput, WholeModule, copied, held, importing, refused
-from layerwise.importers.torch.program import TRACING
 from layerwise.importers.torch.proof import FEW, ROUNDING, few
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.effects import as_it_was, configured, draws, numbers
 from layerwise.importers.torch.trace import Imported
+from layerwise.importers.torch.traced_program import TRACING
 from layerwise.importers.torch.unfused import distance, fixed_weights
 from layerwise.ops.opaque import observed
 

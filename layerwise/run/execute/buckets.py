@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm, Group, Handle, Kind
+from layerwise.comm.base import Comm, Group, Handle, TrafficKind
 from layerwise.geometry import Box
 from layerwise.partition.groups import sharing
 from layerwise.partition.place import Each
@@ -153,7 +153,7 @@ class GradientBucket:
         else:
             self.local = self.slots.new(self.flat, slots=1)
             # Where parameters are gathered, in one order with that: so it may be awaited in the backward pass.
-            stream: Kind = "gathers" if self.gathered else "sync"
+            stream: TrafficKind = "gathers" if self.gathered else "sync"
             self.handle = comm.reduce_scatter(self.local, self.flat, self.group, "sync", what, stream)
         return self.handle
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
-from layerwise.program import Instruction
-from layerwise.program import Kind as ProgramKind
+from layerwise.program import Instruction, StepKind
 from layerwise.program.instructions import AllGather, Arrive, Begin, Compute, End, Free, Keep, Move, Output, Release
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Communication, IssuedTransfer, at_once, communicated, zeros_for
@@ -40,7 +39,7 @@ class Executor:
         self.schedule, self.constants = schedule, constants
         self.layers = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
         self.blocks: dict[str, list[Instruction]] = {}  # how each is recomputed
-        self._steps: dict[ProgramKind, Steps] = {}
+        self._steps: dict[StepKind, Steps] = {}
         self._compiled: CompiledSegments | None = None
         if schedule.options.compile is not None:
             self.compile(schedule.options.compile)
@@ -60,7 +59,7 @@ class Executor:
 
     def steps(self, run: Pass) -> Steps:
         """The instructions of a forward pass."""
-        kind: ProgramKind = "training" if run.training or run.differentiate else "inference"
+        kind: StepKind = "training" if run.training or run.differentiate else "inference"
         if kind not in self._steps:
             program = self.schedule.program(kind)
             self._steps[kind] = program.forward()

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from layerwise.comm.base import Kind, all_reduce_bytes
+from layerwise.comm.base import TrafficKind, all_reduce_bytes
 from layerwise.config import Config
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
@@ -23,14 +23,14 @@ from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import Schedule, ScheduledLayer
 from layerwise.run.schedule.work import LayerWork
 
-PREDICTED: Mapping[Kind, str] = {
+PREDICTED: Mapping[TrafficKind, str] = {
     "transfers": "transfer_bytes",
     "sync": "sync_bytes",
     "gathers": "gather_bytes",
     "statistics": "statistics_bytes",
 }
 
-Message = tuple[Kind, int, int]  # bytes that this rank sends: by the plan's types, and really
+Message = tuple[TrafficKind, int, int]  # bytes that this rank sends: by the plan's types, and really
 
 
 def predicted_bytes(
@@ -40,13 +40,13 @@ def predicted_bytes(
     schedule: Schedule,
     reducer: GradientReducer,
     batches: int,
-) -> dict[Kind, float | None]:
+) -> dict[TrafficKind, float | None]:
     """Returns bytes a step of all ranks, by kind; None where the plan predicts nothing. Every rank calls this.
 
     planned: the plan's predictions, of its strategy; graph: the network with the element types that these are of.
     batches: of a step, all but the last within no_sync.
     """
-    more: Counter[Kind] = Counter()
+    more: Counter[TrafficKind] = Counter()
     for scheduled in schedule.layers:
         again = scheduled.layer.name in strategy and strategy[scheduled.layer.name].recompute
         for kind, by_plan, real in _messages(scheduled, graph, schedule, again):

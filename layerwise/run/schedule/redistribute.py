@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, Done, Group, Handle, Kind, Then
+from layerwise.comm.base import Comm, Done, Group, Handle, Then, TrafficKind
 from layerwise.geometry import Box
 from layerwise.partition.moved import Transfer
 from layerwise.run.trace import NOTHING, Spans
@@ -88,7 +88,7 @@ class Redistribution:
     transfer: Transfer
     comm: Comm
     what: str  # for error messages
-    kind: Kind = "transfers"  # what its bytes are counted as
+    kind: TrafficKind = "transfers"  # what its bytes are counted as
     margins: tuple[tuple[int, int], ...] = ()  # zeros (low, high) around the box `need`, by dimension; (): none
     positions: ReadPositions | None = None  # of this rank's tensor, those that the box `own` counts; None: all of it
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from layerwise.comm.base import Comm, Group, Kind
+from layerwise.comm.base import Comm, Group, TrafficKind
 from layerwise.config import States
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, Lattices, boundaries, numbering, slices
@@ -23,8 +23,7 @@ from layerwise.partition.moved import Transfer, groups_of, transfer
 from layerwise.partition.place import Each, Place, data_parallel, input_maps, lattices_of, of_all_classes, place, read
 from layerwise.partition.sharding import Sharding, sharded, states_of
 from layerwise.plan import Plan
-from layerwise.program import Kind as ProgramKind
-from layerwise.program import Program, StrategyFacts, program
+from layerwise.program import Program, StepKind, StrategyFacts, program
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.redistribute import ReadPositions, Redistribution
 from layerwise.run.schedule.work import LayerWork, work
@@ -152,7 +151,7 @@ class Schedule:
         self.within = frozenset(edge.source for layer in self.layers for edge in layer.edges if edge.within)
         self.blocks = self._blocks() if self._recomputed else {}
 
-    def program(self, kind: ProgramKind) -> Program:
+    def program(self, kind: StepKind) -> Program:
         """The order in which all ranks do what they do, without the sums of gradients."""
         edges = [(layer.layer.name, slot, edge) for layer in self.layers for slot, edge in enumerate(layer.edges)]
         facts = StrategyFacts(
@@ -229,7 +228,7 @@ class Schedule:
         if self.comm.collectives and not place.everywhere:
             self.groups |= groups_of(owned, need)
         own = sink and self.boxes and self._keeps_its_box(layer, slot)
-        kind: Kind = "io" if sink and self.free and not own else "transfers"
+        kind: TrafficKind = "io" if sink and self.free and not own else "transfers"
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind, positions=positions)
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
         backward = self.graph.flows_back(layer)[slot]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from layerwise.errors import LayerwiseError
@@ -35,15 +35,12 @@ def replicated(tensor: DTensor) -> bool:
 
 def full(tensor: DTensor) -> Tensor:
     """The full tensor of one of all ranks."""
-    return tensor._local_tensor if replicated(tensor) else tensor.full_tensor()
+    return tensor._local_tensor if replicated(tensor) else plain_dtensor(tensor).full_tensor()
 
 
-def number(tensor: DTensor) -> Tensor:
-    """A tensor of one element as every rank has it."""
-    if tensor.device_mesh in ALL_RANKS:
-        return full_tensors([tensor])[0]
-    partial = any(isinstance(p, Partial) for p in tensor.placements)
-    return tensor.full_tensor() if partial else tensor._local_tensor
+def everywhere(tensor: DTensor) -> Tensor:
+    """The full tensor on every rank, also of one of some ranks. All ranks call this alike."""
+    return full_tensors([tensor])[0] if tensor.device_mesh in ALL_RANKS else full(tensor)
 
 
 def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:

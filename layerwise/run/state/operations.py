@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from layerwise.run.state.meshes import replicated
 
@@ -63,6 +64,13 @@ def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | N
         ):
             return None
     return columns
+
+
+def beside_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if DTensors stand beside plain tensors of more than a number, which are this rank's own."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    own = [x for x in tensors if not isinstance(x, DTensor) and x.numel() > 1]
+    return 0 < len(own) < len(tensors)
 
 
 @cache

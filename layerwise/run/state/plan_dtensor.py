@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -33,16 +34,24 @@ from layerwise.run.state.meshes import (
     UNSCALE,
     brought_together,
     by_mesh,
+    everywhere,
     full,
-    full_tensors,
     mesh_by_mesh,
-    number,
     on_mesh,
     plain_dtensor,
     replicated,
     unscale,
 )
-from layerwise.run.state.operations import aligned, dtensors_in, each, each_of, elementwise, writes_numbers, written_by
+from layerwise.run.state.operations import (
+    aligned,
+    beside_plain,
+    dtensors_in,
+    each,
+    each_of,
+    elementwise,
+    writes_numbers,
+    written_by,
+)
 
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -67,12 +76,12 @@ class PlanDTensor(DTensor):
             if isinstance(x, cls) and x._is_view():
                 _check_view(x)
         if written and writes_numbers(written, args, kwargs):  # an optimizer's own, which are no DTensors
-            args, named = each_of(lambda x: number(x) if isinstance(x, DTensor) else x, args, kwargs)
+            args, named = each_of(lambda x: everywhere(x) if isinstance(x, DTensor) else x, args, kwargs)
             return func(*args, **named)
         if elementwise(func) and (columns := aligned(args, kwargs)) is not None:
             return _run_locally(func, args, kwargs, columns)
         if func is NUMBER:
-            return func(number(args[0]))
+            return func(everywhere(args[0]))
         if func is UNSCALE:
             return unscale(*args)
         if func.namespace == "c10d" or (func is CAT and not all(isinstance(x, DTensor) for x in args[0])):
@@ -81,6 +90,15 @@ class PlanDTensor(DTensor):
                 "module that holds the parallel one: leave it out, or, where that module has other parameters, name "
                 "those of the parallel one in its `_ddp_params_and_buffers_to_ignore` first"
             )
+        if beside_plain(args, kwargs):
+            if torch.is_grad_enabled() or any(isinstance(x, DTensor) for x in tree_leaves(written)):
+                raise LayerwiseError(
+                    f"{func._schema.name.removeprefix('aten::')}() was given a parameter that the plan splits, or its "
+                    "gradient, and a tensor of this rank's own: to read all of it give it p.full_tensor(), to write to "
+                    "it give load_state_dict the values"
+                )
+            args, named = each_of(lambda x: everywhere(x) if isinstance(x, DTensor) else x, args, kwargs)
+            return func(*args, **named)
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise LayerwiseError(
                 "random numbers were asked for of a parameter that the plan splits, and would be other ones than one "
@@ -182,6 +200,48 @@ class PlanDTensor(DTensor):
         return _marked(plain.redistribute(mesh, self.placements), device)
 
 
+class PlanNumber(PlanDTensor):
+    """A PlanDTensor without dimensions: a norm, a penalty on weights, a learnt scale.
+
+    Beside a tensor that is this rank's own, such as its loss, it is a plain number: so is what is made of both.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns what `func` makes of it, or of the plain number."""
+        name: str = getattr(func, "__name__", "")
+        written = args[:1] if name.endswith("_") else ((kwargs or {}).get("out"),)
+        own = (isinstance(x, Tensor) and not isinstance(x, DTensor) for x in tree_leaves((args, kwargs)))
+        if name == "__set__" or not any(own) or any(isinstance(x, DTensor) for x in tree_leaves(written)):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map(lambda x: _OwnNumber.apply(x) if isinstance(x, cls) else x, (args, kwargs or {}))  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+
+class _OwnNumber(torch.autograd.Function):
+    """Back: the gradient is the mean over the ranks, as that of the module's parameters is."""
+
+    @staticmethod
+    def forward(ctx: Any, number: DTensor) -> Tensor:
+        ctx.mesh, ctx.device = number.device_mesh, number._local_tensor.device
+        return everywhere(number).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        mesh = ALL_RANKS.get(ctx.mesh, ctx.mesh)
+        mean = gradient / mesh.size()
+        for axis in range(mesh.ndim):
+            torch.distributed.all_reduce(mean, group=mesh.get_group(axis))
+        return _marked(on_mesh(ctx.mesh, mean), ctx.device)
+
+
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which operations of any PlanDTensor run as its class says."""
 
@@ -210,7 +270,8 @@ torch.serialization.add_safe_globals([_shard_of])  # as PyTorch does for its own
 
 def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
     """The DTensor that has this local tensor. As FSDP2 makes them; `from_local` goes through autograd."""
-    made: PlanDTensor = PlanDTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    kind = PlanDTensor if spec.ndim else PlanNumber
+    made: PlanDTensor = kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -274,7 +335,7 @@ class _OnAllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: PlanDTensor) -> DTensor:
         ctx.mesh = tensor.device_mesh
-        return _marked(on_mesh(ALL_RANKS[ctx.mesh], full_tensors([tensor])[0]), tensor._local_tensor.device)
+        return _marked(on_mesh(ALL_RANKS[ctx.mesh], everywhere(tensor)), tensor._local_tensor.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> DTensor:

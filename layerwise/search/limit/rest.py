@@ -1,9 +1,9 @@
-"""The rest of a problem under a limit, after bounds: how it is enumerated, and branch and bound over it.
+"""Closes the gap that multipliers leave under a limit: enumeration, then branch and bound.
 
 Where a few layers decide by much, what multipliers leave is closed by deciding for these layers. The multipliers' bound
 is the time of a mixture of choices that fits on average. Where its choices differ most in what their bytes cost, that
 layer's variants are split into the lighter and the heavier ones; either half has multipliers of its own, and its bound
-is as high or higher. What cannot beat the best in hand goes. A half of which no choice fits has no end of a bound.
+is as high or higher. What cannot beat the best in hand goes. The bound of a half of which no choice fits is infinite.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, get_args
 
 from layerwise.config import Config
-from layerwise.cost.memory.allocations import Kind
+from layerwise.cost.memory.allocations import MemoryKind
 from layerwise.cost.memory.step import peak_by_kind
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.terms import COLUMNS
@@ -196,15 +196,15 @@ def _rate(samples_per_s: float) -> str:
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else three_digits(samples_per_s)
 
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
-def kinds_of(candidates: Iterable[Candidate]) -> Mapping[str, Mapping[Kind, float]]:
+def kinds_of(candidates: Iterable[Candidate]) -> Mapping[str, Mapping[MemoryKind, float]]:
     """The kinds of memory that the fullest device holds when it is fullest, by strategy."""
     return {c.name: peak_by_kind(c.model, c.strategy) for c in {c.name: c for c in candidates}.values()}
 
 
-def kinds_table(kinds: Mapping[str, Mapping[Kind, float]]) -> Table:
+def kinds_table(kinds: Mapping[str, Mapping[MemoryKind, float]]) -> Table:
     """A row a kind of memory, a column a strategy."""
     rows = Column("memory of the fullest device", cells=[*KINDS, "all"])
     columns = (Column(name, "B", [*(held[kind] for kind in KINDS), sum(held.values())]) for name, held in kinds.items())

@@ -19,7 +19,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.partition.buckets import CAPS
-from layerwise.program import Kind
+from layerwise.program import StepKind
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search
 from layerwise.search.limit.variants import OFFERS, Forms, Variants
@@ -40,13 +40,13 @@ def space_of(model: CostModel, dims: str = "nchw") -> dict[str, tuple[Config, ..
     return configurations(model, space, named, {})
 
 
-def model_of(graph: LayerGraph, devices: int, profile: str = "p100", kind: Kind = "training") -> CostModel:
+def model_of(graph: LayerGraph, devices: int, profile: str = "p100", kind: StepKind = "training") -> CostModel:
     io = "sample" if graph.batch >= devices else "free"
     options = CostOptions(io=io, kind=kind, optimizer="adam")
     return CostModel(fuse(graph), load(profile).device_graph(devices, 2), options)
 
 
-def holds(graph: LayerGraph, profile: str, kind: Kind, seed: int, strategies: int) -> None:
+def holds(graph: LayerGraph, profile: str, kind: StepKind, seed: int, strategies: int) -> None:
     """Random strategies, in all forms, with any buckets."""
     model = model_of(graph, 4, profile, kind)
     cells, rng = space_of(model), random.Random(seed)
@@ -65,7 +65,7 @@ def holds(graph: LayerGraph, profile: str, kind: Kind, seed: int, strategies: in
 
 @pytest.mark.parametrize("kind", ["training", "inference"])
 @pytest.mark.parametrize(("profile", "network"), product(["p100", "pcie"], NETWORKS))
-def test_no_step_is_below_its_rows(network: Callable[[int], LayerGraph], profile: str, kind: Kind) -> None:
+def test_no_step_is_below_its_rows(network: Callable[[int], LayerGraph], profile: str, kind: StepKind) -> None:
     holds(network(8), profile, kind, 1, 6)
 
 

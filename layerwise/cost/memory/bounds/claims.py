@@ -21,7 +21,7 @@ from layerwise.geometry.arrays import Floats, Mask
 Owner = str | EdgeName  # whose configurations bytes follow from: a layer's, or those of both ends of an edge
 # sure: whatever the configurations; own: where `source` is not 0, and nobody else counts it there; shared: perhaps.
 # Also shared: source, of which a layer is recomputed; recomputed, by a recomputed layer, which may save the same.
-Kind = Literal["sure", "own", "shared", "source", "recomputed"]
+ClaimKind = Literal["sure", "own", "shared", "source", "recomputed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class Claim:
 
     storage: ClaimedStorage
     owner: Owner
-    kind: Kind
+    kind: ClaimKind
     first: int
     source: Floats  # (V, N), by configurations of the layer, or of the edge's producer; of an edge perhaps (1, 1)
     target: Floats | None = None  # (V_v, N), by configurations of the edge's consumer
@@ -163,7 +163,7 @@ class Ledger:
         self,
         storage: ClaimedStorage,
         owner: Owner,
-        kind: Kind,
+        kind: ClaimKind,
         source: Floats,
         target: Floats | None = None,
         local: bool = True,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from layerwise.config import distinct_cells
-from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, Kind
+from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, ClaimKind
 from layerwise.cost.memory.bounds.state import ALWAYS, WEIGHTS, GradientClaims, Received, StageResult, StepClaims
 from layerwise.cost.memory.sizes import BEFORE, differentiated, moved_between, place_of, returned
 from layerwise.geometry.arrays import Floats, Mask
@@ -47,7 +47,7 @@ class Forward(StepClaims):
         return replace(self._received(layer, slot, there, self._need(layer, slot), "shared"), behind=behind)
 
     def _received(
-        self, layer: Layer, slot: int, there: list[tuple[ClaimedStorage, Floats]], need: Floats, kind: Kind
+        self, layer: Layer, slot: int, there: list[tuple[ClaimedStorage, Floats]], need: Floats, kind: ClaimKind
     ) -> Received:
         edge, leaf = (layer.inputs[slot], layer.name, slot), self.ledger.storage()
         if slot == 0 and layer.name in self.stages:

@@ -1,4 +1,4 @@
-"""Stacked: what all devices have of a layer under all its configurations at once, as one place of C*N devices.
+"""Stacked: what all N devices have of a layer under all its C configurations; device n under c is row c * N + n.
 
 Of V configurations many have the same cells, and differ in what saves memory: C have different ones. And what moves on
 an edge under any pairs of them (`Travel`), as `partition.moved` says of one.

@@ -8,7 +8,7 @@ import numpy as np
 
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, Kind, Ledger
+from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, ClaimKind, Ledger
 from layerwise.cost.memory.bounds.stacked import Stacked, Travel, inside, stacked
 from layerwise.cost.memory.sizes import StageMemory, stages_of
 from layerwise.cost.model import Configs, CostModel, EdgeName
@@ -47,7 +47,7 @@ class Received:
     need: Floats  # (V_v, N) bytes
     working: list[Claim]
     held: Mask  # (V_v, N)
-    kind: Kind  # of the claims on what lies here
+    kind: ClaimKind  # of the claims on what lies here
     behind: ClaimedStorage | None = None  # what was viewed first, where nobody but its readers keeps it
 
 

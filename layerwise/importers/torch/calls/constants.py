@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import DRAWING, FOLDED, SHAPED_ONLY, base_name
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, called
+from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, called
 
 # Of a constant whose value is kept, elements, and of all of them, bytes: of a module, which makes them in every step
 # itself (the masks of windows in volumes have 40 million), and of a file, as a small one can ask for any number.

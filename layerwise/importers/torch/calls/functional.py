@@ -15,7 +15,7 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import TURNED, order_of
-from layerwise.importers.torch.program import Node, Ref, Source, TracedProgram, Value, bind, refs, where
+from layerwise.importers.torch.traced_program import Node, Ref, Source, TracedProgram, Value, bind, refs, where
 
 STATISTICS = {"_native_batch_norm_legit"}  # these write running statistics, which their layers remember
 COUNTER = "num_batches_tracked"

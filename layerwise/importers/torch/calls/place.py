@@ -15,7 +15,7 @@ from layerwise.importers.registry import Built, Operand
 from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import SHAPED, UNCHANGED
-from layerwise.importers.torch.program import Node, Source, TracedProgram, module_path
+from layerwise.importers.torch.traced_program import Node, Source, TracedProgram, module_path
 from layerwise.ops.base import Op, space
 from layerwise.ops.nn.linear import Learned
 from layerwise.ops.tensor.pointwise import Binary

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import SPECTRAL_NORM, base_name
-from layerwise.importers.torch.program import Node, Ref, TracedProgram, behind, maker, where
+from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, behind, maker, where
 
 Made = Mapping[str, Node]  # by the name of a value, the node that makes it
 WRITE = "aten::div.out"  # normalises u or v where they lie

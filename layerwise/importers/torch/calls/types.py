@@ -18,7 +18,7 @@ from layerwise.importers.registry import Argument, Build, Built, Call, Operand, 
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import PROMOTING, base_name
 from layerwise.importers.torch.ops.views import UNCHANGED
-from layerwise.importers.torch.program import Node, Ref
+from layerwise.importers.torch.traced_program import Node, Ref
 from layerwise.ops.tensor.pointwise import Cast, promoted
 from layerwise.tensor import TensorSpec
 

@@ -26,7 +26,7 @@ from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.exported import FxReader
 from layerwise.importers.torch.ops.free import FREE, free_dims
 from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_name, row
-from layerwise.importers.torch.program import TRACING, Node, Ref, TracedProgram, Value, called
+from layerwise.importers.torch.traced_program import TRACING, Node, Ref, TracedProgram, Value, called
 from layerwise.ops.opaque import Argument, ElementType, Here, Slot, TorchOp
 from layerwise.tensor import TensorSpec
 

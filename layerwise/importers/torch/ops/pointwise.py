@@ -172,7 +172,7 @@ def dropout(call: Call) -> Result:
 
 
 def drop_path(call: Call) -> Result:
-    """Stochastic depth (see torch_patterns)."""
+    """Stochastic depth (see `importers.torch.patterns`)."""
     return Built(Dropout(call.number("p"), samples=True), (call.operand("input"),))
 
 

@@ -23,8 +23,8 @@ import torch
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.files import parse_json
 from layerwise.importers.torch.calls.constants import OF_A_FILE
-from layerwise.importers.torch.program import TracedProgram, Value
 from layerwise.importers.torch.read.pt2_json import DTYPES, Json, read_json
+from layerwise.importers.torch.traced_program import TracedProgram, Value
 
 T = TypeVar("T")
 OBJECTS = ("custom_obj_", "opaque_obj_")  # pickles of C++ and Python objects, which nothing can vet

@@ -16,7 +16,7 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import canonical
-from layerwise.importers.torch.program import (
+from layerwise.importers.torch.traced_program import (
     REGIONS,
     Node,
     Ref,

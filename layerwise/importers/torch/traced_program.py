@@ -1,4 +1,4 @@
-"""Program: what the PyTorch importer reads, whether it comes from torch.export or from a .pt2 file.
+"""TracedProgram: what the PyTorch importer reads, whether it comes from torch.export or from a .pt2 file.
 
 A list of operator calls in order, arguments bound by schema name, every size a number, control regions that compute
 nothing by themselves (`torch.no_grad()`, autocast) inlined.
