@@ -24,12 +24,6 @@ def each_of(act: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str,
     return each(act, args), dict(zip(kwargs, each(act, kwargs.values()), strict=True))
 
 
-def dtensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:
-    """The DTensors among an operation's arguments, and in lists of these."""
-    flat = (x for v in (*args, *kwargs.values()) for x in (v if type(v) in (list, tuple) else (v,)))
-    return [x for x in flat if isinstance(x, DTensor)]
-
-
 @cache
 def elementwise(func: Any) -> bool:
     """True if each element of the result is made of the elements in its place."""
@@ -90,5 +84,6 @@ def writes_numbers(written: Sequence[Any], args: Sequence[Any], kwargs: Mapping[
     plain = [x for xs in written for x in (xs if isinstance(xs, list | tuple) else (xs,))]
     if not all(type(x) is Tensor and x.numel() == 1 for x in plain):
         return False
-    read = dtensors_in(args, kwargs)
+    read = list[DTensor]()
+    each_of(lambda x: read.append(x) if isinstance(x, DTensor) else None, args, kwargs)
     return bool(read) and all(x.numel() == 1 for x in read)

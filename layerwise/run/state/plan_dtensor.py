@@ -42,16 +42,7 @@ from layerwise.run.state.meshes import (
     replicated,
     unscale,
 )
-from layerwise.run.state.operations import (
-    aligned,
-    beside_plain,
-    dtensors_in,
-    each,
-    each_of,
-    elementwise,
-    writes_numbers,
-    written_by,
-)
+from layerwise.run.state.operations import aligned, beside_plain, each, each_of, elementwise, writes_numbers, written_by
 
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -104,7 +95,8 @@ class PlanDTensor(DTensor):
                 "random numbers were asked for of a parameter that the plan splits, and would be other ones than one "
                 "device's: initialise the model before, or by model.apply(fn), or give load_state_dict the values"
             )
-        given = dtensors_in(args, kwargs)
+        given = list[DTensor]()
+        each_of(lambda x: given.append(x) if isinstance(x, DTensor) else None, args, kwargs)
         if len({x.device_mesh for x in given}) > 1 and any(x.device_mesh in ALL_RANKS for x in given):
             if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and len(by_mesh(args)) > 1:
                 return mesh_by_mesh(func, args, kwargs)
