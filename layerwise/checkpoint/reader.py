@@ -138,7 +138,7 @@ class Reader:
         """Returns all of a tensor."""
         shape, dtype = self.spec(name)
         tensor = torch.zeros(shape, dtype=dtype)
-        self.fill(name, Box((0,) * len(shape), shape), tensor)
+        self.fill(name, Box.full(shape), tensor)
         return tensor
 
     def value(self, name: str) -> Any:

@@ -266,7 +266,7 @@ def owned(module: ParallelModule) -> Owned:
         if name in shards:
             owned[parameter] = shards[name]
         elif is_dtensor(parameter):
-            nothing = Box((0,) * parameter.dim(), (0,) * parameter.dim())
+            nothing = Box.full((0,) * parameter.dim())
             owned[parameter] = Shard(
                 name, (), tuple(parameter.shape), nothing, local_tensor(parameter), trainable=True, first=False
             )

@@ -84,7 +84,7 @@ class Crops:
     def batch(self, numbers: Tensor) -> Batch:
         """Whole ones."""
         shapes = [(len(numbers), *feed.spec.shape[1:]) for feed in self.reading.inputs]
-        return self.boxes(numbers, *(Box((0,) * len(shape), shape) for shape in shapes))
+        return self.boxes(numbers, *(Box.full(shape) for shape in shapes))
 
     def boxes(self, numbers: Tensor, *boxes: Box) -> Batch:
         """Reads boxes of the image and of the classes of these samples, and no more."""
@@ -121,5 +121,5 @@ def _crops(task: TrainingTask, arrays: Sequence[Array], count: int, flip: str, s
     inputs = []
     for spec, array, name in zip((image, target), arrays, ("image", "classes"), strict=True):
         repeated = np.broadcast_to(array, (count, *array.shape))
-        inputs.append(BoxInput(name, spec, Box((0,) * len(spec.shape), spec.shape), StackedArray(repeated, name)))
+        inputs.append(BoxInput(name, spec, Box.full(spec.shape), StackedArray(repeated, name)))
     return Crops(BatchReader(tuple(inputs), "random", flip, None, seed), count)

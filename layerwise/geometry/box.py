@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -26,6 +27,12 @@ class Box:
 
     def __post_init__(self) -> None:
         assert len(self.lo) == len(self.hi), f"box bounds of different rank: {self.lo}, {self.hi}"
+
+    @staticmethod
+    def full(shape: Iterable[int]) -> Box:
+        """The box that is all of a tensor of this shape."""
+        hi = tuple(shape)
+        return Box((0,) * len(hi), hi)
 
     @property
     def shape(self) -> tuple[int, ...]:

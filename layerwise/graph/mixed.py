@@ -95,7 +95,7 @@ def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str |
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    cell = Box((0,) * len(where.dims), tuple(dim.extent for dim in where.dims))
+    cell = Box.full(dim.extent for dim in where.dims)
     needs = tuple(needed_box(maps, cell) for maps in where.needs)
     local = Local(where, specs, cell, needs)
 

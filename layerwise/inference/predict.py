@@ -181,7 +181,7 @@ def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, s
 def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
     """All of a tensor of which the ranks have boxes, on every rank."""
     held = [box for box in boxes if box is not None]
-    full = Box((0,) * len(held[0].hi), tuple(map(max, *(box.hi for box in held), held[0].hi)))
+    full = Box.full(map(max, *(box.hi for box in held), held[0].hi))
     dtype = next(filter(None, comm.all_gather_text("" if x is None else dtype_name(x.dtype))))
     like = torch.empty(0, dtype=DTYPE_OF[dtype], device=comm.device)
     gathered = move(comm, x, boxes, (full,) * comm.size, like, "an answer")

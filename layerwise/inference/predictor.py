@@ -93,8 +93,7 @@ class Predictor:
 
     def _full(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
         regions = [
-            SampleRegion(one.source, Box((0,) * len(shape), shape))
-            for one, shape in zip(self.cases.inputs, shapes, strict=True)
+            SampleRegion(one.source, Box.full(shape)) for one, shape in zip(self.cases.inputs, shapes, strict=True)
         ]
         return self._pass(numbers, self.model.sized(shapes, len(numbers)), regions)
 
@@ -104,7 +103,7 @@ class Predictor:
         extents = cases.extents(shapes)
         size, places = self._passes(extents, count)
         sized = self.model.sized(cases.sized(size), count)
-        full = Box((0,) * (2 + len(extents)), (count, sized.outputs[self.output][1], *extents))
+        full = Box.full((count, sized.outputs[self.output][1], *extents))
         ways = list(product(*((False, True) if label in self.mirror else (False,) for label in cases.labels)))
         blend: Blend | None = None
         for place, way in product(places, ways):

@@ -50,7 +50,7 @@ def resampled(
     """
     owned = [box for box in boxes if box is not None]
     extents = tuple(max(box.hi[dim] for box in owned) for dim in range(len(owned[0].hi)))
-    full = Box((0,) * len(extents), (extents[0], *shape))
+    full = Box.full((extents[0], *shape))
     targets = tuple(slab(full, rank, comm.size, 1) for rank in range(comm.size))
     along = [taps(n, wanted, order) for n, wanted, order in zip(extents[1:], shape, orders, strict=True)]
 

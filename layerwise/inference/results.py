@@ -135,7 +135,7 @@ class NiftiFolder(NpyFolder):
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
         shape, dtype = self._array(boxes, x)
         like = torch.empty(0, dtype=getattr(torch, dtype.name), device=self.comm.device)
-        full = Box((0,) * len(shape), shape)
+        full = Box.full(shape)
         gathered = move(self.comm, x, boxes, (full, *(None,) * (self.comm.size - 1)), like, "labels")
 
         def save() -> None:

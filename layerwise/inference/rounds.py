@@ -118,7 +118,7 @@ def _one_each(
         if isinstance(shape, str):
             failed[predictor.cases.names[number]] = shape
         else:
-            box = Box((0,) * len(shape), tuple(shape))
+            box = Box.full(shape)
             owned = tuple(box if other == rank else None for other in range(world.size))
             made.append((number, (owned, x if rank == world.rank else None)))
     return made

@@ -37,7 +37,6 @@ from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, s
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
 from layerwise.run.state.tree import without_memory
-from layerwise.run.trace import Spans, Trace
 
 
 class LayeredModule(SplitFacade):
@@ -60,7 +59,6 @@ class LayeredModule(SplitFacade):
         self._tried: MeanLoss | None = None
         self._all_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
-        self._spans = Spans()
         boxes, shared_out = (
             parameter_boxes(self.layer_graph, places(self.layer_graph, plan)),
             shardings(self.layer_graph, plan),
@@ -113,7 +111,7 @@ class LayeredModule(SplitFacade):
             self._prepare("transfers", schedule.groups)
             with torch.inference_mode(False):  # constants may be used in training
                 constants = shaped.constants(schedule)
-            self._executors[key] = Executor(schedule, constants, self._spans)
+            self._executors[key] = Executor(schedule, constants)
         return self._executors[key]
 
     @property
@@ -134,15 +132,6 @@ class LayeredModule(SplitFacade):
 
         shapes = tuple(spec.shape for spec in schedule.graph.layers[-1].specs)
         return Sized(tuple(schedule.input_boxes().values()), shapes, run, alone=False)
-
-    @property
-    def trace(self) -> Trace | None:
-        """Collects spans of what this rank does, where set."""
-        return self._spans.trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        self._spans.trace = trace
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Outputs of this rank's samples (io sample), or see the class. `batch`: those of all ranks, to be checked.
@@ -199,7 +188,8 @@ class LayeredModule(SplitFacade):
             self._state.count()
         first = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         known, gathers = self._working.begin(executor.constants)
-        run = Pass(known, self.training, seed, self.steps_done, self._begins(first), gathers)
+        token, options = self._begins(first), executor.schedule.options
+        run = Pass(known, self.training, seed, self.steps_done, token, self.comm, options, self._spans, gathers)
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
             run.token, *tensors = ordered(run.token, *(fed[name] for name in differentiated))
             fed |= dict(zip(differentiated, tensors, strict=True))

@@ -146,7 +146,7 @@ def _module(
     module = network.module if network.itself else copy.deepcopy(network.module)
     settle_values(module, network, graph, options)
     assert network.arguments is not None
-    facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments, network.graph.dtype)
+    facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments)
     return DataParallelModule(module, facts)
 
 

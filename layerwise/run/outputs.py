@@ -223,7 +223,7 @@ def global_loss(
     (out,), comm = outputs, schedule.comm
     target = target.to(schedule.options.device)
     box, shape = schedule.sinks[0][comm.rank], schedule.graph.layers[-1].specs[0].shape
-    total = Box((0,) * len(shape), shape).volume
+    total = Box.full(shape).volume
     if box is None:
         mine = out.sum()
     else:

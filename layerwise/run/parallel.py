@@ -26,7 +26,7 @@ from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.run.state.model_state import ModelState
 from layerwise.run.state.state import Shard, State
-from layerwise.run.trace import Trace
+from layerwise.run.trace import Spans, Trace
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 SHARED_NAMES = {"device", "dtype", "module", "training"}  # that say the same of the model and of the parallel one
@@ -55,6 +55,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.plan, self.comm, self.runtime_options, self.layer_graph = plan, comm, options, graph
         self.device, self.dtype = options.device, options.dtype
+        self._spans = Spans()
         self.steps_done = 0  # training forwards done: the random numbers of each step follow from it
         self._synchronise = True
         self._parameters_on = options.device  # where the loop has brought the parameters
@@ -130,13 +131,17 @@ class ParallelModule(nn.Module):
         """This rank's schedule at the plan's batch."""
 
     @property
-    @abstractmethod
     def trace(self) -> Trace | None:
         """Collects spans of what this rank does, where set."""
+        return self._spans.trace
 
     @trace.setter
-    @abstractmethod
-    def trace(self, trace: Trace | None) -> None: ...
+    def trace(self, trace: Trace | None) -> None:
+        self._spans.trace = trace
+        self._traced()
+
+    def _traced(self) -> None:
+        """Another trace was set, or none."""
 
     def _prepare(self, kind: TrafficKind, groups: set[Group]) -> None:
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
@@ -153,8 +158,7 @@ class ParallelModule(nn.Module):
             self._pass = number, gradients
             self._begun()
             finish = partial(self._finish, gradients, differentiable=torch.is_grad_enabled())
-            end = _End(finish, partial(self._failed, gradients))
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            torch.autograd.Variable._execution_engine.queue_callback(_End(finish, self._failed))
 
     def pass_gradients(self) -> Gradients:
         """Returns those of the backward pass that runs, which begins here unless it has begun."""
@@ -175,7 +179,7 @@ class ParallelModule(nn.Module):
                 gradients.refuse_derivatives()
             gradients.call_hooks()
 
-    def _failed(self, gradients: Gradients) -> None:
+    def _failed(self) -> None:
         """A backward pass was ended by an error."""
         self._pass = None
 

@@ -107,9 +107,7 @@ def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedS
 def target_box(module: ParallelModule) -> Box:
     """The part of a target of classes that belongs to this rank's box of the output; nothing where it has none."""
     (box,) = module.output_boxes()
-    return without_classes(
-        box or Box((0,) * len(shape := module.layer_graph.layers[-1].specs[0].shape), (0,) * len(shape))
-    )
+    return without_classes(box or Box.full((0,) * len(module.layer_graph.layers[-1].specs[0].shape)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def _kind(model_input: ModelInput) -> str:
 
 def _drawn(seed: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
     """One sample: standard normal, in [0, 1), or integers below `values`."""
-    box = Box((0,) * len(shape), shape)
+    box = Box.full(shape)
     if kind == "float":
         return normal(seed, box, shape)
     fraction = uniform(seed, box, shape)

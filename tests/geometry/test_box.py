@@ -59,6 +59,10 @@ def test_slices(data: st.DataObject) -> None:
         assert set(np.ravel(tensor[box.slices()])) == set(tensor[elements(tensor.shape, box)])
 
 
+def test_all_of_a_tensor() -> None:
+    assert Box.full([2, 3]) == Box((0, 0), (2, 3))
+
+
 def test_a_scalar_is_one_element() -> None:
     assert (Box((), ()).volume, Box((), ()).shape, Box((), ()).slices()) == (1, (), ())
 

@@ -27,7 +27,7 @@ from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import parameter_boxes, places
-from layerwise.run.state.dtensors import placement, placements
+from layerwise.run.state.dtensors import placement
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 
@@ -172,8 +172,8 @@ def shared_out(graph: LayerGraph, plan: Plan) -> bool:
     """Whether DTensors can have the parameters' boxes, with the plan's order of devices."""
     shapes = {name: p.shape for layer in graph.layers for name, p in layer.own_parameters()}
     boxes, order = parameter_boxes(graph, places(graph, plan)), plan.device_order
-    everyone = placement((Box((), ()),) * len(order), (), order)
-    return everyone is not None and placements(boxes, shapes, order) is not None
+    every = {"": (Box((), ()),) * len(order), **boxes}
+    return all(placement(each, shapes.get(name, ()), order) is not None for name, each in every.items())
 
 
 SLOW = 100.0  # times as slow as the profile: reduced networks then have about the compute : communication of whole ones

@@ -250,12 +250,12 @@ def other_seed(patch: pytest.MonkeyPatch) -> None:
     """What is dropped is others the second time."""
     again = room._Kernel.recompute
 
-    def broken(kernel: Any, run: Any, *args: Any) -> Tensor:
-        run.seed += 1
+    def broken(kernel: Any, *args: Any) -> Tensor:
+        kernel._run.seed += 1
         try:
-            return again(kernel, run, *args)
+            return again(kernel, *args)
         finally:
-            run.seed -= 1
+            kernel._run.seed -= 1
 
     patch.setattr(room._Kernel, "recompute", broken)
 
@@ -281,8 +281,8 @@ def a_gather_left_out(patch: pytest.MonkeyPatch) -> None:
         way: Redistribution = edge.redistribution
         need = way.transfer.need
         if not edge.travels:
-            return way.kept(x, block._run_by.empty(dtype))
-        return None if need is None else block._run_by.empty(dtype).new_zeros(need.shape)
+            return way.kept(x, block._run.empty(dtype))
+        return None if need is None else block._run.empty(dtype).new_zeros(need.shape)
 
     patch.setattr(room.Block, "_received", broken)
 

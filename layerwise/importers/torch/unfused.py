@@ -72,7 +72,7 @@ class UnfusedLayers:
             p.name: (tied[i] if i in tied else self._stored(layer.parameters[i], p.shape, device)).reshape(p.shape)
             for i, p in enumerate(where.parameters)
         }
-        cell = Box((0,) * len(where.dims), tuple(dim.extent for dim in where.dims))
+        cell = Box.full(dim.extent for dim in where.dims)
         needs = tuple(needed_box(maps, cell) for maps in where.needs)
         local = Local(where, layer.specs, cell, needs, training=self.training, device=device)
         wanted = autocast_within(layer.autocast, device.type, None)

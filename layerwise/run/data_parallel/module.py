@@ -38,7 +38,7 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.state.model_state import Buffers, ModelState, map_kept_losses
-from layerwise.run.trace import ModuleSpans, Trace
+from layerwise.run.trace import ModuleSpans
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace
@@ -57,7 +57,6 @@ class Facts:
     replacements: Replacements
     keys: Mapping[str, str]  # names of the state dict -> names of the tensors in the graph
     arguments: Arguments
-    dtype: str  # of the network, before the options
 
 
 class DataParallelModule(ParallelModule):
@@ -76,8 +75,7 @@ class DataParallelModule(ParallelModule):
         self._facts, self._calls, self._arguments = facts, Calls(), facts.arguments
         self._state = ModelState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
-        self._trace: Trace | None = None
-        self._spans: ModuleSpans | None = None
+        self._module_spans: ModuleSpans | None = None
         self._released = False
         before = _owners.get(module)
         if before is not None and (other := before()) is not None:
@@ -90,7 +88,7 @@ class DataParallelModule(ParallelModule):
         to_send = facts.replacements.as_written and facts.comm.size > 1
         self._sent = Buffers(module, facts.replacements.batch_norms, facts.comm) if to_send else None
         self._samples = FedSamples(facts.graph, facts.arguments)
-        moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.dtype)
+        moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.graph.dtype)
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
         # Not registered: it is not another part of this module.
@@ -159,13 +157,13 @@ class DataParallelModule(ParallelModule):
         return map_tensors(leaving, outputs)
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
-        boxes = tuple(Box((0,) * (1 + len(size)), (samples, *size)) for size in sizes)
+        boxes = tuple(Box.full((samples, *size)) for size in sizes)
 
         def run(given: Sequence[Tensor]) -> Returned:
             inputs = given if self._moved is None else list(map(self._moved, given))
             with self._autocast():
                 made = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
-            return [((Box((0,) * x.dim(), tuple(x.shape)),), x) for x in made]
+            return [((Box.full(x.shape),), x) for x in made]
 
         layers = [layer for layer in self.layer_graph.layers if layer.role is Role.INPUT]
         types = [self.runtime_options.element_type(layer.out.dtype, self.layer_graph) for layer in layers]
@@ -268,8 +266,8 @@ class DataParallelModule(ParallelModule):
         if self._sent is not None and self._synchronise:
             self._sent.send()
 
-    def _failed(self, gradients: Gradients) -> None:
-        super()._failed(gradients)
+    def _failed(self) -> None:
+        super()._failed()
         if self._averaged is not None:
             self._averaged.fail()
 
@@ -280,18 +278,12 @@ class DataParallelModule(ParallelModule):
             self._schedule = Schedule(self.layer_graph, self.plan, self.comm, self.runtime_options, all_classes=False)
         return self._schedule
 
-    @property
-    def trace(self) -> Trace | None:
-        """Collects spans of what this rank does, where set."""
-        return self._trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        if self._spans is not None:
-            self._spans.remove()
-        self._trace, self._spans = trace, None
-        if trace is not None and self.runtime_options.compile is None:  # a compiled model has no layers to look at
-            self._spans = ModuleSpans(self.module, self.layer_graph, trace)
+    def _traced(self) -> None:
+        if self._module_spans is not None:
+            self._module_spans.remove()
+        self._module_spans = None
+        if self.trace is not None and self.runtime_options.compile is None:  # a compiled model has no layers to look at
+            self._module_spans = ModuleSpans(self.module, self.layer_graph, self.trace)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallelModule:
         self._note_device(fn)
@@ -319,7 +311,7 @@ class DataParallelModule(ParallelModule):
         self.__dict__["_called"] = compiled(self.module, settings)
         self.runtime_options = replace(self.runtime_options, compile=settings)
         self._facts = replace(self._facts, options=self.runtime_options)
-        self.trace = self.trace  # of the whole model from now on
+        self._traced()  # of the whole model from now on
 
     def release(self) -> None:
         """The user's module is as it was, but for its values: this one is not to be called any more."""

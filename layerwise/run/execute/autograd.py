@@ -11,7 +11,7 @@ of all orders are one chain, which a last pass goes through from its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,23 +23,58 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.run.schedule.redistribute import Flight, TimedTransfer
 
 
+class Communication(NamedTuple):
+    """Something that communicates, as a function of this rank's part of a tensor (None: it has none), and its adjoint.
+
+    adjoint: called once in every backward pass.
+    """
+
+    run: Callable[[Tensor | None], Tensor | None]
+    adjoint: Callable[[], Communication]
+
+
+def at_once(there: TimedTransfer, back: TimedTransfer) -> Communication:
+    """A tensor that is sent and awaited at one place of the order."""
+    return Communication(there, lambda: at_once(back, there))
+
+
 class IssuedTransfer:
-    """A tensor that is sent ahead; and its gradient, on its way back."""
+    """A tensor that is sent ahead: it leaves at one place of the order, and is awaited at a later one.
+
+    The way back begins where it was awaited, and ends where it left.
+    """
 
     def __init__(self, there: TimedTransfer, back: TimedTransfer) -> None:
-        self.there, self.back = there, back
-        self.returning: IssuedTransfer | None = None  # of the backward pass that is under way
+        self._there, self._back = there, back
+        self._returning: IssuedTransfer | None = None  # of the backward pass that is under way
         self._flight: Flight | None = None
+
+    def leaving(self) -> Communication:
+        """The first of the two: it makes nothing."""
+        return Communication(self.begin, self._gradient_arriving)
+
+    def arriving(self) -> Communication:
+        """The second: it is given nothing."""
+        return Communication(self.finish, self._gradient_leaving)
 
     def begin(self, x: Tensor | None) -> None:
         """Sends it."""
-        self._flight = self.there.begin(x)
+        self._flight = self._there.begin(x)
 
-    def finish(self) -> Tensor | None:
+    def finish(self, _: Tensor | None) -> Tensor | None:
         """Waits for it."""
         flight, self._flight = self._flight, None
         assert flight is not None
-        return self.there.finish(flight)
+        return self._there.finish(flight)
+
+    def _gradient_leaving(self) -> Communication:
+        self._returning = IssuedTransfer(self._back, self._there)
+        return self._returning.leaving()
+
+    def _gradient_arriving(self) -> Communication:
+        returning, self._returning = self._returning, None
+        assert returning is not None
+        return returning.arriving()
 
 
 def begins(token: Tensor, parameters: Sequence[Tensor], at_end: Callable[[], None]) -> Tensor:
@@ -68,24 +103,9 @@ def ordered(
     return result
 
 
-def moved(token: Tensor, x: Tensor | None, there: TimedTransfer, back: TimedTransfer) -> tuple[Tensor, Tensor | None]:
-    """The token, and what `there` makes of x. Its adjoint is `back`, whose adjoint is `there`."""
-    result: tuple[Tensor, Tensor | None] = _Moved.apply(token, x, there, back, False)  # type: ignore[no-untyped-call]
-    return result
-
-
-def issued(token: Tensor, x: Tensor | None, link: IssuedTransfer) -> tuple[Tensor, Tensor]:
-    """The token, and a ticket. What is made of x is on its way, until the ticket is handed in.
-
-    The way back begins where the ticket was handed in, and ends here. Its order is that of the token, too.
-    """
-    result: tuple[Tensor, Tensor] = _Issued.apply(token, x, link, False)  # type: ignore[no-untyped-call]
-    return result
-
-
-def awaited(token: Tensor, ticket: Tensor, link: IssuedTransfer) -> tuple[Tensor, Tensor | None]:
-    """The token, and what was sent ahead."""
-    result: tuple[Tensor, Tensor | None] = _Awaited.apply(token, ticket, link, False)  # type: ignore[no-untyped-call]
+def communicated(token: Tensor, x: Tensor | None, way: Communication) -> tuple[Tensor, Tensor | None]:
+    """The token, and what `way` makes of x. Back: what its adjoint makes of the gradient."""
+    result: tuple[Tensor, Tensor | None] = _Communicated.apply(token, x, way, False)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -123,16 +143,6 @@ def _token(ctx: Any, token: Tensor | None) -> Tensor:
         return token
     found: Tensor = ctx.saved_tensors[-1].clone() if ctx.in_backward else torch.zeros(())
     return found
-
-
-def _passed(ctx: Any, token: Tensor, in_backward: bool) -> Tensor:
-    """The token as it is. in_backward: a backward pass makes this, to be differentiated once more."""
-    ctx.in_backward = in_backward
-    ctx.set_materialize_grads(False)
-    token = token.view_as(token)
-    if in_backward:
-        ctx.save_for_backward(token)
-    return token
 
 
 class _Begins(torch.autograd.Function):
@@ -180,61 +190,26 @@ class _Ordered(torch.autograd.Function):
         return None, None, None, token, *gradients
 
 
-class _Moved(torch.autograd.Function):
+class _Communicated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, x: Tensor | None, there: TimedTransfer, back: TimedTransfer, in_backward: bool
+        ctx: Any, token: Tensor, x: Tensor | None, way: Communication, in_backward: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.there, ctx.back, ctx.has_input = there, back, x is not None
-        return _passed(ctx, token, in_backward), there(x)
+        ctx.way, ctx.has_input, ctx.in_backward = way, x is not None, in_backward
+        ctx.set_materialize_grads(False)
+        token = token.view_as(token)
+        if in_backward:  # a backward pass makes this, to be differentiated once more
+            ctx.save_for_backward(token)
+        return token, way.run(x)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        token = _token(ctx, token)
+        token, back = _token(ctx, token), ctx.way.adjoint()
         if torch.is_grad_enabled():
-            token, result = _Moved.apply(token, gradient, ctx.back, ctx.there, True)  # type: ignore[no-untyped-call]
+            token, result = _Communicated.apply(token, gradient, back, True)  # type: ignore[no-untyped-call]
         else:
-            result = ctx.back(gradient)
-        return token, result if ctx.has_input else None, None, None, None
-
-
-class _Issued(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, token: Tensor, x: Tensor | None, link: IssuedTransfer, in_backward: bool
-    ) -> tuple[Tensor, Tensor]:
-        ctx.link, ctx.has_input = link, x is not None
-        link.begin(x)
-        return _passed(ctx, token, in_backward), token.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor | None, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        token = _token(ctx, token)
-        returning, ctx.link.returning = ctx.link.returning, None
-        if torch.is_grad_enabled():
-            token, result = _Awaited.apply(token, ticket, returning, True)  # type: ignore[no-untyped-call]
-        else:
-            result = returning.finish()
+            result = back.run(gradient)
         return token, result if ctx.has_input else None, None, None
-
-
-class _Awaited(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, token: Tensor, ticket: Tensor, link: IssuedTransfer, in_backward: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.link = link
-        return _passed(ctx, token, in_backward), link.finish()
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        token = _token(ctx, token)
-        link = ctx.link
-        link.returning = returning = IssuedTransfer(link.back, link.there)
-        if torch.is_grad_enabled():
-            return *_Issued.apply(token, gradient, returning, True), None, None  # type: ignore[no-untyped-call]
-        returning.begin(gradient)
-        return token, token, None, None
 
 
 class _ZerosFor(torch.autograd.Function):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle, TrafficKind
 from layerwise.geometry import Box
 from layerwise.partition.groups import sharing
 from layerwise.partition.place import Each
 from layerwise.partition.sharding import Sharding
+from layerwise.run.local_tensor import local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class GradientBucket:
     names: list[str]
     slots: BucketSlots | None = None  # where each rank keeps a part of them: it gets the sum of that only
     flat: Tensor | None = None  # their gradients, one after another; made at the first
+    views: dict[str, Tensor] = field(default_factory=dict)  # the place of each in it, where it is summed whole
     local: Tensor | None = None  # this rank's row of the sum
     tensors: int = 0  # that share the memory of `flat`, as it was made
     missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
@@ -108,6 +111,38 @@ class GradientBucket:
     def gathered(self) -> bool:
         """True if this rank has room for a part of its parameters only, also while gradients are made."""
         return self.slots is not None and bool(self.slots.layouts[self.names[0]].gathered)
+
+    def renew(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Gives up its memory where a loop has kept a gradient of an earlier pass, off its parameter."""
+        if self.flat is None:
+            return
+        if self.slots is not None:  # it lives for a pass only, and this one was ended by an error
+            self.flat = None
+            return
+        kept = False
+        for name in self.names:
+            gradient = parameters[name].grad
+            part = None if gradient is None else local_tensor(gradient)
+            if part is None or not same_memory(part, self.views[name]):
+                kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
+        if kept or tensors_in(self.flat) > self.tensors:
+            self.forget()
+
+    def forget(self) -> None:
+        """Gives up its memory."""
+        self.flat, self.views = None, {}
+
+    def allocate(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Makes its memory, unless it has it."""
+        if self.flat is not None:
+            return
+        held, start = {name: local_tensor(parameters[name]) for name in self.names}, 0
+        first = held[self.names[0]]
+        self.flat = torch.empty(sum(p.numel() for p in held.values()), dtype=first.dtype, device=first.device)
+        for name, p in held.items():
+            self.views[name] = self.flat[start : start + p.numel()].view_as(p)
+            start += p.numel()
+        self.tensors = tensors_in(self.flat)
 
     def begin(self, comm: Comm, what: str) -> Handle:
         """Starts the sum."""

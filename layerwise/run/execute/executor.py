@@ -19,16 +19,15 @@ from layerwise.ops.base import Role
 from layerwise.program import Instruction, StepKind
 from layerwise.program.instructions import AllGather, Arrive, Begin, Compute, End, Free, Keep, Move, Output, Release
 from layerwise.run.compiling import Settings
-from layerwise.run.execute.autograd import IssuedTransfer, awaited, issued, moved, zeros_for
+from layerwise.run.execute.autograd import Communication, IssuedTransfer, at_once, communicated, zeros_for
 from layerwise.run.execute.deferred_weights import DeferredWeights, defer_weights
 from layerwise.run.execute.gathers import gather_once_more
-from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass, all_there
+from layerwise.run.execute.kernels import LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
 from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
 from layerwise.run.schedule.redistribute import Flight, landed
 from layerwise.run.schedule.redistribute import TimedTransfer as Way
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
-from layerwise.run.trace import Spans
 
 Steps = list[tuple[str, list[Instruction]]]  # by layer
 
@@ -36,16 +35,14 @@ Steps = list[tuple[str, list[Instruction]]]  # by layer
 class Executor:
     """Runs one rank's schedule. constants: this rank's boxes of parameters that are others than the module's."""
 
-    def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor], spans: Spans) -> None:
-        self.constants, self.spans = constants, spans
-        self.schedule, self.comm, self.options = schedule, schedule.comm, schedule.options
-        self.kernels = Kernels(schedule, self.spans)
-        self.layers = self.kernels.layers
+    def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor]) -> None:
+        self.schedule, self.constants = schedule, constants
+        self.layers = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
         self.blocks: dict[str, list[Instruction]] = {}  # how each is recomputed
         self._steps: dict[StepKind, Steps] = {}
         self._compiled: CompiledSegments | None = None
-        if self.options.compile is not None:
-            self.compile(self.options.compile)
+        if schedule.options.compile is not None:
+            self.compile(schedule.options.compile)
 
     def compile(self, settings: Settings) -> None:
         """Compiles what lies between communications, from now on."""
@@ -79,11 +76,11 @@ class _Forward:
 
     def __init__(self, executor: Executor, run: Pass, fed: Mapping[str, Tensor]) -> None:
         self.executor, self.run, self.fed = executor, run, fed
-        self.comm, self.schedule, self.layers = executor.comm, executor.schedule, executor.layers
+        self.schedule, self.layers = executor.schedule, executor.layers
         self.values = dict[str, Tensor | None]()  # by layer: this rank's box of its output, until its last reader
         self.types = dict[str, torch.dtype]()  # of what each layer makes
         self.received = dict[int, Tensor | None]()  # the inputs of the layer that comes next, by slot
-        self.issued = dict[tuple[str, int], tuple[IssuedTransfer, Tensor | None]]()  # with their tickets
+        self.issued = dict[tuple[str, int], IssuedTransfer]()  # by layer and slot
         self.deferred = dict[str, tuple[DeferredWeights, Tensor]]()  # with their weights
         self.saved = dict[str, SavedOutput]()  # by layers, until their output is kept in what a reader receives
         self.segments = executor.segments(run)
@@ -106,11 +103,11 @@ class _Forward:
     def outputs(self) -> list[Tensor | None]:
         """Goes through the pass, and returns what the sink receives."""
         for name, instructions in self.executor.steps(self.run):
-            self.comm.at(self.run.number, name)
+            self.run.comm.at(self.run.number, name)
             for instruction in instructions:
                 self.does[type(instruction)](instruction)
             if name in self.blocks:
-                self.blocks.pop(name).end(self.run, self.values, self.types)
+                self.blocks.pop(name).end(self.values, self.types)
         return [self.received[slot] for slot in range(len(self.received))]
 
     # ---- parameters that are full while their layer computes only ----
@@ -139,15 +136,19 @@ class _Forward:
 
     # ---- inputs ----
 
-    def begin(self, instruction: Begin) -> None:
-        end = instruction.layer, instruction.slot
-        self.issued[end] = self._issue(self.layers[instruction.layer].edges[instruction.slot])
+    def begin(self, instruction: Begin | Move) -> None:
+        """Sends an input early."""
+        edge = self.layers[instruction.layer].edges[instruction.slot]
+        link = self.issued[instruction.layer, instruction.slot] = IssuedTransfer(*self._ways(edge))
+        self._communicate(edge, self.values[edge.source], link.leaving())
 
-    def end(self, instruction: End) -> None:
+    def end(self, instruction: End | Move) -> None:
+        """Waits for it."""
         scheduled, slot = self.layers[instruction.layer], instruction.slot
         if slot == 0:
             self._defer_weights(scheduled)
-        self._receive(scheduled, slot, self._await(*self.issued.pop((instruction.layer, slot))))
+        link = self.issued.pop((instruction.layer, slot))
+        self._receive(scheduled, slot, self._communicate(scheduled.edges[slot], None, link.arriving()))
 
     def move(self, instruction: Move) -> None:
         scheduled, slot = self.layers[instruction.layer], instruction.slot
@@ -157,9 +158,8 @@ class _Forward:
         elif edge.stays:
             self.received[slot] = self.values[edge.source]
         elif self.run.differentiate and edge.weights_late:
-            flight = self._issue(edge)
-            self._defer_weights(scheduled)
-            self._receive(scheduled, slot, self._await(*flight))
+            self.begin(instruction)
+            self.end(instruction)
         else:
             self._receive(scheduled, slot, self._redistribute(edge))
 
@@ -169,22 +169,12 @@ class _Forward:
         if edge.within and edge.source in self.saved:
             self.saved.pop(edge.source).move(edge, x)
 
-    def _issue(self, edge: ScheduledEdge) -> tuple[IssuedTransfer, Tensor | None]:
-        """Sends a layer's input early: returns the transfer, and the ticket that autograd knows it by."""
-        run, x = self.run, self.values[edge.source]
-        link = IssuedTransfer(*self._ways(edge))
-        if not (run.differentiate and edge.backward):
+    def _communicate(self, edge: ScheduledEdge, x: Tensor | None, way: Communication) -> Tensor | None:
+        """Returns what it makes of x, in its turn; back, it has its turn where a gradient comes back."""
+        if not (self.run.differentiate and edge.backward):
             with torch.no_grad():
-                link.begin(x)
-            return link, None
-        run.token, ticket = issued(run.token, x, link)
-        return link, ticket
-
-    def _await(self, link: IssuedTransfer, ticket: Tensor | None) -> Tensor | None:
-        if ticket is None:
-            with torch.no_grad():
-                return link.finish()
-        self.run.token, result = awaited(self.run.token, ticket, link)
+                return way.run(x)
+        self.run.token, result = communicated(self.run.token, x, way)
         return result
 
     def _redistribute(self, edge: ScheduledEdge) -> Tensor | None:
@@ -192,32 +182,27 @@ class _Forward:
         run, x = self.run, self.values[edge.source]
         full = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same of it
         if not (edge.travels or full):
-            kept = edge.redistribution.kept(x, self.executor.kernels.empty(self.types[edge.source]))
+            kept = edge.redistribution.kept(x, self.run.empty(self.types[edge.source]))
             if kept is not None and not kept.numel() and run.differentiate and edge.backward and not kept.requires_grad:
                 kept.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
             return kept
-        there, back = self._ways(edge, alike=full and not self.schedule.all_classes)
-        if not (run.differentiate and edge.backward):
-            with torch.no_grad():
-                return there(x)
-        run.token, result = moved(run.token, x, there, back)
-        return result
+        return self._communicate(edge, x, at_once(*self._ways(edge, alike=full and not self.schedule.all_classes)))
 
     def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[Way, Way]:
         """Returns the ways there and back. alike: nothing is added up, as all ranks have the same gradient."""
-        like, way = self.executor.kernels.empty(self.types[edge.source]), edge.redistribution
-        comm, number, name = self.comm, self.run.number, f"{edge.what} (backward)"
+        like, way = self.run.empty(self.types[edge.source]), edge.redistribution
+        run, name = self.run, f"{edge.what} (backward)"
 
         def back(gradient: Tensor | None) -> Flight:
-            comm.at(number, name)
+            run.comm.at(run.number, name)
             return way.begin_adjoint(gradient, like)
 
         def own(gradient: Tensor | None) -> Flight:
             box = way.transfer.own
             return landed(None if box is None or gradient is None else gradient[box.slices()])
 
-        spans = self.executor.spans
-        return Way(edge.what, lambda x: way.begin(x, like), spans), Way(name, own if alike else back, spans)
+        there, adjoint = (lambda x: way.begin(x, like)), own if alike else back
+        return Way(edge.what, there, run.spans), Way(name, adjoint, run.spans)
 
     def _defer_weights(self, scheduled: ScheduledLayer) -> None:
         """The gradient of a layer's weights is made when the backward pass comes back to here, if it is deferred."""
@@ -228,12 +213,11 @@ class _Forward:
         if name in scheduled.elsewhere:
             run.token = zeros_for(run.token, [weight])
         elif scheduled.work is not None and weight.requires_grad and scheduled.layer.name not in self.segments:
-            comm, number, spans = self.comm, run.number, self.executor.spans
             what = f"{scheduled.layer.name} (backward)"
 
             def span() -> AbstractContextManager[object]:
-                comm.at(number, what)
-                return spans.span(what, "compute")
+                run.comm.at(run.number, what)
+                return run.spans.span(what, "compute")
 
             deferred = DeferredWeights(weight.dtype, span)
             run.token, weight = defer_weights(run.token, weight, deferred)
@@ -245,7 +229,7 @@ class _Forward:
         if self.run.differentiate:
             if instruction.block not in self.blocks:
                 last, executor = instruction.block, self.executor
-                self.blocks[last] = Block(executor.kernels, self.schedule.blocks[last], executor.blocks[last])
+                self.blocks[last] = Block(self.run, self.layers, self.schedule.blocks[last], executor.blocks[last])
             block = self.blocks[instruction.block]
             block.save_sources(self.layers[instruction.layer], self.values)
             self.block_of[instruction.layer] = block
@@ -281,12 +265,11 @@ class _Forward:
         count, backward = len(scheduled.layer.specs), run.differentiate and scheduled.backward
         tied = iter(received[count:])
         tensors = [*received[:count], *(next(tied) if p is None else run.parameters[p] for p in parameters)]
-        kernels = self.executor.kernels
         convolve = None
         if name in self.deferred:
             deferred, tensors[count] = self.deferred.pop(name)
             convolve = deferred.convolve
-        compute: LayerKernel = partial(kernels.layer, run, scheduled, convolve=convolve)
+        compute: LayerKernel = partial(run.layer, scheduled, convolve=convolve)
         if name in run.gathers and backward:
             # So all ranks begin to sum the gradients of these before they come to the next layer.
             run.order(tensors, [count + i for i, p in enumerate(parameters) if p in run.gathers[name].names])
@@ -294,9 +277,8 @@ class _Forward:
             self.saved[name] = SavedOutput()
             compute = partial(self.saved[name].compute, compute)
         if name in self.block_of:
-            compute = partial(self.block_of[name].compute, run, scheduled, compute)
-        (out,) = kernels.in_turn(
-            run,
+            compute = partial(self.block_of[name].compute, scheduled, compute)
+        (out,) = run.in_turn(
             name,
             tensors,
             lambda tensors: [compute(tensors[:count], tensors[count:])],
@@ -314,7 +296,7 @@ class _Forward:
 
     def _segment(self, segment: CompiledSegment, received: Sequence[Tensor | None]) -> None:
         """The outputs of a segment, of whose first layer the inputs were received."""
-        run, kernels, inputs = self.run, self.executor.kernels, list[Tensor | None]()
+        run, inputs = self.run, list[Tensor | None]()
         for source, slot in segment.inputs:
             if slot is not None:
                 inputs.append(received[slot])
@@ -322,14 +304,14 @@ class _Forward:
                 inputs.append(self.values[source])
             else:  # it comes between the segment's layers
                 inputs.append(self._source(self.layers[source]))
-        count, seeds = len(inputs), segment.seeds(run.seed, self.executor.options.device)
+        count, seeds = len(inputs), segment.seeds(run.seed, run.options.device)
 
         def compute(tensors: list[Tensor | None]) -> list[Tensor | None]:
-            with kernels.autocast(segment.first):
+            with run.autocast(segment.first):
                 return [*segment(all_there(tensors[:count]), all_there(tensors[count:]), seeds)]
 
         tensors = [*inputs, *(run.parameters[name] for name in segment.parameters)]
-        made = kernels.in_turn(run, segment.name, tensors, compute, backward=segment.backward)
+        made = run.in_turn(segment.name, tensors, compute, backward=segment.backward)
         for name, out in zip(segment.outputs, made, strict=True):
             assert out is not None
             self.values[name], self.types[name] = out, out.dtype

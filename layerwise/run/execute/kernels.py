@@ -1,4 +1,4 @@
-"""Kernels: what a rank computes between transfers, in its autocast, its span and its turn in the backward pass."""
+"""Pass: a forward pass, which runs kernels in their autocast, their span and their turn in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.gathers import LayerGathers
-from layerwise.run.schedule.schedule import Schedule, ScheduledLayer
+from layerwise.run.options import RuntimeOptions
+from layerwise.run.schedule.schedule import ScheduledLayer
 from layerwise.run.trace import NOTHING, Spans
 
 
@@ -27,8 +29,12 @@ class Pass:
     seed: int  # of this step's random numbers
     number: int  # the step's, for error messages
     token: Tensor  # the order token; it requires a gradient where there may be a backward pass
+    comm: Comm
+    options: RuntimeOptions
+    spans: Spans
     # Layers whose parameters are full while they compute only, by name, in their order.
-    gathers: Mapping[str, LayerGathers] = field(default_factory=dict)
+    gathers: Mapping[str, LayerGathers]
+    _empty: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @property
     def differentiate(self) -> bool:
@@ -47,18 +53,6 @@ class Pass:
         for i, x in zip(chosen, marked, strict=True):
             tensors[i] = x
 
-
-LayerKernel = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
-
-
-class Kernels:
-    """Runs them, for one schedule."""
-
-    def __init__(self, schedule: Schedule, spans: Spans) -> None:
-        self.comm, self.options, self.spans = schedule.comm, schedule.options, spans
-        self.layers = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
-        self._empty: dict[torch.dtype, Tensor] = {}
-
     def empty(self, dtype: torch.dtype) -> Tensor:
         """An empty tensor of that type on this rank's device."""
         if dtype not in self._empty:
@@ -67,7 +61,6 @@ class Kernels:
 
     def layer(
         self,
-        run: Pass,
         scheduled: ScheduledLayer,
         inputs: Sequence[Tensor | None],
         parameters: Sequence[Tensor | None],
@@ -81,8 +74,8 @@ class Kernels:
                     self.comm,
                     all_there(inputs),
                     all_there(parameters),
-                    training=run.training,
-                    seed=run.seed,
+                    training=self.training,
+                    seed=self.seed,
                     convolve=convolve,
                 )
                 return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
@@ -93,7 +86,6 @@ class Kernels:
 
     def in_turn(
         self,
-        run: Pass,
         name: str,
         tensors: list[Tensor | None],
         compute: Callable[[list[Tensor | None]], list[Tensor | None]],
@@ -106,7 +98,7 @@ class Kernels:
         Back, what communicates has its turn; in a trace all has, so that a span ends when all its gradients are made.
         """
         span = self.spans.span(name, "compute")
-        if not (run.differentiate and backward):
+        if not (self.differentiate and backward):
             with torch.no_grad(), span:
                 return compute(tensors)
         traced, begun = self.spans.trace is not None, list[int]()
@@ -115,13 +107,13 @@ class Kernels:
                 return compute(tensors)
         wanted = [i for i, x in enumerate(tensors) if x is not None and x.requires_grad]
         if traced:
-            run.order(tensors, wanted, partial(self._end_span, begun))
+            self.order(tensors, wanted, partial(self._end_span, begun))
         else:  # its backward pass ends with whichever gradient it makes
-            run.order(tensors, wanted[:1])
+            self.order(tensors, wanted[:1])
         with span:
             made = compute(tensors)
-        begin = partial(self._begin_span, f"{name} (backward)", run.number, begun)
-        run.order(made, range(len(made)), begin if traced else None)
+        begin = partial(self._begin_span, f"{name} (backward)", begun)
+        self.order(made, range(len(made)), begin if traced else None)
         return made
 
     def autocast(self, scheduled: ScheduledLayer) -> AbstractContextManager[object]:
@@ -133,14 +125,17 @@ class Kernels:
         # The cache is that of the autocast around, and does not say to which type it has cast.
         return torch.autocast(kind, wanted, enabled=wanted is not None, cache_enabled=False)
 
-    def _begin_span(self, name: str, number: int, begun: list[int]) -> None:
-        self.comm.at(number, name)
+    def _begin_span(self, name: str, begun: list[int]) -> None:
+        self.comm.at(self.number, name)
         if self.spans.trace is not None:
             begun.append(self.spans.trace.begin(name, "compute"))
 
     def _end_span(self, begun: list[int]) -> None:
         if self.spans.trace is not None and begun:
             self.spans.trace.end(begun.pop())
+
+
+LayerKernel = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
 
 
 def all_there(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:

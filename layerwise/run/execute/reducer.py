@@ -6,7 +6,6 @@ makes them; a full bucket is all-reduced while the pass goes on. What is summed 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,7 +25,6 @@ from layerwise.run.execute.buckets import (
     is_nothing,
     same_memory,
     scaled,
-    tensors_in,
 )
 from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
 from layerwise.run.local_tensor import is_dtensor, like, local_tensor
@@ -58,7 +56,6 @@ class GradientReducer:
         self.parameters, self.scale = parameters, scale
         self.buckets: list[GradientBucket] = []
         self.of: dict[str, GradientBucket] = {}
-        self.views: dict[str, Tensor] = {}
         # Of gradients that are partly summed and partly not: PyTorch's counter of writes, as the last pass left it.
         self.versions: dict[str, int] = {}
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -87,29 +84,10 @@ class GradientReducer:
             self._zeros[key] = like.new_zeros(())
         return self._zeros[key]
 
-    def renew(self, bucket: GradientBucket) -> None:
-        """Gives up a bucket's memory where a loop has kept a gradient of an earlier pass, off its parameter."""
-        if bucket.flat is None:
-            return
-        if bucket.slots is not None:  # it lives for a pass only, and this one was ended by an error
-            bucket.flat = None
-            return
-        kept = False
-        for name in bucket.names:
-            gradient = self.parameters[name].grad
-            part = None if gradient is None else local_tensor(gradient)
-            if part is None or not same_memory(part, self.views[name]):
-                kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
-        if kept or tensors_in(bucket.flat) > bucket.tensors:
-            bucket.flat = None
-            for name in bucket.names:
-                del self.views[name]
-
     def forget(self) -> None:
         """Gives up all memory: the parameters are of another element type now."""
         for bucket in self.buckets:
-            bucket.flat = None
-        self.views.clear()
+            bucket.forget()
 
     def check_sums(self) -> None:
         """LayerwiseError where a loop has written to a gradient of which one part is summed over the ranks already."""
@@ -148,12 +126,12 @@ class Gradients:
         self.elsewhere: set[str] = set()  # whose gradient other ranks have, and this one none of it
         reducer.check_sums()
         for bucket in reducer.buckets:
-            reducer.renew(bucket)
+            bucket.renew(reducer.parameters)
             bucket.end()  # of a pass that was ended by an error
             bucket.missing = {name for name in bucket.names if self._to_sum(name)}
             bucket.sent = not bucket.missing  # all of it is frozen
             for name in bucket.names:
-                p, view = reducer.parameters[name], reducer.views.get(name)
+                p, view = reducer.parameters[name], bucket.views.get(name)
                 if (
                     not p.requires_grad
                     and p.grad is not None
@@ -180,9 +158,8 @@ class Gradients:
         if bucket.slots is not None:
             bucket.put(name, gradient, reducer.scale, reducer.zero(gradient))
         else:
-            if bucket.flat is None:
-                self._allocate(bucket)
-            self._place(name, p, gradient, reducer.views[name])
+            bucket.allocate(reducer.parameters)
+            self._place(name, p, gradient, bucket.views[name])
         bucket.missing.discard(name)
         self._send_full()
 
@@ -251,7 +228,7 @@ class Gradients:
                     continue
                 if not self.synchronise:
                     reducer.owed.add(name)
-                view = reducer.views[name]
+                view = bucket.views[name]
                 if name in self.unused and (not self.synchronise or is_nothing(view)):
                     self.made.discard(name)
                     continue  # on no rank
@@ -344,21 +321,9 @@ class Gradients:
         if name in reducer.local and p.grad is not None:  # of an earlier pass, to be summed now
             self.add(name, torch.zeros_like(local_tensor(p)))
             return
-        if bucket.flat is None:
-            self._allocate(bucket)
-        if p.grad is not None and same_memory(local_tensor(p.grad), reducer.views[name]):
+        bucket.allocate(reducer.parameters)
+        if p.grad is not None and same_memory(local_tensor(p.grad), bucket.views[name]):
             reducer.hand_out(p, local_tensor(p.grad).clone())
-        reducer.views[name].fill_(-0.0)
+        bucket.views[name].fill_(-0.0)
         bucket.missing.discard(name)
         self.unused.add(name)
-
-    def _allocate(self, bucket: GradientBucket) -> None:
-        parameters = [local_tensor(self.reducer.parameters[name]) for name in bucket.names]
-        bucket.flat = torch.empty(
-            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        start = 0
-        for name, p in zip(bucket.names, parameters, strict=True):
-            self.reducer.views[name] = bucket.flat[start : start + p.numel()].view_as(p)
-            start += p.numel()
-        bucket.tensors = tensors_in(bucket.flat)

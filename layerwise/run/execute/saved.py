@@ -23,7 +23,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.partition.blocks import AGAIN
 from layerwise.program.instructions import AllGather, Arrive, Compute, Forget, Free, Instruction, Move, Release
 from layerwise.run.execute.autograd import ordered
-from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass
+from layerwise.run.execute.kernels import LayerKernel, Pass
 from layerwise.run.schedule.redistribute import TimedTransfer as Way
 from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
 
@@ -50,36 +50,41 @@ class SavedPlace:
 class Block:
     """The recomputed layers of a block, in one forward pass and the backward passes of it.
 
-    layers: of the block. instructions: how they are recomputed.
+    layers: of the network. names: of the block's. instructions: how they are recomputed.
     """
 
-    def __init__(self, kernels: Kernels, layers: Sequence[str], instructions: Sequence[Instruction]) -> None:
-        self._run_by, self._layers, self._instructions = kernels, layers, instructions
+    def __init__(
+        self,
+        run: Pass,
+        layers: Mapping[str, ScheduledLayer],
+        names: Sequence[str],
+        instructions: Sequence[Instruction],
+    ) -> None:
+        self._run, self._layers, self._names, self._instructions = run, layers, names, instructions
         self._kernels: dict[str, _Kernel] = {}  # of its recomputed layers that this rank has a part of
         self._boxes: dict[str, Tensor | None] = {}  # of what comes from outside; until the forward pass is at the end
 
     def save_sources(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
         """Saves the inputs of one of the layers that come from outside the block."""
         for edge in scheduled.edges:
-            if not (edge.source in self._layers and self._run_by.layers[edge.source].recompute):
+            if not (edge.source in self._names and self._layers[edge.source].recompute):
                 x = values[edge.source]
                 self._boxes[edge.source] = None if x is None else x.detach()
 
     def compute(
         self,
-        run: Pass,
         scheduled: ScheduledLayer,
         compute: LayerKernel,
         inputs: list[Tensor | None],
         parameters: list[Any],
     ) -> Tensor:
         """A layer's output on this rank, of its inputs and parameters."""
-        kernel = self._kernels[scheduled.layer.name] = _Kernel(run, scheduled, compute, inputs, parameters)
+        kernel = self._kernels[scheduled.layer.name] = _Kernel(self._run, scheduled, compute, inputs, parameters)
         return kernel.first(inputs, parameters)
 
-    def end(self, run: Pass, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
+    def end(self, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
         """The forward pass is through with the block. Back, it is recomputed before any of it is differentiated."""
-        leaving = {name: x for name in self._layers if (x := values.get(name)) is not None and x.requires_grad}
+        leaving = {name: x for name in self._names if (x := values.get(name)) is not None and x.requires_grad}
         kernels = list(self._kernels.values())
         counts = [len(kernel.parameters) for kernel in kernels]
         sources = list(self._boxes)
@@ -95,31 +100,29 @@ class Block:
                 kernel.name: [next(rest) for _ in range(count)] for kernel, count in zip(kernels, counts, strict=True)
             }
             with torch.no_grad():
-                self._make(run, boxes, parameters, types)
+                self._make(boxes, parameters, types)
 
+        run = self._run
         run.token, *marked = ordered(run.token, *leaving.values(), at_backward=make, saved=saved)
         values |= dict(zip(leaving, marked, strict=True))
 
     def _make(
         self,
-        run: Pass,
         values: dict[str, Tensor | None],
         parameters: Mapping[str, Sequence[Tensor | None]],
         types: Mapping[str, torch.dtype],
     ) -> None:
         """All layers once more, what they are given as ever: the program's instructions."""
-        run_by, received = self._run_by, list[Tensor | None]()
+        run, received = self._run, list[Tensor | None]()
         for one in self._instructions:
             if isinstance(one, Move):
-                run_by.comm.at(run.number, one.layer + AGAIN)
-                edge = run_by.layers[one.layer].edges[one.slot]
+                run.comm.at(run.number, one.layer + AGAIN)
+                edge = self._layers[one.layer].edges[one.slot]
                 received.append(self._received(edge, values[edge.source], types[edge.source]))
             elif isinstance(one, Compute):
                 kernel = self._kernels.get(one.layer)
-                with run_by.spans.span(one.layer + AGAIN, "compute"):
-                    values[one.layer] = (
-                        None if kernel is None else kernel.recompute(run, received, parameters[one.layer])
-                    )
+                with run.spans.span(one.layer + AGAIN, "compute"):
+                    values[one.layer] = None if kernel is None else kernel.recompute(received, parameters[one.layer])
                 received = []
             elif isinstance(one, Free):
                 values.pop(one.value)
@@ -133,12 +136,12 @@ class Block:
                 assert isinstance(one, AllGather | Forget), one
 
     def _received(self, edge: ScheduledEdge, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        way, like = edge.redistribution, self._run_by.empty(dtype)
+        way, like = edge.redistribution, self._run.empty(dtype)
         if edge.stays:
             return x
         if not edge.travels:
             return way.kept(x, like)
-        return Way(edge.what + AGAIN, partial(way.begin, like=like), self._run_by.spans)(x)
+        return Way(edge.what + AGAIN, partial(way.begin, like=like), self._run.spans)(x)
 
 
 class _Kernel:
@@ -161,7 +164,7 @@ class _Kernel:
         self._places: list[ref[SavedPlace]] = []
         self._moving = {name for name, *_ in scheduled.layer.remembered} if run.training else set()
         gathered = run.gathers[self.name].names if self.name in run.gathers else ()
-        self._names = scheduled.parameters
+        self._names, self._run = scheduled.parameters, run
         self.parameters: list[Tensor | None] = [
             None if name is None or name in gathered else p.detach().clone() if name in self._moving else p.detach()
             for name, p in zip(self._names, parameters, strict=True)
@@ -184,13 +187,13 @@ class _Kernel:
         with saved_tensors_hooks(pack, unpack):
             return self._compute(inputs, parameters)
 
-    def recompute(self, run: Pass, received: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> Tensor:
+    def recompute(self, received: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> Tensor:
         """Computes it once more, in a backward pass. received: its inputs and tied parameters."""
         tied = iter(received[self._inputs :])
         parameters = [
             next(tied)
             if name is None
-            else run.parameters[name]
+            else self._run.parameters[name]
             if p is None
             else p.clone()
             if name in self._moving

@@ -167,7 +167,7 @@ class Schedule:
         """Returns the box of each input that this rank is to be given; of what it computes nothing of, all."""
         inputs = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
         boxes = {layer.name: self.places[layer.name].owned.each[self.comm.rank] for layer in inputs}
-        return {layer.name: boxes[layer.name] or Box((0,) * len(layer.out.shape), layer.out.shape) for layer in inputs}
+        return {layer.name: boxes[layer.name] or Box.full(layer.out.shape) for layer in inputs}
 
     def _to_recompute(self, plan: Plan) -> frozenset[str]:
         """Returns the layers that the plan recomputes, or all that gain by it, where activations are checkpointed."""

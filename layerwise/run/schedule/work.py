@@ -92,47 +92,46 @@ def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] |
 
 
 def _reduce_scatter(partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-    total: Tensor = _ReduceScatter.apply(partial, comm, reduction, what)  # type: ignore[no-untyped-call]
+    """Partial sums of a box of the output become sums of the parts of it that the ranks own; back: an all-gather."""
+    ways = (lambda x: _summed(x, comm, reduction, what)), (lambda x: _gathered(x, comm, reduction, what))
+    total: Tensor = _Linear.apply(partial, *ways)  # type: ignore[no-untyped-call]
     return total
 
 
-class _ReduceScatter(torch.autograd.Function):
-    """Partial sums of a box of the output become sums of the parts of it that the ranks own; back: an all-gather."""
+class _Linear(torch.autograd.Function):
+    """A function of a tensor, of which `back` is the adjoint, and it is that of `back`."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-        ctx.comm, ctx.reduction, ctx.what = comm, reduction, what
-        parts = {rank: partial[box.slices(reduction.cell)].contiguous() for rank, box in reduction.owned}
-        mine = parts.pop(comm.rank)
-        received = [(rank, torch.empty_like(mine)) for rank in parts]
-        comm.exchange(list(parts.items()), received, "transfers", what).wait()
-        in_order = sorted([*received, (comm.rank, mine)], key=lambda pair: pair[0])
-        total = in_order[0][1].clone()
-        for _, part in in_order[1:]:
-            total += part
-        return total
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.ways = back, there
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllGather.apply(grad, ctx.comm, ctx.reduction, ctx.what), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Linear.apply(grad, *ctx.ways), None, None  # type: ignore[no-untyped-call]
 
 
-class _AllGather(torch.autograd.Function):
-    """The way back, and its own way back."""
+def _summed(partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
+    """This rank's part of the sum."""
+    parts = {rank: partial[box.slices(reduction.cell)].contiguous() for rank, box in reduction.owned}
+    mine = parts.pop(comm.rank)
+    received = [(rank, torch.empty_like(mine)) for rank in parts]
+    comm.exchange(list(parts.items()), received, "transfers", what).wait()
+    in_order = sorted([*received, (comm.rank, mine)], key=lambda pair: pair[0])
+    total = in_order[0][1].clone()
+    for _, part in in_order[1:]:
+        total += part
+    return total
 
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-        ctx.comm, ctx.reduction, ctx.what = comm, reduction, what
-        mine = mine.contiguous()
-        others = [(rank, box) for rank, box in reduction.owned if rank != comm.rank]
-        received = [(rank, mine.new_empty(box.shape)) for rank, box in others]
-        comm.exchange([(rank, mine) for rank, _ in others], received, "transfers", what).wait()
-        full = mine.new_empty(reduction.cell.shape)
-        full[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = mine
-        for (_, part), (_, box) in zip(received, others, strict=True):
-            full[box.slices(reduction.cell)] = part
-        return full
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _reduce_scatter(grad, ctx.comm, ctx.reduction, ctx.what), None, None, None
+def _gathered(mine: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
+    """The parts of all ranks, in their box."""
+    mine = mine.contiguous()
+    others = [(rank, box) for rank, box in reduction.owned if rank != comm.rank]
+    received = [(rank, mine.new_empty(box.shape)) for rank, box in others]
+    comm.exchange([(rank, mine) for rank, _ in others], received, "transfers", what).wait()
+    full = mine.new_empty(reduction.cell.shape)
+    full[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = mine
+    for (_, part), (_, box) in zip(received, others, strict=True):
+        full[box.slices(reduction.cell)] = part
+    return full

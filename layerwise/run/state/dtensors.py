@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, prime_factors
 from layerwise.partition.place import Each
 from layerwise.run.state.meshes import ALL_RANKS
@@ -39,18 +39,6 @@ class Placements:
     ranks: Ranks
     cuts: tuple[int | None, ...]  # by axis of the mesh: the dimension that it cuts; None: replicated
     shape: tuple[int, ...]  # of all of the parameter
-
-
-def placements(
-    boxes: Mapping[str, Each], shapes: Mapping[str, tuple[int, ...]], order: Sequence[int]
-) -> dict[str, Placements] | None:
-    """Returns those of all parameters, by name; None where the boxes of one are not those of any DTensor.
-
-    boxes: by rank. order: the rank that each device of the plan is.
-    """
-    placed = {name: placement(each, shapes[name], order) for name, each in boxes.items()}
-    known = {name: one for name, one in placed.items() if one is not None}
-    return known if len(known) == len(placed) else None
 
 
 def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Placements | None:
@@ -121,18 +109,21 @@ class MeshSharding:
         assert isinstance(tensor, DTensor)
         return tensor.device_mesh == self.mesh and tensor.placements == self.placements
 
-    @property
-    def box(self) -> Box:
-        """This rank's, as torch says it."""
-        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
-        return Box(tuple(offsets), tuple(a + b for a, b in zip(offsets, sizes, strict=True)))
 
+def shardings(
+    boxes: Mapping[str, Each], shapes: Mapping[str, tuple[int, ...]], order: Sequence[int], comm: Comm
+) -> dict[str, MeshSharding]:
+    """Returns those of all parameters on meshes that are made now; nothing where `comm` has none. All ranks call this.
 
-def shardings(placed: Mapping[str, Placements], everyone: Placements, comm: Comm) -> dict[str, MeshSharding]:
-    """On meshes that are made now, one of each kind; nothing where `comm` has none. All ranks call this.
-
-    everyone: of something that all ranks have.
+    boxes: by rank. order: the rank that each device of the plan is. LayerwiseError where boxes are those of no DTensor.
     """
+    everyone = placement((Box((), ()),) * comm.size, (), order)
+    placed = {name: one for name, each in boxes.items() if (one := placement(each, shapes[name], order)) is not None}
+    if everyone is None or len(placed) < len(boxes):
+        raise LayerwiseError(
+            f"the plan's devices are ranks {tuple(order)}, and PyTorch cannot share out the parameters in that "
+            "order: number the ranks of a node one after the other, as torchrun does"
+        )
     meshes: dict[str, DeviceMesh | None] = {}
     for one in (everyone, *placed.values()):
         key = str(one.ranks.tolist())

@@ -17,7 +17,7 @@ from layerwise.importers.load import Network
 from layerwise.ops.facts import Parameter
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.state.initial import broadcast_values, drawn_as, initial
-from layerwise.run.state.state import Shard
+from layerwise.run.state.state import Shard, aliases_of
 from layerwise.tensorfile import dtype_name
 
 
@@ -54,7 +54,7 @@ def _made(
     if name in described:
         layer, p = described[name]
         dtype = options.element_type(dtype_name(tensor.dtype), network.graph)
-        box = Box((0,) * len(p.shape), p.shape)
+        box = Box.full(p.shape)
         value = initial(network, layer, name, p, box, options.seed, dtype).view(tensor.shape)
     else:
         value = torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -106,14 +106,10 @@ class ModelState:
     """Shards and the full state dict, by the names that the network has."""
 
     def __init__(self, keys: Mapping[str, str], graph: LayerGraph, module: nn.Module, comm: Comm) -> None:
-        self.module, self.comm, self._keys = module, comm, keys
-        self._aliases: dict[str, list[str]] = {}
-        for key, name in self._keys.items():
-            if key != name:
-                self._aliases.setdefault(name, []).append(key)
+        self.module, self.comm, self._aliases = module, comm, aliases_of(keys)
         known = {name for layer in graph.layers for name, _ in layer.own_parameters()}
         # What the network computes with, then the rest: counters.
-        names = dict.fromkeys(self._keys.values())
+        names = dict.fromkeys(keys.values())
         self._names = [*(name for name in names if name in known), *(name for name in names if name not in known)]
 
     def shards(self) -> list[Shard]:
@@ -123,7 +119,7 @@ class ModelState:
         for name in self._names:
             if name in held:
                 tensor, first = held[name], self.comm.rank == 0
-                box = Box((0,) * tensor.dim(), tuple(tensor.shape))
+                box = Box.full(tensor.shape)
                 aliases = tuple(self._aliases.get(name, ()))
                 trainable = isinstance(tensor, nn.Parameter)
                 shards.append(Shard(name, aliases, box.shape, box, tensor.detach(), trainable, first))

@@ -47,6 +47,15 @@ class Shard:
         return self.box.shape == self.shape
 
 
+def aliases_of(keys: Mapping[str, str]) -> dict[str, list[str]]:
+    """Returns the other names that the model has for a parameter or buffer, by its name in the graph."""
+    aliases: dict[str, list[str]] = {}
+    for key, name in keys.items():
+        if key != name:
+            aliases.setdefault(name, []).append(key)
+    return aliases
+
+
 COUNT = "num_batches_tracked"
 
 
@@ -75,18 +84,12 @@ class State:
 
     def _shardings(self, order: Sequence[int]) -> Mapping[str, MeshSharding]:
         shapes = self._shapes()
-        full = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+        full = {name: Box.full(shape) for name, shape in shapes.items()}
         if self.comm.size == 1 or all(box == full[name] for name, each in self.boxes.items() for box in each):
             return {}
-        from layerwise.run.state.dtensors import placement, placements, shardings  # imports torch.distributed.tensor
+        from layerwise.run.state.dtensors import shardings  # imports torch.distributed.tensor
 
-        placed, everyone = placements(self.boxes, shapes, order), placement((Box((), ()),) * self.comm.size, (), order)
-        if placed is None or everyone is None:
-            raise LayerwiseError(
-                f"the plan's devices are ranks {tuple(order)}, and PyTorch cannot share out the parameters in that "
-                "order: number the ranks of a node one after the other, as torchrun does"
-            )
-        return shardings(placed, everyone, self.comm)
+        return shardings(self.boxes, shapes, order, self.comm)
 
     def _fill(self, network: Network) -> None:
         """Creates the boxes. The network's own values are not held."""
@@ -146,7 +149,7 @@ class State:
 
     def shards(self) -> list[Shard]:
         """Every parameter and buffer of which this rank holds some."""
-        result, aliases, shapes = [], self._aliases(), self._shapes()
+        result, aliases, shapes = [], aliases_of(self._keys), self._shapes()
         for name, tensor in self.tree.tensors().items():
             box, also = self.boxes[name][self.comm.rank], tuple(aliases.get(name, ()))
             if box is None:
@@ -155,16 +158,8 @@ class State:
             result.append(Shard(name, also, shapes[name], box, local_tensor(tensor).detach(), trainable, first))
         for key, value in self.extra.items():
             shape = tuple(value.shape)
-            result.append(Shard(key, (), shape, Box((0,) * len(shape), shape), value, False, self.comm.rank == 0))
+            result.append(Shard(key, (), shape, Box.full(shape), value, False, self.comm.rank == 0))
         return result
-
-    def _aliases(self) -> dict[str, list[str]]:
-        """The other names that the model has for a parameter or buffer, by its name here."""
-        aliases: dict[str, list[str]] = {}
-        for key, name in self._keys.items():
-            if key != name:
-                aliases.setdefault(name, []).append(key)
-        return aliases
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
@@ -179,7 +174,7 @@ class State:
         held, shapes, tensors = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
         for name, boxes in self.boxes.items():
             lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
-            every = Box((0,) * len(shapes[name]), shapes[name])
+            every = Box.full(shapes[name])
             part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
             mine = local_tensor(held[name]).detach() if lowest[self.comm.rank] is not None else None
             like = torch.empty(0, dtype=self._type(name), device=self.options.device)
@@ -215,7 +210,7 @@ class State:
         """
         if not all(isinstance(key, str) for key in state_dict):
             raise LayerwiseError("the state dict has keys that are no names: give one of parameters by name")
-        shards, aliases = {shard.name: shard for shard in self.shards()}, self._aliases()
+        shards, aliases = {shard.name: shard for shard in self.shards()}, aliases_of(self._keys)
         missing, values = [], list[tuple[Shard, Tensor]]()
         extra = [name for name in shards if name not in self.boxes]
         constants = self.boxes.keys() - set(self._keys.values())  # made by the forward pass: no state dict has them
