@@ -115,6 +115,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, 0.01, fused=True),
     "adam": lambda ps: torch.optim.Adam(ps, 0.01, amsgrad=True),
     "lamb": Lamb,
+    "rprop": lambda ps: torch.optim.Rprop(ps, 0.01, foreach=False),
 }
 
 
@@ -153,11 +154,20 @@ def value(model: Model) -> None:
     nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
 
+def masked(model: Model) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad[p.detach().abs() < 0.05] = 0
+        p.data[p.abs() < 0.01] = 0.0
+
+
 def nothing(model: Model) -> None:
     pass
 
 
-ACTIONS = {f.__name__: f for f in (clip, clip_inf, clip_by_hand, clip_as_old_tutorials, largest, value, nothing)}
+ACTIONS = {
+    f.__name__: f for f in (clip, clip_inf, clip_by_hand, clip_as_old_tutorials, largest, value, masked, nothing)
+}
 
 
 def number(norm: Tensor | None) -> float | None:

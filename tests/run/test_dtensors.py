@@ -41,7 +41,7 @@ def check(results: list[Any], wanted: tuple[list[float | None], dict[str, Tensor
 def plans_and_actions() -> Iterator[object]:
     """Every action on one plan, clipping on every plan; slowly, all."""
     for name in PLANS:
-        for action in ("clip", "clip_inf", "clip_by_hand", "clip_as_old_tutorials", "largest", "value"):
+        for action in ("clip", "clip_inf", "clip_by_hand", "clip_as_old_tutorials", "largest", "value", "masked"):
             quick = name == "mixed" or action == "clip"
             yield pytest.param(name, action, marks=() if quick else pytest.mark.slow)
 
@@ -53,7 +53,7 @@ def test_norms_and_clipping_are_one_devices(name: str, action: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("mixed", marks=pytest.mark.slow), "states"])
-@pytest.mark.parametrize("optimizer", ["sgd_loop", "adamw", "adamw_fused", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd_loop", "adamw", "adamw_fused", "adam", "rprop"])
 def test_optimizers_are_one_devices(name: str, optimizer: str) -> None:
     ranks, cuts = PLANS[name]
     check(run_ranks(ranks, f"{HERE}trained", cuts, optimizer, "clip"), single(optimizer, "clip"))

@@ -67,6 +67,14 @@ def beside_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return 0 < len(own) < len(tensors)
 
 
+def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, *_: object) -> bool:
+    """True if a number is put where a mask of the tensor's shape is true."""
+    (first, *more) = places
+    return (
+        first is not None and not more and first.dtype is torch.bool and first.shape == target.shape and not value.dim()
+    )
+
+
 @cache
 def _outputs(func: Any) -> tuple[int | str, ...]:
     """The arguments that an operation writes to, by place, or by name as `out=` is."""

@@ -42,11 +42,21 @@ from layerwise.run.state.meshes import (
     replicated,
     unscale,
 )
-from layerwise.run.state.operations import aligned, beside_plain, each, each_of, elementwise, writes_numbers, written_by
+from layerwise.run.state.operations import (
+    aligned,
+    beside_plain,
+    each,
+    each_of,
+    elementwise,
+    is_mask,
+    writes_numbers,
+    written_by,
+)
 
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NUMBER = torch.ops.aten._local_scalar_dense.default
 CAT = torch.ops.aten.cat.default
+PUT, MASKED = torch.ops.aten.index_put_.default, torch.ops.aten.masked_fill_.Tensor
 
 
 class PlanDTensor(DTensor):
@@ -62,6 +72,8 @@ class PlanDTensor(DTensor):
     ) -> Any:
         """Returns what the operation makes of local tensors, where these lie alike; else what DTensor does."""
         kwargs = kwargs or {}
+        if func is PUT and is_mask(*args):  # p[p < 0] = 0
+            func, args = MASKED, (args[0], args[1][0], args[2])
         written = written_by(func, args, kwargs)
         for x in written:
             if isinstance(x, cls) and x._is_view():
