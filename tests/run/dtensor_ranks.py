@@ -275,7 +275,8 @@ def penalised(comm: Comm | None, cuts: Cuts, how: str) -> tuple[list[float], dic
         if how == "full_tensor" and isinstance(penalty, DTensor):
             penalty = penalty.full_tensor()
         mine = share(model)
-        total = LOSSES[how](model(x[mine]), (torch.arange(len(x)) % 4)[mine]) + 0.1 * penalty
+        total = 0.1 * penalty
+        total += LOSSES[how](model(x[mine]), (torch.arange(len(x)) % 4)[mine])
         losses.append(total.item())
         total.backward()
         optimizer.step()
@@ -329,6 +330,8 @@ def beside(comm: Comm, cuts: Cuts) -> None:
             _ = kept * p
         with torch.no_grad(), pytest.raises(LayerwiseError, match="to write to it give load_state_dict the values"):
             p.add_(kept)
+        with pytest.raises(LayerwiseError, match="add them up"):
+            p.norm().add_(torch.ones(()))
 
 
 def replaced(comm: Comm, cuts: Cuts) -> list[str]:

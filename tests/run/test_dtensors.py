@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from layerwise.run.state.operations import is_mask
 from tests.comm.pool import run_ranks
 from tests.run import dtensor_ranks
 from tests.run.dtensor_ranks import GATHERED, OPTIMIZERS, PLANS, SHARDED, original, steps
@@ -111,6 +112,19 @@ def test_numbers_beside_a_tensor_of_ones_own() -> None:
         for state in run_ranks(2, f"{HERE}own_counts", cuts):
             close(state, wanted)
         run_ranks(2, f"{HERE}beside", cuts)
+
+
+def test_a_mask_is_where_a_number_is_put() -> None:
+    x, mask, number = torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), torch.ones(())
+    assert is_mask(x, [mask], number)
+    for places, value, more in (
+        ([mask], number, (True,)),
+        ([mask[:, 0]], number, ()),
+        ([mask.long()], number, ()),
+        ([None, mask[0]], number, ()),
+        ([mask], number.expand(6), ()),
+    ):
+        assert not is_mask(x, places, value, *more)
 
 
 def test_other_memory_is_noticed_when_parameters_are_asked_for() -> None:

@@ -213,7 +213,7 @@ def _export_failed(title: str, error: Exception) -> str:
             "the path through the network must not depend on data, and it cannot check values of tensors: write it "
             "with torch.where, or leave it outside"
         )
-    elif "register a pytree" in text:
+    elif "register a pytree" in text or "unhashable type" in text:  # the latter in torch 2.11
         said = said.partition(". ")[0]
         remedy = "return a tuple or a dictionary, or make it known to PyTorch, as torch.export.register_dataclass does"
     else:

@@ -67,12 +67,10 @@ def beside_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return 0 < len(own) < len(tensors)
 
 
-def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, *_: object) -> bool:
+def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> bool:
     """True if a number is put where a mask of the tensor's shape is true."""
-    (first, *more) = places
-    return (
-        first is not None and not more and first.dtype is torch.bool and first.shape == target.shape and not value.dim()
-    )
+    mask = places[0] if len(places) == 1 and not (accumulate or value.dim()) else None
+    return mask is not None and mask.dtype is torch.bool and mask.shape == target.shape
 
 
 @cache

@@ -216,13 +216,23 @@ class PlanNumber(PlanDTensor):
     ) -> Any:
         """Returns what `func` makes of it, or of the plain number."""
         name: str = getattr(func, "__name__", "")
-        written = args[:1] if name.endswith("_") else ((kwargs or {}).get("out"),)
         own = (isinstance(x, Tensor) and not isinstance(x, DTensor) for x in tree_leaves((args, kwargs)))
-        if name == "__set__" or not any(own) or any(isinstance(x, DTensor) for x in tree_leaves(written)):
+        written = args[:1] if name.endswith("_") else ((kwargs or {}).get("out"),)
+        if name == "__set__" or not any(own):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        if any(isinstance(x, DTensor) for x in tree_leaves(written)):
+            if torch.is_grad_enabled():
+                raise LayerwiseError(
+                    f"{name}() would write a number of this rank's own to one that all ranks have, as of a penalty on "
+                    "weights: add them up, loss + penalty"
+                )
             return super().__torch_function__(func, types, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map(lambda x: _OwnNumber.apply(x) if isinstance(x, cls) else x, (args, kwargs or {}))  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # loss += x goes on with what this returns
+        return self + other if torch.is_grad_enabled() else self.add_(other)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
