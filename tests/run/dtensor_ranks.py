@@ -315,6 +315,44 @@ def own_counts(comm: Comm | None, cuts: Cuts) -> dict[str, Tensor]:
     return whole(model)
 
 
+class Scaled(nn.Module):
+    """With a scale that it has learnt, which is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu()) * self.scale.exp()
+
+
+def scale_on_one_rank(comm: Comm | None) -> dict[str, Tensor]:
+    """Penalised, where the other rank has none of it; and once more outside of the model."""
+    torch.manual_seed(0)
+    model: Model = Scaled().double()
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if comm is not None:
+        network = network_of(model, (x,), 8, "test")
+        graph = fuse(network.graph)
+        cuts = {layer.name: {"c": 2} if layer.name == "first" else {} for layer in graph.inner}
+        strategy = parse_strategy(cuts, graph, comm.size)
+        model = load(
+            Plan("test", graph.digest, 8, 2, 2, "sample", True, strategy), network, comm=comm, dtype=torch.float64
+        )
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+        torch.optim.AdamW(model.parameters(), 0.01),
+    ):
+        for _ in range(2):
+            optimizer.zero_grad()
+            mine = share(model)
+            total = F.cross_entropy(model(x[mine]) * model.scale, torch.arange(8)[mine] % 4)
+            total = total + 0.1 * sum(p.norm() for p in model.parameters())
+            total.backward()
+            optimizer.step()
+    return whole(model)
+
+
 def beside(comm: Comm, cuts: Cuts) -> None:
     """Parameters beside tensors of a rank's own: averages of weights that are kept in plain tensors; refused where
     gradients are wanted, and where a parameter would be written to.

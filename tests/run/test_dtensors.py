@@ -114,6 +114,12 @@ def test_numbers_beside_a_tensor_of_ones_own() -> None:
         run_ranks(2, f"{HERE}beside", cuts)
 
 
+def test_a_learnt_scale_of_one_rank_is_one_devices() -> None:
+    wanted = dtensor_ranks.scale_on_one_rank(None)
+    for state in run_ranks(2, f"{HERE}scale_on_one_rank"):
+        close(state, wanted)
+
+
 def test_a_mask_is_where_a_number_is_put() -> None:
     x, mask, number = torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), torch.ones(())
     assert is_mask(x, [mask], number)

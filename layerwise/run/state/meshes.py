@@ -70,8 +70,9 @@ def on_mesh(mesh: DeviceMesh, value: Tensor) -> DTensor:
     """A tensor that all ranks have, replicated on a mesh."""
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
-    here = value if mesh not in ALL_RANKS or mesh.get_coordinate() is not None else value.new_empty(0)
-    made: DTensor = DTensor(here, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    if mesh in ALL_RANKS and mesh.get_coordinate() is None:
+        value = value.new_empty(0) if value.dim() else value.new_zeros(())  # as PyTorch has them outside of a mesh
+    made: DTensor = DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return made
 
 
