@@ -78,13 +78,14 @@ def _run(run: Field) -> Run:
         if key in given and name not in names:
             raise given[key].error(f"is for {' and '.join(names)}, not for {name}")
     counts = {key: given[key].count(most) for key, most in MOST.items() if key in given}
+    epoch_s = _seconds(given["epoch_s"]) if "epoch_s" in given else None
     if "iteration_s" in given:
         measured = given["iteration_s"]
         times = [_seconds(time) for time in (measured.items() if isinstance(measured.value, list) else [measured])]
-    elif "epoch_s" in given and "samples" in given:
-        times = [_seconds(given["epoch_s"]) * counts["batch"] / counts["samples"]]
+    elif epoch_s is not None and "samples" in given:
+        times = [epoch_s * counts["batch"] / counts["samples"]]
     else:
-        raise run.error("has neither 'iteration_s' nor 'epoch_s' with 'samples'")
+        raise run.error("has neither 'iteration_s' nor 'epoch_s' with 'samples', in seconds")
     fence = _fence(times)
     slow = len([time for time in times if time > fence])
     inside, segments = (counts.get(key) for key in FOR)

@@ -339,6 +339,9 @@ def scale_on_one_rank(comm: Comm | None) -> dict[str, Tensor]:
         model = load(
             Plan("test", graph.digest, 8, 2, 2, "sample", True, strategy), network, comm=comm, dtype=torch.float64
         )
+    if comm is not None:
+        with pytest.raises(LayerwiseError, match=r"asked for by torch\.autograd\.grad"):
+            torch.autograd.grad(model(x[share(model)]).mean(), [model.scale], allow_unused=True)
     for optimizer in (
         torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
         torch.optim.AdamW(model.parameters(), 0.01),
@@ -368,8 +371,18 @@ def beside(comm: Comm, cuts: Cuts) -> None:
             _ = kept * p
         with torch.no_grad(), pytest.raises(LayerwiseError, match="to write to it give load_state_dict the values"):
             p.add_(kept)
-        with pytest.raises(LayerwiseError, match="add them up"):
+        with pytest.raises(LayerwiseError, match="make another"):
             p.norm().add_(torch.ones(()))
+        with pytest.raises(LayerwiseError, match="with a number that is another on each rank"):
+            _ = torch.tensor(float(comm.rank)) * p
+        number = p.norm()
+        copied = copy.deepcopy({"a": torch.ones(2), "n": number.detach()})["n"]
+        assert all(isinstance(x, DTensor) for x in (copied, torch.tensor(2.0) * p.square()))
+        before = number.item()
+        number -= torch.tensor(float(comm.rank))
+        number *= torch.tensor(2.0)
+        assert type(number) is Tensor
+        assert number.item() == pytest.approx(2 * (before - comm.rank))
 
 
 def replaced(comm: Comm, cuts: Cuts) -> list[str]:

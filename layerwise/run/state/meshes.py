@@ -43,6 +43,23 @@ def everywhere(tensor: DTensor) -> Tensor:
     return full_tensors([tensor])[0] if tensor.device_mesh in ALL_RANKS else full(tensor)
 
 
+def check_alike(own: Sequence[Tensor], given: Sequence[Any]) -> None:
+    """LayerwiseError where ranks have other numbers, beside which DTensors are given. All ranks call it."""
+    numbers = [x.detach().double().reshape(()) for x in own if x.numel() == 1]
+    if not numbers:
+        return
+    mesh: DeviceMesh = next(x.device_mesh for x in given if isinstance(x, DTensor))
+    mesh, mine = ALL_RANKS.get(mesh, mesh), torch.stack(numbers)
+    most = torch.cat([mine, -mine])
+    for axis in range(mesh.ndim):
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))
+    if not torch.equal(most[: len(mine)], -most[len(mine) :]):
+        raise LayerwiseError(
+            "a parameter that the plan splits was computed with a number that is another on each rank, such as a loss: "
+            "each rank has a part of the parameter. Make a number of the parameter first: loss * p.pow(2).sum()"
+        )
+
+
 def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
     """The full tensors of these on every rank, in one message from those that have them. All ranks call this."""
     fulls, sizes, first = list[Tensor](), list[int](), list[bool]()

@@ -60,11 +60,16 @@ def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | N
     return columns
 
 
+def own_tensors(given: Iterable[Any]) -> list[Tensor]:
+    """The plain tensors among arguments, and in lists: this rank's own."""
+    listed = (x for arg in given for x in (arg if isinstance(arg, list | tuple) else (arg,)))
+    return [x for x in listed if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+
+
 def beside_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if DTensors stand beside plain tensors of more than a number, which are this rank's own."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    own = [x for x in tensors if not isinstance(x, DTensor) and x.numel() > 1]
-    return 0 < len(own) < len(tensors)
+    """True if DTensors stand beside plain tensors of more than a number."""
+    given = [*args, *kwargs.values()]
+    return any(x.numel() > 1 for x in own_tensors(given)) and any(isinstance(x, DTensor) for x in tree_leaves(given))
 
 
 def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> bool:

@@ -15,7 +15,7 @@ Element-wise operations, as optimizers have them, go to the local tensors at onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +34,7 @@ from layerwise.run.state.meshes import (
     UNSCALE,
     brought_together,
     by_mesh,
+    check_alike,
     everywhere,
     full,
     mesh_by_mesh,
@@ -49,6 +50,7 @@ from layerwise.run.state.operations import (
     each_of,
     elementwise,
     is_mask,
+    own_tensors,
     writes_numbers,
     written_by,
 )
@@ -74,6 +76,8 @@ class PlanDTensor(DTensor):
         kwargs = kwargs or {}
         if func is PUT and is_mask(*args):  # p[p < 0] = 0
             func, args = MASKED, (args[0], args[1][0], args[2])
+        if torch.is_grad_enabled():
+            check_alike(own_tensors([*args, *kwargs.values()]), tree_leaves((args, kwargs)))
         written = written_by(func, args, kwargs)
         for x in written:
             if isinstance(x, cls) and x._is_view():
@@ -204,6 +208,16 @@ class PlanDTensor(DTensor):
         return _marked(plain.redistribute(mesh, self.placements), device)
 
 
+def _assigning(name: str) -> Callable[[Any, Any], Any]:
+    """Returns the operator that writes to a number, or makes another one of it and of a rank's own number."""
+
+    def act(number: Any, other: Any) -> Any:
+        another = own_tensors([other]) and not (number.is_leaf and number.requires_grad)
+        return getattr(number, name if another else f"{name}_")(other)
+
+    return act
+
+
 class PlanNumber(PlanDTensor):
     """A PlanDTensor without dimensions: a norm, a penalty on weights, a learnt scale.
 
@@ -216,23 +230,23 @@ class PlanNumber(PlanDTensor):
     ) -> Any:
         """Returns what `func` makes of it, or of the plain number."""
         name: str = getattr(func, "__name__", "")
-        own = (isinstance(x, Tensor) and not isinstance(x, DTensor) for x in tree_leaves((args, kwargs)))
-        written = args[:1] if name.endswith("_") else ((kwargs or {}).get("out"),)
-        if name == "__set__" or not any(own):
+        given = [*args, *(kwargs or {}).values()]
+        if name in ("__set__", "grad") or not own_tensors(given):  # torch.autograd.grad looks for what it is given
             return super().__torch_function__(func, types, args, kwargs or {})
-        if any(isinstance(x, DTensor) for x in tree_leaves(written)):
+        in_place = name.endswith("_") and not name.endswith("__")
+        if any(isinstance(x, DTensor) for x in tree_leaves(args[:1] if in_place else (kwargs or {}).get("out"))):
             if torch.is_grad_enabled():
                 raise LayerwiseError(
                     f"{name}() would write a number of this rank's own to one that all ranks have, as of a penalty on "
-                    "weights: add them up, loss + penalty"
+                    "weights: make another, loss + penalty"
                 )
             return super().__torch_function__(func, types, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map(lambda x: _OwnNumber.apply(x) if isinstance(x, cls) else x, (args, kwargs or {}))  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
-    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # loss += x goes on with what this returns
-        return self + other if torch.is_grad_enabled() else self.add_(other)
+    # Of `loss += x` what this returns goes on.
+    __iadd__, __isub__, __imul__, __itruediv__ = map(_assigning, ("add", "sub", "mul", "div"))
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
