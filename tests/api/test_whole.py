@@ -341,3 +341,32 @@ def test_outputs_in_a_dataclass() -> None:
 
     wanted = trained(one, X[:8])
     assert max(difference(found, wanted) for found in run_threads(2, rank, timeout_s=240)) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["temperature", "p"])
+def test_settings_of_the_given_model_are_noticed(name: str) -> None:
+    """Where samples alone are split the model is the given one, and goes on with them."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(12, 3)
+            self.temperature, self.dropout = 2.0, nn.Dropout(0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dropout(super().forward(x)) / self.temperature
+
+    models = [Scaled().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def rank(comm: Comm) -> str:
+        given = models[comm.rank]
+        made = parallelize(given, X[:4], **quiet(comm, strategy={"linear": {"c": 2}}))
+        made(X[:4]).mean().backward()
+        setattr(given if name == "temperature" else given.dropout, name, 0.5)
+        with pytest.raises(LayerwiseError) as raised:
+            made(X[:4])
+        return str(raised.value)
+
+    for said in run_threads(2, rank, timeout_s=240):
+        assert f"{name!r} of a " in said
+        assert "of the model that parallelize was given, set since, is not supported where a plan splits" in said

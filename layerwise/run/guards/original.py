@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.guards.refusals import unsupported
 from layerwise.run.local_tensor import version
 
 
@@ -69,8 +70,9 @@ class OriginalModel:
 
     def __init__(self, model: nn.Module | None = None, trained: Iterable[nn.Parameter] = ()) -> None:
         """trained: the parallel module's."""
-        modules = () if model is None else model.modules()
+        modules = [] if model is None else list(model.modules())
         self._before = [(weakref.ref(m), _facts(m)) for m in modules]
+        self._settings = [(weakref.ref(m), settings) for m in modules if (settings := _settings(m))]
         self._trained = [(weakref.ref(p), version(p)) for p in trained]
         if model is not None:
             _originals[model] = self
@@ -88,6 +90,16 @@ class OriginalModel:
                 "replaced; the plan splits them over the ranks, and the parallel model goes on with its own: do it to "
                 "what parallelize returned (model.apply(fn) initialises), or before the model is made parallel"
             )
+        for module, settings in self._settings:
+            if (m := module()) is None:
+                continue
+            held = vars(m)
+            for name, value in settings.items():
+                if held.get(name) is not value and held.get(name) != value:
+                    raise unsupported(
+                        f"{name!r} of a {type(m).__name__} of the model that parallelize was given, set since,",
+                        "set it before",
+                    )
 
     def make_stale(self) -> None:
         """The parallel module may have other values from now on."""
@@ -95,6 +107,12 @@ class OriginalModel:
             if type(p) is nn.Parameter:
                 p.__class__ = StaleParameter
         self._before = []
+
+
+def _settings(module: nn.Module) -> dict[str, object]:
+    """Returns the public numbers, flags and texts that a module has, but for its mode."""
+    named = vars(module).items()
+    return {k: v for k, v in named if isinstance(v, int | float | str) and k != "training" and not k.startswith("_")}
 
 
 def _facts(module: nn.Module) -> list[tuple[object, ...]]:
