@@ -33,7 +33,7 @@ from benchmarks.ranks.predictions import OPTIMIZER
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import Profile, load
 from layerwise.machine.curves import Links, parse_links

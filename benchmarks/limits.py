@@ -22,7 +22,7 @@ from benchmarks.common.gpt import Gpt2
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model, network_of
 from layerwise.machine import load
 from layerwise.quantities import units

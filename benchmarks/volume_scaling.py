@@ -21,7 +21,7 @@ from rich.table import Table
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.quantities import units

@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.geometry import Grid as Grid
     from layerwise.graph.fuse import fuse as fuse
     from layerwise.graph.layer import Layer as Layer
-    from layerwise.graph.layer import LayerGraph as LayerGraph
+    from layerwise.graph.layer_graph import LayerGraph as LayerGraph
     from layerwise.importers.load import load_model as load_model
     from layerwise.importers.onnx.from_onnx import from_onnx as from_onnx
     from layerwise.importers.registry import register_op as register_op

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from layerwise.cli import MODEL_HELP, Parser, check_files, command, run_main
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model, planned_call
 from layerwise.ops.nn.linear import Linear
 from layerwise.plan import Plan, load_plan

@@ -15,7 +15,7 @@ from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import parse_json, read_json, write_text
 from layerwise.graph.cells import with_cells
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.facts import Dim
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.sharding import check_held

@@ -15,7 +15,7 @@ from layerwise.cost.price import price
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable, write_text
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.partition.buckets import BUCKET_BYTES

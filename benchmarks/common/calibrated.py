@@ -7,7 +7,7 @@ from dataclasses import replace
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import Profile, load
 
 

@@ -14,7 +14,7 @@ from math import inf, prod
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.search.baselines import ProcessGrid, grid_strategy, mlp_layers
 from layerwise.search.find import candidate, search

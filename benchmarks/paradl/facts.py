@@ -13,7 +13,8 @@ from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import AUTOCAST, Profile
 from layerwise.machine.profile import Link
 from layerwise.ops.nn.conv import Conv, ConvTranspose

@@ -22,7 +22,7 @@ from layerwise.cost.model import CostModel, CostOptions, Strategy
 from layerwise.cost.price import measured_share
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
 from layerwise.measure.cells import CellTask, wanted_cells

@@ -23,7 +23,7 @@ from layerwise.comm.start import join_default_group
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.ops.nn.linear import Linear
 from layerwise.plan import Plan

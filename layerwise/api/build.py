@@ -22,7 +22,7 @@ from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.as_written import LAYER
 from layerwise.importers.load import Network, whole_of
 from layerwise.importers.torch.read.arguments import Call

@@ -23,7 +23,7 @@ from layerwise.comm.together import alone
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import catalogue, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.profile import Profile

@@ -16,7 +16,7 @@ from layerwise.constraints import parse_constraints
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError, nearest
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph, precision
 from layerwise.machine.profile import Profile
 from layerwise.partition.sharding import check_held

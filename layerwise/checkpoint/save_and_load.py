@@ -37,7 +37,7 @@ from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.graph.cells import without_cells
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.run.local_tensor import is_dtensor, local_tensor
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.state import Shard

@@ -182,14 +182,12 @@ class ProcessComm(Comm):
         self.sent[kind] += (len(group) - 1) * parts.nbytes // len(group)
         return self._collective(dist.all_to_all_single, out, parts.contiguous(), group, kind, what)
 
-    def _collective(
-        self, do: Collective, out: Tensor, given: Tensor, group: Group, kind: TrafficKind, what: str
-    ) -> Handle:
+    def _collective(self, do: Collective, out: Tensor, x: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         self._end_given_up()
         with self._joint(what, group):
-            work = _sure(do(out, given, group=self._stream(kind)[group], async_op=True))
+            work = _sure(do(out, x, group=self._stream(kind)[group], async_op=True))
         self._note(work, what)
-        return UnderWay(self, what, [(f"in {what}", work)], [out, given])
+        return UnderWay(self, what, [(f"in {what}", work)], [out, x])
 
     def all_reduce(self, tensor: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """torch.distributed's, started here."""

@@ -10,7 +10,8 @@ from layerwise.config import Config
 from layerwise.cost.compute.measured import Measurements, gradient_uses, latest
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.mixed import mixed
 from layerwise.graph.types import autocast_within
 from layerwise.machine import AUTOCAST, DeviceGraph, precision

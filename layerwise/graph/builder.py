@@ -6,12 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import SINK, Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.mixed import made_by, types_of
 from layerwise.graph.types import Regions, Types, autocast_within
 from layerwise.ops.base import Op, Role
 from layerwise.ops.ends import Input, Sink, Tied
 from layerwise.tensor import TensorSpec
+
+SINK = "outputs"  # the name of the sink
 
 
 class GraphBuilder:

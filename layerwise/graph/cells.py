@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Local, Maps
 from layerwise.ops.specs import same

@@ -11,7 +11,8 @@ from dataclasses import MISSING, fields
 
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Op
 from layerwise.ops.ends import Input, Sink
 from layerwise.ops.nn.conv import Conv, ConvTranspose

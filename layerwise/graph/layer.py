@@ -1,27 +1,22 @@
-"""Layer and LayerGraph: the computation graph that is planned, priced and run."""
+"""Layer: an operator with its views before it and its epilogue after it, in its place in a network."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from math import prod
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.digest import digest_of
 from layerwise.graph.types import Regions, Types, typed
 from layerwise.ops.base import Op, Role, Stage, space
 from layerwise.ops.facts import Parameter, Space
 from layerwise.ops.opaque import TorchOp
 from layerwise.ops.specs import same
-from layerwise.ops.whole import Whole
 from layerwise.tensor import ITEM_BYTES, TensorSpec
 
 if TYPE_CHECKING:
-    import networkx as nx
-
-SINK = "outputs"  # the name of the sink
+    pass
 
 
 class StageGradients(NamedTuple):
@@ -179,210 +174,6 @@ class Layer:
     def own_parameters(self) -> list[tuple[str, Parameter]]:
         """As `held`, without the bytes."""
         return [(name, parameter) for name, parameter, _ in self.held()]
-
-
-@dataclass(frozen=True)
-class LayerGraph:
-    """A network: its layers in topological order (a walk is a pass over them), the last of which is the outputs' sink.
-
-    Attributes:
-        layers: The layers.
-        name: For people.
-        differentiated: Inputs whose gradient is wanted, beside those of parameters.
-        unseen: What the model does and its layers do not, a phrase each.
-        mixed: Whether the layers' types are those of a run or of a plan (see `graph.mixed`).
-        by_name: The layers by their names.
-
-    Examples:
-        >>> import layerwise
-        >>> graph = layerwise.load_model("lenet5", 32)
-        >>> graph.batch, graph.rebatch(64).batch
-        (32, 64)
-        >>> graph.to_networkx().nodes["features.0"]["shape"]
-        '(n=32, c=6, h=28, w=28)'
-    """
-
-    layers: tuple[Layer, ...]
-    name: str = "model"
-    differentiated: frozenset[str] = frozenset()
-    unseen: tuple[str, ...] = ()
-    mixed: bool = False
-    by_name: dict[str, Layer] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_name", {layer.name: layer for layer in self.layers})
-        assert len(self.by_name) == len(self.layers), "layer names must be unique"
-        assert self.layers[-1].role is Role.SINK
-
-    def __getitem__(self, name: str) -> Layer:
-        return self.by_name[name]
-
-    @property
-    def batch(self) -> int:
-        """Samples a step."""
-        return self.layers[-1].out.shape[0]
-
-    @property
-    def inner(self) -> tuple[Layer, ...]:
-        """The layers whose configuration is chosen: all but what is fed, constant, or the sink."""
-        return tuple(layer for layer in self.layers if not layer.end)
-
-    @property
-    def whole_modules(self) -> tuple[Whole, ...]:
-        """The modules that are called as they are written, in order."""
-        return tuple(layer.main for layer in self.inner if isinstance(layer.main, Whole))
-
-    def edges(self) -> Iterator[tuple[str, str, int]]:
-        """(producer, consumer, slot), in topological order of the consumers."""
-        for layer in self.layers:
-            for slot, source in enumerate(layer.inputs):
-                yield source, layer.name, slot
-
-    def consumers(self) -> dict[str, list[str]]:
-        """The layers that use each layer's output (once a use), by its name."""
-        uses: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
-        for source, target, _ in self.edges():
-            uses[source].append(target)
-        return uses
-
-    def parameter_count(self) -> int:
-        """Trainable parameters of the model."""
-        return sum(
-            {name: prod(p.shape) for layer in self.layers for name, p in layer.own_parameters() if p.trainable}.values()
-        )
-
-    def to_networkx(self, strategy: Mapping[str, object] | None = None) -> nx.MultiDiGraph[str]:
-        """The graph for networkx: to look at in other programs, and for algorithms that are no pass over its layers.
-
-        Args:
-            strategy: of a plan, by the layers' names; each layer then has its configuration as text, too.
-
-        Returns:
-            A node a layer, an edge a use, keyed by the consumer's slot. Their attributes are text and numbers, which
-            every writer of networkx takes: of a node `kind`, `shape`, `dtype`, `parameters` (elements that are trained)
-            and `configuration`; of an edge the `shape` and `dtype` of what is read.
-        """
-        import networkx as nx  # takes a fifth of what `layerwise search` needs to begin
-
-        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
-        for layer in self.layers:
-            trained = sum(prod(p.shape) for _, p in layer.own_parameters() if p.trainable)
-            made = {"shape": layer.out.describe(), "dtype": layer.out.dtype}
-            graph.add_node(layer.name, kind=layer.kinds, parameters=trained, **made)
-            if strategy is not None and layer.name in strategy:
-                graph.nodes[layer.name]["configuration"] = str(strategy[layer.name])
-        for source, target, slot in self.edges():
-            read = self[source].out
-            graph.add_edge(source, target, key=slot, shape=read.describe(), dtype=read.dtype)
-        return graph
-
-    @cached_property
-    def losses(self) -> dict[str, Literal["mean", "sum"]]:
-        """The layers that give a number of each sample, and what the loss is of them; also losses scaled and added."""
-        found: dict[str, Literal["mean", "sum"]] = {}
-        for layer in self.layers:
-            followed = (found[source] for source in layer.inputs if source in found and not layer.end)
-            loss = layer.main.loss or next(followed, None)
-            if loss is not None:
-                found[layer.name] = loss
-        return found
-
-    @cached_property
-    def returned(self) -> frozenset[str]:
-        """The layers that an output depends on. The others are there for what they remember (see `Op.remembers`)."""
-        names = {self.layers[-1].name}
-        for layer in reversed(self.layers):
-            if layer.name in names:
-                names.update(layer.inputs)
-        return frozenset(names)
-
-    @cached_property
-    def unfed(self) -> frozenset[str]:
-        """The layers that depend on parameters and constants only: tied parameters, position tables."""
-        names = set[str]()
-        for layer in self.layers:
-            alone = all(stage.statistics() is None for stage in layer.stages)  # it needs nothing of other devices
-            if layer.role in (Role.CONSTANT, Role.TIED) or (alone and layer.inputs and names.issuperset(layer.inputs)):
-                names.add(layer.name)
-        return frozenset(names)
-
-    @cached_property
-    def has_gradient(self) -> dict[str, bool]:
-        """By layer, true if a gradient flows back to its output."""
-        result: dict[str, bool] = {}
-        for layer in self.layers:
-            wanted = layer.trains or layer.name in self.differentiated
-            reached = wanted or any(result[name] for name in layer.inputs)
-            result[layer.name] = layer.out.differentiable and reached and layer.name in self.returned
-        return result
-
-    def differentiates(self, layer: Layer) -> bool:
-        """True if a layer computes something that a gradient flows back through."""
-        return layer.role is Role.COMPUTE and self.has_gradient[layer.name]
-
-    def flows_back(self, layer: Layer) -> tuple[bool, ...]:
-        """A flag for each of a layer's inputs: true if the layer sends a gradient back to it."""
-        goes_on = self.has_gradient[layer.name] or layer.role is Role.SINK
-        return tuple(goes_on and self.has_gradient[name] for name in layer.inputs)
-
-    def gradients(self, layer: Layer) -> tuple[StageGradients, ...]:
-        """The gradients that each stage of a layer makes."""
-        return layer.gradients(self.flows_back(layer))
-
-    @cached_property
-    def dtype(self) -> str:
-        """The element type of the model: of what its weights are multiplied with, else of its first numbers."""
-        for weighted in (True, False):
-            for layer in self.layers:
-                main = layer.stages[0]
-                found = layer.all_types.parameters[0]
-                if (main.op.weights or not weighted) and "float" in found:
-                    return found
-        return "float32"
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of everything that a plan depends on: names, operators, shapes, edges."""
-        return digest_of(self.layers)
-
-    @cached_property
-    def unreached(self) -> frozenset[str]:
-        """Parameters to which no gradient comes back, as none goes through a detach. Of a graph that is not fused."""
-        reached: set[str] = set()
-        for layer in reversed(self.layers):
-            passes = layer.out.differentiable and not layer.op.detaches
-            if layer.role is Role.SINK or (layer.name in reached and passes):
-                reached.update(layer.inputs)
-        away = [layer for layer in self.layers if layer.name not in reached and layer.role is not Role.SINK]
-        held = ((layer, *row) for layer in away for row in layer.own_parameters())
-        return frozenset(name for layer, name, p in held if p.trainable or name in layer.frozen)
-
-    def freeze(self, names: Collection[str]) -> LayerGraph:
-        """The network with the parameters `names`, and no others, not trained."""
-        layers = []
-        for layer in self.layers:
-            held = (layer.name,) if layer.role is Role.TIED else layer.parameters
-            frozen = tuple(name for name in held if name in names)
-            layers.append(layer if frozen == layer.frozen else replace(layer, frozen=frozen))
-        return replace(self, layers=tuple(layers))
-
-    def untrained(self) -> LayerGraph:
-        """The network for inference: no parameter is trained, and no input has a gradient."""
-        held = {name for layer in self.layers for name in (layer.name, *layer.parameters)}
-        return replace(self.freeze(held), differentiated=frozenset())
-
-    def rebatch(self, batch: int) -> LayerGraph:
-        """The network with `batch` samples: shapes are inferred anew from the inputs."""
-        if batch < 1:
-            raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
-        if batch == self.batch:
-            return self
-        done: dict[str, Layer] = {}
-        for layer in self.layers:
-            specs = tuple(done[source].out for source in layer.inputs[: len(layer.specs)])
-            op = layer.op.rebatch(layer.specs, layer.out, specs).at_batch(self.batch, batch)
-            done[layer.name] = replace(layer, op=op, specs=specs)
-        return replace(self, layers=tuple(done.values()))
 
 
 @lru_cache(maxsize=65536)

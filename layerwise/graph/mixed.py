@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.types import Types, autocast_within
 from layerwise.ops.base import Op, Role, space
 from layerwise.ops.facts import Local

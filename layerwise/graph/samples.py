@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 
 
 def check_samples(graph: LayerGraph) -> None:

@@ -12,7 +12,8 @@ from importlib import resources
 
 from layerwise.graph import graph_json
 from layerwise.graph.builder import GraphBuilder
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.models import Model, find, names
 from layerwise.models.cosmoflow_layers import HIDDEN, SLOPE, convolutions
 from layerwise.ops.ends import Input

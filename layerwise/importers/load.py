@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.built_in import SAMPLES, written_graph
 from layerwise.importers.named_code import called
 from layerwise.importers.with_loss import parted, with_loss

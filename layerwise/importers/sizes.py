@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network, load_model, names_code, network_of
 from layerwise.importers.named_code import called
 from layerwise.ops.base import Role

@@ -19,7 +19,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.compute.measured import COPY, LAYER, held_out_error, step_name
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DEFAULT, DeviceGraph, Profile, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes

@@ -11,7 +11,7 @@ from torch import nn
 
 from layerwise.config import Config
 from layerwise.graph.builder import GraphBuilder
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine.layer_times import CellTime
 from layerwise.measure.bench import (
     Bench,

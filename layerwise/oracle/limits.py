@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.oracle.pipeline import PipelineStage, imbalance
 from layerwise.oracle.tables import Projection

@@ -12,7 +12,7 @@ import numpy as np
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import held_bytes
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.oracle.tables import Phases
 

@@ -14,7 +14,7 @@ from layerwise.cost.model import CostModel, CostOptions, Progress
 from layerwise.cost.price import complete
 from layerwise.cost.timeline.simulate import Timeline
 from layerwise.errors import LayerwiseError, nearest
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import Profile
 from layerwise.oracle.limits import Finding, Sizes, findings, sizes_of
 from layerwise.oracle.pipeline import PipelineStage, pipeline_phases, pipeline_stages, pipelined_s

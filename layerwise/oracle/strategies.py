@@ -14,7 +14,8 @@ from math import prod
 
 from layerwise.config import Config, why_illegal
 from layerwise.errors import LayerwiseError, nearest
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.search.baselines import ProcessGrid, grid_configs, grids, mlp_layers
 
 SPATIAL = ("d", "h", "w", "l")

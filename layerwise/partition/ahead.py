@@ -5,7 +5,8 @@ And whose gradient goes back before its layer has made that of its weights.
 
 from __future__ import annotations
 
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 
 EdgeEnd = tuple[str, int]  # a layer, and which of its inputs

@@ -15,7 +15,8 @@ from collections.abc import Collection
 import numpy as np
 
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role, Stage
 from layerwise.ops.facts import Saved
 from layerwise.ops.nn.conv import Conv

@@ -12,7 +12,8 @@ import numpy as np
 from layerwise.config import Config
 from layerwise.geometry import Box, Lattices, boundaries, interval_overlap, needed
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Dim, Maps, Parameter, Space
 from layerwise.partition.layout import LayoutCells, layout

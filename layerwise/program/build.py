@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, begun_before
 from layerwise.partition.blocks import recomputed_layers

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from layerwise.geometry.arrays import Mask
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.buckets import BUCKET_BYTES

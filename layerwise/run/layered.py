@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing

@@ -15,7 +15,7 @@ from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
 from layerwise.importers.load import Network, load_network, network_of, planned_call, whole_of
 from layerwise.importers.torch.read.arguments import call_of

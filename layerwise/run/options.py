@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.mixed import mixed
 from layerwise.graph.types import Regions, autocast_within
 from layerwise.ops.base import Role

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.read.arguments import OutputStructure
 from layerwise.ops.base import Role
 from layerwise.run.execute.autograd import sum_of_losses

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerwise.comm.base import Comm, Group, TrafficKind
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes

@@ -16,7 +16,8 @@ from layerwise.comm.base import Comm
 from layerwise.config import Config, is_legal
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.importers.torch.batches import samples_of
 from layerwise.importers.torch.proof import left_unproven

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from layerwise.chrome import CATEGORIES, Category, RankSpans, chrome_trace
 from layerwise.comm.base import Comm
 from layerwise.files import write_text
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 
 _Mark = float | torch.cuda.Event

@@ -13,7 +13,8 @@ from layerwise.config import Config, SearchSpace, is_legal, reduce_axis
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.along import Softmax
 from layerwise.partition.place import data_parallel

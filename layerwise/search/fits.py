@@ -16,7 +16,7 @@ from layerwise.cost.memory.step import peak_by_kind, peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.sizes import Resizable
 from layerwise.machine import DeviceGraph, Profile
 from layerwise.partition.sharding import held_configurations, why_not_held

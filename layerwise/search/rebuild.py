@@ -13,7 +13,7 @@ from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model, planned_call
 from layerwise.machine import DTYPES
 from layerwise.machine.devices import DeviceGraph

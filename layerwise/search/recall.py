@@ -17,7 +17,7 @@ from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.opaque import TorchOp
 from layerwise.plan import as_json, parse_strategy
 from layerwise.search.limit.limited import Least

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.random import combine, uniform
 from layerwise.train.sources import (
     CheckedDataset,

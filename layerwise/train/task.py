@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.ends import Input
 from layerwise.ops.nn.linear import Embedding
 from layerwise.ops.nn.loss import Loss

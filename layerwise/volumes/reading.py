@@ -12,7 +12,8 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.nn.loss import IGNORED, Loss
 from layerwise.ops.tensor.along import OneHot
 from layerwise.ops.tensor.view import Permute, Reshape

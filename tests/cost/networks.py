@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Maps
 from layerwise.ops.nn.attention import Attention

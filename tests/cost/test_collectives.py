@@ -13,7 +13,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.terms import gradients_of, reductions_of, statistics_of
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm

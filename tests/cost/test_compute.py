@@ -15,7 +15,8 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import basis, describe, measured_share, model_error, price, unmeasured_error, warnings
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph, Processor, Tile
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
 from layerwise.measure.cells import CellTask, wanted_cells

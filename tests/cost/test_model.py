@@ -20,7 +20,8 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import telling_devices
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.types import Region, Regions
 from layerwise.importers.load import load_model
 from layerwise.machine import load as load_profile

@@ -17,7 +17,8 @@ from layerwise.cost.terms import EDGE_TERMS, LAYER_TERMS, TERMS, Term
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Role
 from layerwise.ops.ends import Constant

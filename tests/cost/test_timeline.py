@@ -17,7 +17,7 @@ from layerwise.cost.timeline.simulate import SimulatedSpan, timeline
 from layerwise.cost.timeline.stream import Flow, Stream
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear

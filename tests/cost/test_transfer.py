@@ -22,7 +22,7 @@ from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, secon
 from layerwise.geometry import AxisMap, Lattice, boundaries, fixed, identity, interval_overlap, scaled, whole, window
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import Curve, DeviceGraph, Links, Overlap, load
 from layerwise.machine.curves import Operation

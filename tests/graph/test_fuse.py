@@ -13,7 +13,7 @@ from hypothesis import given
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import load
 from layerwise.ops.base import Role
 from layerwise.ops.fused import Fused

@@ -26,7 +26,7 @@ from layerwise.graph import graph_json
 from layerwise.graph import mixed as module
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.mixed import made_by, mixed
 from layerwise.graph.types import TRACED, Region
 from layerwise.importers.built_in import written_graph

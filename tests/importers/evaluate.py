@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.registry import Operand
 from layerwise.importers.torch.build import _Importer
 from layerwise.importers.torch.exported import read_program

@@ -6,7 +6,7 @@ from math import prod
 from hypothesis import strategies as st
 
 from layerwise.graph.builder import GraphBuilder
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Op, space
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear

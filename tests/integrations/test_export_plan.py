@@ -14,7 +14,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.export_plan import export_plan
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.plan import Plan
 from tests.comm.pool import run_ranks
 from tests.integrations.export_ranks import by_deepspeed, network, numbers

@@ -18,7 +18,7 @@ from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.measure import bench as cold
 from layerwise.measure import job as layers
 from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, UpdateBench, UpdateSpec

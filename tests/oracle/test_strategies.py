@@ -12,7 +12,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.machine import load as load_profile

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role

@@ -16,7 +16,7 @@ from layerwise.cost.transfer import telling_devices
 from layerwise.geometry import Box, numbering
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import Curve, DeviceGraph, Links, load
 from layerwise.ops.facts import Parameter

@@ -12,7 +12,8 @@ from layerwise.cost.model import CostModel
 from layerwise.geometry import Box, boundaries
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.facts import Dim, Space
 from layerwise.ops.nn.conv import ConvTranspose

@@ -15,7 +15,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.cost.step_facts import step_facts
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import load
 from layerwise.ops.base import Role

@@ -12,7 +12,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.cost.step_facts import step_facts
 from layerwise.cost.timeline.simulate import SUFFIX
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import load as load_profile
 from layerwise.plan import Plan
 from layerwise.program import Program, program

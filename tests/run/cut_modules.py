@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.geometry import Box
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.run.state.state import Shard
 

@@ -18,7 +18,7 @@ from layerwise.cost.price import complete, sent_bytes
 from layerwise.cost.terms import TRAFFIC
 from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.machine import load as load_profile
 from layerwise.partition.sharding import held_configurations

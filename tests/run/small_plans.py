@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network, load_network
 from layerwise.plan import Plan, parse_strategy
 

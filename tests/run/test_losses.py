@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.run.load import load
 from tests.comm.thread import run_threads

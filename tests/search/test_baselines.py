@@ -9,7 +9,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import load
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.along import Softmax

@@ -13,7 +13,7 @@ from layerwise.cost.price import LayerPrice, Price
 from layerwise.cost.timeline.simulate import Timeline
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import load
 from layerwise.search import find
 from layerwise.search.find import choose, search

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.train.data import StepSampler, load_data, order
 from layerwise.train.task import task

@@ -17,7 +17,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.examples import brain as brain_data
 from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.importers.with_loss import with_loss
 from layerwise.plan import Plan

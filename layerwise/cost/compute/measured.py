@@ -21,7 +21,8 @@ import numpy as np
 from layerwise.cost.compute.roofline import ComputeTime, Roofline, rooflines, update_roofline
 from layerwise.geometry import needed
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import Processor
 from layerwise.machine.layer_times import CellTime, Extents, LayerTimes, Work
 from layerwise.ops.base import Role

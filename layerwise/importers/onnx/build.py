@@ -13,7 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.onnx.by_row import merged_rows, split_again, takes_rows
 from layerwise.importers.onnx.call import bind, element_type, schema_of
 from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold_constants, learned, thin

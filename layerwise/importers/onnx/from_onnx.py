@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import AttributeProto, ModelProto, NodeProto
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
 from layerwise.importers.onnx.build import OnnxNetwork, build_graph
 from layerwise.importers.onnx.call import schema_of

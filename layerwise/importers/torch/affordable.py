@@ -7,7 +7,8 @@ from math import prod
 
 import numpy as np
 
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.unfused import UnprovenError
 from layerwise.ops.opaque import TorchOp
 

@@ -13,7 +13,7 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
 from layerwise.graph.types import effective
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result

@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from layerwise.errors import LayerwiseError, first_line
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.batches import import_once
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program

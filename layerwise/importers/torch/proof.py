@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, first_line
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.affordable import check_affordable
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.effects import as_it_was, changed, configured, hookable, numbers

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from layerwise.errors import LayerwiseError, first_line
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.parts import stood_in

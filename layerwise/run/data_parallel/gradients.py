@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.compare_ranks import RankComparison

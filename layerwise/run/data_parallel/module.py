@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.base import Role

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.read.arguments import Arguments, listed_samples
 from layerwise.ops.base import Role
 from layerwise.ops.nn.statistics import normalised, update

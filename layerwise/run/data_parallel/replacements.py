@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role, Stage
 from layerwise.ops.nn.norm import BatchNorm

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.run.schedule.redistribute import Flight, TimedTransfer
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.run.execute.buckets import BucketSlots, ShardLayout, tensors_in
 from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.guards.refusals import check_unwritten

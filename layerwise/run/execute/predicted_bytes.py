@@ -16,7 +16,8 @@ import torch
 
 from layerwise.comm.base import TrafficKind, all_reduce_bytes
 from layerwise.config import Config
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.local_tensor import local_tensor

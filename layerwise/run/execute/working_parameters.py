@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm, Group
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.partition.groups import sharing
 from layerwise.partition.place import Each

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.run.guards.refusals import AS_WRITTEN, unsupported
 from layerwise.run.local_tensor import is_dtensor, place_gradient
 

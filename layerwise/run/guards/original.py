@@ -83,23 +83,20 @@ class OriginalModel:
             self.make_stale()
 
     def check(self) -> None:
-        """LayerwiseError where the loop has written to some, frozen some, or replaced layers."""
+        """LayerwiseError where the loop has written to some, frozen some, replaced layers, or set what layers go by."""
         if any((m := module()) is not None and _facts(m) not in (facts, []) for module, facts in self._before):
             raise LayerwiseError(
                 "parameters of the model that parallelize was given were written to or frozen since, or layers "
                 "replaced; the plan splits them over the ranks, and the parallel model goes on with its own: do it to "
                 "what parallelize returned (model.apply(fn) initialises), or before the model is made parallel"
             )
-        for module, settings in self._settings:
-            if (m := module()) is None:
-                continue
-            held = vars(m)
-            for name, value in settings.items():
-                if held.get(name) is not value and held.get(name) != value:
-                    raise unsupported(
-                        f"{name!r} of a {type(m).__name__} of the model that parallelize was given, set since,",
-                        "set it before",
-                    )
+        for module, before in self._settings:
+            now = before if (m := module()) is None else vars(m)
+            if changed := [name for name, value in before.items() if now.get(name) not in (value,)]:
+                raise unsupported(
+                    f"{changed[0]!r} of a {type(m).__name__} of the model that parallelize was given, set since,",
+                    "set it before",
+                )
 
     def make_stale(self) -> None:
         """The parallel module may have other values from now on."""

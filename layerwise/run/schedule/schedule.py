@@ -14,7 +14,8 @@ from layerwise.config import States
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, Lattices, boundaries, numbering, slices
 from layerwise.graph.cells import Cells
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import weights_late
 from layerwise.partition.blocks import blocks, recomputable, saved_within

@@ -19,7 +19,8 @@ from torch import Tensor
 from layerwise.comm.base import Comm, CommError
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.facts import Parameter
 from layerwise.ops.random import combine, normal, uniform

@@ -43,12 +43,11 @@ def everywhere(tensor: DTensor) -> Tensor:
     return full_tensors([tensor])[0] if tensor.device_mesh in ALL_RANKS else full(tensor)
 
 
-def check_alike(own: Sequence[Tensor], given: Sequence[Any]) -> None:
-    """LayerwiseError where ranks have other numbers, beside which DTensors are given. All ranks call it."""
+def check_alike(own: Sequence[Tensor], mesh: DeviceMesh) -> None:
+    """LayerwiseError where numbers differ by rank, beside which DTensors of the mesh are given. All ranks call it."""
     numbers = [x.detach().double().reshape(()) for x in own if x.numel() == 1]
     if not numbers:
         return
-    mesh: DeviceMesh = next(x.device_mesh for x in given if isinstance(x, DTensor))
     mesh, mine = ALL_RANKS.get(mesh, mesh), torch.stack(numbers)
     most = torch.cat([mine, -mine])
     for axis in range(mesh.ndim):

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.facts import Parameter
 from layerwise.run.options import RuntimeOptions

@@ -6,6 +6,7 @@ It is a DTensor that does right what DTensor (torch 2.11 to 2.15) does wrong wit
 - GradScaler looks for infinities over the mesh axes that cut the first gradient, not over those that cut others.
 - Random numbers on a CPU are drawn by each rank for its own shard: here they are refused.
 - A sum or a mean (Adafactor's, for one) that is written to raises, as it is not added up over the ranks yet.
+- A number (a norm, a penalty on weights) beside a rank's own tensor raises: here it is a plain number (`PlanNumber`).
 - A DTensor of a sub-mesh, of a layer on some of the ranks, is computed with there alone: elsewhere sums and norms are
   zeros, `full_tensor()` is empty, and tensors of two meshes do not mix. Here what is a number, or is asked for as a
   full tensor, is every rank's.
@@ -15,12 +16,11 @@ Element-wise operations, as optimizers have them, go to the local tensors at onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -54,6 +54,7 @@ from layerwise.run.state.operations import (
     writes_numbers,
     written_by,
 )
+from layerwise.run.state.own_numbers import NumberBesideOwn
 
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -76,8 +77,8 @@ class PlanDTensor(DTensor):
         kwargs = kwargs or {}
         if func is PUT and is_mask(*args):  # p[p < 0] = 0
             func, args = MASKED, (args[0], args[1][0], args[2])
-        if torch.is_grad_enabled():
-            check_alike(own_tensors([*args, *kwargs.values()]), tree_leaves((args, kwargs)))
+        if torch.is_grad_enabled() and (own := own_tensors([*args, *kwargs.values()])):
+            check_alike(own, next(x.device_mesh for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)))
         written = written_by(func, args, kwargs)
         for x in written:
             if isinstance(x, cls) and x._is_view():
@@ -208,66 +209,8 @@ class PlanDTensor(DTensor):
         return _marked(plain.redistribute(mesh, self.placements), device)
 
 
-def _assigning(name: str) -> Callable[[Any, Any], Any]:
-    """Returns the operator that writes to a number, or makes another one of it and of a rank's own number."""
-
-    def act(number: Any, other: Any) -> Any:
-        another = own_tensors([other]) and not (number.is_leaf and number.requires_grad)
-        return getattr(number, name if another else f"{name}_")(other)
-
-    return act
-
-
-class PlanNumber(PlanDTensor):
-    """A PlanDTensor without dimensions: a norm, a penalty on weights, a learnt scale.
-
-    Beside a tensor that is this rank's own, such as its loss, it is a plain number: so is what is made of both.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Returns what `func` makes of it, or of the plain number."""
-        name: str = getattr(func, "__name__", "")
-        given = [*args, *(kwargs or {}).values()]
-        if name in ("__set__", "grad") or not own_tensors(given):  # torch.autograd.grad looks for what it is given
-            return super().__torch_function__(func, types, args, kwargs or {})
-        in_place = name.endswith("_") and not name.endswith("__")
-        if any(isinstance(x, DTensor) for x in tree_leaves(args[:1] if in_place else (kwargs or {}).get("out"))):
-            if torch.is_grad_enabled():
-                raise LayerwiseError(
-                    f"{name}() would write a number of this rank's own to one that all ranks have, as of a penalty on "
-                    "weights: make another, loss + penalty"
-                )
-            return super().__torch_function__(func, types, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = tree_map(lambda x: _OwnNumber.apply(x) if isinstance(x, cls) else x, (args, kwargs or {}))  # type: ignore[no-untyped-call]
-        return func(*args, **kwargs)
-
-    # Of `loss += x` what this returns goes on.
-    __iadd__, __isub__, __imul__, __itruediv__ = map(_assigning, ("add", "sub", "mul", "div"))
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
-
-
-class _OwnNumber(torch.autograd.Function):
-    """Back: the gradient is the mean over the ranks, as that of the module's parameters is."""
-
-    @staticmethod
-    def forward(ctx: Any, number: DTensor) -> Tensor:
-        ctx.mesh, ctx.device = number.device_mesh, number._local_tensor.device
-        return everywhere(number).clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        mesh = ALL_RANKS.get(ctx.mesh, ctx.mesh)
-        mean = gradient / mesh.size()
-        for axis in range(mesh.ndim):
-            torch.distributed.all_reduce(mean, group=mesh.get_group(axis))
-        return _marked(on_mesh(ctx.mesh, mean), ctx.device)
+class PlanNumber(NumberBesideOwn, PlanDTensor):
+    """A PlanDTensor without dimensions: a norm, a penalty on weights, a learnt scale."""
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,7 +13,8 @@ from layerwise.cost.memory.bounds import MemoryBounds
 from layerwise.cost.model import CostModel, EdgeName
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.partition.blocks import recomputable
 from layerwise.partition.sharding import may_shard, may_shard_each
 from layerwise.search.limit.additive import Choice, Costs, Problem

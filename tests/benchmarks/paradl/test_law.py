@@ -14,7 +14,7 @@ from benchmarks.paradl.facts import facts_of
 from benchmarks.paradl.project import case_of, project
 from layerwise.cost.model import CostOptions
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import LinkLevel, Profile, load

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
 from layerwise.importers.onnx.from_onnx import _imported
 from layerwise.importers.onnx.ops.table import TABLE

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from tests.importers.evaluate import evaluate
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from layerwise import models
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role

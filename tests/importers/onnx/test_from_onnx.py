@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
 from tests.importers.onnx.compute import compute, info, node, random, tensor, write
 

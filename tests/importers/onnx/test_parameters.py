@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers import registry
 from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
 from layerwise.importers.registry import Built, Call

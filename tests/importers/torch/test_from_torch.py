@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from layerwise import models
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.types import TRACED, Region
 from layerwise.importers.built_in import SAMPLES, written_graph
 from layerwise.importers.load import load_network

@@ -15,7 +15,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.partition.buckets import CAPS

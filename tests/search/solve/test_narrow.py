@@ -15,7 +15,7 @@ from layerwise.cost.model import CostModel, CostOptions, CostTables
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph, load
 from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import NAMES, baseline
