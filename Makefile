@@ -24,7 +24,7 @@ lint: $(VENV)/.installed-dev
 notebooks: $(VENV)/.installed-dev  ## run every notebook; `make docs` shows what they gave
 	mkdir -p build/notebooks
 	cp notebooks/*.ipynb build/notebooks
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --nbmake --overwrite --nbmake-timeout=240 build/notebooks
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --nbmake --overwrite --nbmake-timeout=240 build/notebooks
 
 docs: $(VENV)/.installed-docs  ## the documentation, into site/; `make notebooks docs` for the tutorials' pictures
 	$(VENV)/bin/mkdocs build --strict $(ARGS)

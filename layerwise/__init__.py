@@ -20,7 +20,7 @@ _HOME = {
     "DeviceGraph": "layerwise.machine",
     "Grid": "layerwise.geometry",
     "Layer": "layerwise.graph.layer",
-    "LayerGraph": "layerwise.graph.layer",
+    "LayerGraph": "layerwise.graph.layer_graph",
     "LayerwiseError": "layerwise.errors",
     "Op": "layerwise.ops.base",
     "ParallelOptions": "layerwise.api.arguments",
