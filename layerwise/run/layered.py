@@ -223,7 +223,7 @@ class LayeredModule(SplitFacade):
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         self._places.check()
-        self._original.check()
+        self._original.check(training=self.training)
         self._unchanged.check(training=self.training)
         check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)

@@ -1,6 +1,7 @@
 """Modules that cannot be taken apart into layers are called as they are written; the rest is split by channels."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -343,18 +344,28 @@ def test_outputs_in_a_dataclass() -> None:
     assert max(difference(found, wanted) for found in run_threads(2, rank, timeout_s=240)) <= 1e-9
 
 
-@pytest.mark.parametrize("name", ["temperature", "p"])
-def test_settings_of_the_given_model_are_noticed(name: str) -> None:
-    """Where samples alone are split the model is the given one, and goes on with them."""
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(12, 3)
+        self.temperature, self.dropout = 2.0, nn.Dropout(0.0)
+        self.register_buffer("shift", torch.zeros(()))
 
-    class Scaled(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(12, 3)
-            self.temperature, self.dropout = 2.0, nn.Dropout(0.0)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x)) / self.temperature + self.shift
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.dropout(super().forward(x)) / self.temperature
 
+CHANGES: dict[str, Callable[[Scaled], object]] = {
+    "'temperature' of a Scaled": lambda given: setattr(given, "temperature", 0.5),
+    "'p' of a Dropout": lambda given: setattr(given.dropout, "p", 0.5),
+    "the mode (train or eval) of a Scaled": lambda given: given.eval(),
+    "the mode (train or eval) of a Dropout": lambda given: given.dropout.eval(),
+    "a buffer of a Scaled": lambda given: given.shift.fill_(1.0),
+    "a buffer of a Scaled ": lambda given: setattr(given, "shift", torch.ones(())),
+}
+
+
+def changed(change: Callable[[Scaled], object], *, loaded: bool = False) -> list[str]:
+    """What each rank says where the given model is changed between two steps."""
     models = [Scaled().double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
 
@@ -362,11 +373,25 @@ def test_settings_of_the_given_model_are_noticed(name: str) -> None:
         given = models[comm.rank]
         made = parallelize(given, X[:4], **quiet(comm, strategy={"linear": {"c": 2}}))
         made(X[:4]).mean().backward()
-        setattr(given if name == "temperature" else given.dropout, name, 0.5)
-        with pytest.raises(LayerwiseError) as raised:
+        if loaded:
+            given.load_state_dict(made.full_state_dict())
+        change(given)
+        try:
             made(X[:4])
-        return str(raised.value)
+        except LayerwiseError as error:
+            return str(error)
+        return ""
 
-    for said in run_threads(2, rank, timeout_s=240):
-        assert f"{name!r} of a " in said
-        assert "of the model that parallelize was given, set since, is not supported where a plan splits" in said
+    return run_threads(2, rank, timeout_s=240)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_of_the_given_model_are_noticed(what: str) -> None:
+    """Where samples alone are split the model is the given one, and goes on with them."""
+    for said in changed(CHANGES[what]):
+        assert f"{what.strip()} of the model that parallelize was given, changed since, is not supported where" in said
+
+
+def test_a_given_model_that_took_the_trained_values_is_one_of_its_own() -> None:
+    assert not any(said for change in CHANGES.values() for said in changed(change, loaded=True))
+    assert not any(changed(lambda given: (given.eval(), given.train())))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.refusals import unsupported
-from layerwise.run.local_tensor import version
+from layerwise.run.local_tensor import Version, version
 
 
 class RefusedParameter(nn.Parameter):
@@ -72,7 +72,7 @@ class OriginalModel:
         """trained: the parallel module's."""
         modules = [] if model is None else list(model.modules())
         self._before = [(weakref.ref(m), _facts(m)) for m in modules]
-        self._settings = [(weakref.ref(m), settings) for m in modules if (settings := _settings(m))]
+        self._settings = [(weakref.ref(m), m.training, _buffers(m), _settings(m)) for m in modules]
         self._trained = [(weakref.ref(p), version(p)) for p in trained]
         if model is not None:
             _originals[model] = self
@@ -82,21 +82,38 @@ class OriginalModel:
         if any((p := one()) is not None and version(p) != before for one, before in self._trained):
             self.make_stale()
 
-    def check(self) -> None:
-        """LayerwiseError where the loop has written to some, frozen some, replaced layers, or set what layers go by."""
+    def check(self, *, training: bool) -> None:
+        """LayerwiseError where the loop has written to it, frozen some, replaced layers, or set what layers go by.
+
+        training: the mode of the parallel module, in which the original may be, too.
+        """
         if any((m := module()) is not None and _facts(m) not in (facts, []) for module, facts in self._before):
             raise LayerwiseError(
                 "parameters of the model that parallelize was given were written to or frozen since, or layers "
                 "replaced; the plan splits them over the ranks, and the parallel model goes on with its own: do it to "
                 "what parallelize returned (model.apply(fn) initialises), or before the model is made parallel"
             )
-        for module, before in self._settings:
-            now = before if (m := module()) is None else vars(m)
-            if changed := [name for name, value in before.items() if now.get(name) not in (value,)]:
+        for module, mode, buffers, settings in self._settings:
+            if (m := module()) is None:
+                continue
+            now = vars(m)
+            changed = [repr(name) for name, value in settings.items() if now.get(name) not in (value,)]
+            if m.training not in (mode, training):
+                changed.append("the mode (train or eval)")
+            if _buffers(m) != buffers:
+                changed.append("a buffer")
+            if changed and self._has_stale():
                 raise unsupported(
-                    f"{changed[0]!r} of a {type(m).__name__} of the model that parallelize was given, set since,",
-                    "set it before",
+                    f"{changed[0]} of a {type(m).__name__} of the model that parallelize was given, changed since,",
+                    "change it before, or call train(), eval() and copy_() of what parallelize returned",
                 )
+            if changed:
+                self._settings = []
+
+    def _has_stale(self) -> bool:
+        """False once the loop has loaded values into the original, which is a model of its own then."""
+        held = (p for module, *_ in self._settings if (m := module()) is not None for p in m._parameters.values())
+        return bool(self._before) or any(isinstance(p, StaleParameter) for p in held)
 
     def make_stale(self) -> None:
         """The parallel module may have other values from now on."""
@@ -104,6 +121,11 @@ class OriginalModel:
             if type(p) is nn.Parameter:
                 p.__class__ = StaleParameter
         self._before = []
+
+
+def _buffers(module: nn.Module) -> list[tuple[int, Version]]:
+    """Returns which buffers a module has, and how often these were written to."""
+    return [(id(b), version(b)) for b in module._buffers.values() if b is not None and not b.is_inference()]
 
 
 def _settings(module: nn.Module) -> dict[str, object]:
