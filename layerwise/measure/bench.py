@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
+from layerwise.measure.timing import Reading, Stopwatch
 from layerwise.ops.fused import local_stages, needed_box, run_stages
 from layerwise.tensorfile import dtype_name
 
@@ -289,3 +290,14 @@ def leave_only(recent: Sequence[Tensor] | None, device: torch.device) -> None:
     _buffer().sum()
     for tensor in recent:
         tensor.sum()
+
+
+def cold(bench: Bench | UpdateBench | LossBench, stopwatch: Stopwatch, *, wanted: bool = True) -> Reading:
+    """Times a forward and a backward pass, with what is forgotten after it, each with a step's tensors in the cache.
+
+    wanted: False leaves the cache as it is.
+    """
+    before = [partial(leave_only, recent if wanted else None, stopwatch.device) for recent in (*bench.recent, None)]
+    reading = stopwatch([bench.forward, bench.backward, bench.forget], before)
+    forward, backward, forget = reading.seconds
+    return Reading((forward, backward + forget), reading.spread, reading.samples)
