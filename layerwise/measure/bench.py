@@ -79,18 +79,17 @@ class Bench:
         self.spec, self.mode = spec, mode
         self.stages = local_stages(layer.stages, layer.specs, spec.cell, spec.owned, self._all_reduce)
         needs = zip(layer.specs, space.needs, space.epilogue_inputs, strict=True)
+        owned = {True: spec.owned, False: spec.cell}  # by whether it is of an epilogue
         inputs = [
-            mode.filled(needed_box(maps, spec.owned if epilogue else spec.cell).shape, tensor.dtype, _bound(layer))
+            mode.filled(needed_box(maps, owned[epilogue]).shape, tensor.dtype, _bound(layer))
             for tensor, maps, epilogue in needs
         ]
-        values: list[Tensor] = []
-        for p in space.parameters:
-            shape = needed_box(p.maps, spec.owned if p.epilogue else spec.cell).shape
-            values.append(
-                mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype)
-            )
-        inputs += [values[i] for i in layer.tied]  # tied parameters come in over an edge
-        self.inputs = inputs
+        shapes = [needed_box(p.maps, owned[p.epilogue]).shape for p in space.parameters]
+        values = [
+            mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype)
+            for p, shape in zip(space.parameters, shapes, strict=True)
+        ]
+        self.inputs = inputs + [values[i] for i in layer.tied]  # tied parameters come in over an edge
         self.parameters = [
             None if i in layer.tied else nn.Parameter(value) if p.trainable else value
             for i, (p, value) in enumerate(zip(space.parameters, values, strict=True))
