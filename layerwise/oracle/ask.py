@@ -44,9 +44,7 @@ def ask(
     Where a strategy cannot use a number of them, `reasons` says why. Raises LayerwiseError where none can use any.
     """
     single = oracle.answer("serial", 1)
-    if not gpus:
-        return Asked((), single, {}, {}, {}, ())
-    names = tuple(named) or applicable(oracle.question.graph, oracle.node)
+    names = (tuple(named) or applicable(oracle.question.graph, oracle.node)) if gpus else ()
     answers: dict[tuple[str, int], Answer] = {}
     reasons: dict[tuple[str, int], str] = {}
     notes: tuple[str, ...] = ()
@@ -67,7 +65,7 @@ def ask(
                 reasons[name, count] = str(error)
         if progress:
             progress(done, len(work))
-    if not answers:
+    if gpus and not answers:
         raise LayerwiseError(reasons[names[0], gpus[0]])
     return Asked(tuple(gpus), single, answers, {name: oracle.limit(name, max(gpus)) for name in names}, reasons, notes)
 

@@ -192,13 +192,12 @@ class Oracle:
         node; process grids differ in all.
         """
         model, found = self.model(devices), self.shapes(name, devices)
-        if len(found) == 1:
-            return found[0], strategy(model.graph, name, found[0])
-        alone, groups, inside = model, found[0].groups, found[0].inside
-        if name != "grid" and groups > 1 and model.devices.levels[0].devices % inside == 0:
-            alone, groups = self._group(model, groups, inside), 1
-        priced = found if name == "grid" else [replace(shape, groups=groups) for shape in found]
-        best = found[cheapest(alone, [strategy(alone.graph, name, shape) for shape in priced])]
+        best, groups, inside = found[0], found[0].groups, found[0].inside
+        if len(found) > 1:
+            priced, candidates = model, found
+            if name != "grid" and groups > 1 and model.devices.levels[0].devices % inside == 0:
+                priced, candidates = self._group(model, groups, inside), [replace(shape, groups=1) for shape in found]
+            best = found[cheapest(priced, [strategy(priced.graph, name, shape) for shape in candidates])]
         return best, strategy(model.graph, name, best)
 
     def _group(self, model: CostModel, groups: int, inside: int) -> CostModel:

@@ -128,8 +128,8 @@ def memory_bytes(model: CostModel, plan: Strategy) -> float:
     def fed() -> CostModel:
         return CostModel(model.original, model.devices, replace(model.options, io="sample"))
 
-    model = model if model.graph.batch < model.devices.count else model.once("fed", fed)
-    return float(peak_bytes(model, complete(model, plan)).max())
+    holding = model if model.graph.batch < model.devices.count else model.once("fed", fed)
+    return float(peak_bytes(holding, complete(holding, plan)).max())
 
 
 def phases_of(model: CostModel, plan: Strategy) -> Phases:
