@@ -26,7 +26,7 @@ from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.run.state.model_state import ModelState
 from layerwise.run.state.state import Shard, State
-from layerwise.run.trace import Spans, Trace
+from layerwise.trace import Spans, Trace
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 SHARED_NAMES = {"device", "dtype", "module", "training"}  # that say the same of the model and of the parallel one

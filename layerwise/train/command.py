@@ -30,9 +30,9 @@ from layerwise.report.content import Lines, Picture, Report, Table
 from layerwise.report.figures import svg
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
-from layerwise.run.trace import Trace
 from layerwise.search.beforehand import searching
 from layerwise.search.rebuild import rebuild, replan
+from layerwise.trace import Trace
 from layerwise.train import compare_times
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.flags import parser

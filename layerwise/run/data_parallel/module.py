@@ -26,6 +26,7 @@ from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.compiling import compiled, limits
 from layerwise.run.data_parallel.gradients import AveragedParameters
+from layerwise.run.data_parallel.module_spans import ModuleSpans
 from layerwise.run.data_parallel.replaced_modules import Calls, FedSamples, GlobalBatchNorm, ModelCall, replaced_modules
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
@@ -38,7 +39,6 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.state.model_state import Buffers, ModelState, map_kept_losses
-from layerwise.run.trace import ModuleSpans
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace

@@ -17,7 +17,7 @@ from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.gathers import LayerGathers
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.schedule import ScheduledLayer
-from layerwise.run.trace import NOTHING, Spans
+from layerwise.trace import NOTHING, Spans
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from layerwise.run.execute.buckets import (
 )
 from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
 from layerwise.run.local_tensor import is_dtensor, like, local_tensor
-from layerwise.run.trace import Trace
+from layerwise.trace import Trace
 
 NONE: Mapping[str, ShardLayout] = MappingProxyType({})
 WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides

@@ -23,7 +23,7 @@ from layerwise.run.guards.hooks import check_parameters
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.state.state import State
-from layerwise.run.trace import NOTHING
+from layerwise.trace import NOTHING
 
 
 class WorkingParameters:

@@ -15,7 +15,7 @@ from torch import Tensor
 from layerwise.comm.base import Comm, Done, Group, Handle, Then, TrafficKind
 from layerwise.geometry import Box
 from layerwise.partition.moved import Transfer
-from layerwise.run.trace import NOTHING, Spans
+from layerwise.trace import NOTHING, Spans
 
 Messages = Sequence[tuple[int, Tensor]]  # (peer, what travels)
 
