@@ -160,7 +160,7 @@ def begin_saving(
 
 @contextmanager
 def removed_on_failure(comm: Comm, temporary: Path) -> Iterator[None]:
-    """Within it an error removes the folder that ranks write."""
+    """Removes the folder that ranks write, where there is an error within it."""
     try:
         yield
     except BaseException:
@@ -170,7 +170,7 @@ def removed_on_failure(comm: Comm, temporary: Path) -> Iterator[None]:
 
 
 def _copy(value: object) -> object:
-    """A tensor's copy on the CPU; any other value is itself."""
+    """Returns a tensor's copy on the CPU; of any other value itself."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
@@ -247,7 +247,7 @@ def resume(
 
 
 def model_digest(graph: LayerGraph) -> str:
-    """SHA-256 of the network, whatever its batch, whether it is fused, reads its cells, and what of it is trained."""
+    """Returns the network's SHA-256, whatever its batch, whether it is fused, reads cells, and what is trained."""
     graph = without_cells(graph.freeze(()))
     try:
         return fuse(graph.rebatch(1)).digest
@@ -256,7 +256,7 @@ def model_digest(graph: LayerGraph) -> str:
 
 
 def owned(module: ParallelModule) -> Owned:
-    """The module's parameters with their shards: empty ones of parameters that only other ranks have a part of.
+    """Returns the module's parameters with their shards: empty ones of parameters that only other ranks have a part of.
 
     (A parameter without elements that is not the model's may stand for a rank that holds nothing.)
     """
@@ -290,7 +290,7 @@ def _check_about(reader: Reader, module: ParallelModule) -> None:
 
 
 def _check_model(reader: Reader, ours: Mapping[str, Any]) -> str:
-    """The prefix of the model's names in the checkpoint. `ours`: every tensor's shape, type and further names.
+    """Returns the prefix of the model's names in the checkpoint. `ours`: every tensor's shape, type and further names.
 
     LayerwiseError unless it is of this model.
     """

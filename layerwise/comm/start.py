@@ -48,12 +48,12 @@ class Seat:
 
     @property
     def address(self) -> str:
-        """The store's."""
+        """Returns the store's address."""
         return f"{self.host}:{self.port}"
 
 
 def read_environment(environment: Mapping[str, str]) -> Seat | None:
-    """torchrun's variables; None where there are none. Raises LayerwiseError where they make no sense."""
+    """Returns torchrun's variables; None where there are none. LayerwiseError where they make no sense."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -129,7 +129,7 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
 
 
 def join_default_group(device: torch.device, timeout_s: float = 30.0, members: Group | None = None) -> ProcessComm:
-    """A Comm over the default group that the user has made with torch.distributed. Nothing ends this process for it.
+    """Returns a Comm over the default group that the user has made. Nothing ends this process for it.
 
     members: some of its ranks, ascending, which alone call this; default all.
     """
@@ -165,7 +165,7 @@ def leave(code: int) -> NoReturn:
 
 
 def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
-    """Two connections to the store, for the main thread and for the watch; rank 0 serves it where torchrun does not.
+    """Returns connections to the store for the main thread and the watch; rank 0 serves it where torchrun does not.
 
     CommError where there is none to be had within the time-out (and a second).
     """
@@ -193,7 +193,7 @@ def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
 
 
 def hush() -> None:
-    """torch's C++ logs a stack trace for every connection that fails; the line that says what happened is ours.
+    """Silences torch's C++, which logs a stack trace for every connection that fails; our line says what happened.
 
     Not where the user has chosen with TORCH_CPP_LOG_LEVEL, which torch reads when it is imported.
     """
@@ -214,7 +214,7 @@ def _device(seat: Seat | None, name: str | None) -> torch.device:
 
 
 def default_device(local_rank: int) -> torch.device:
-    """A GPU for this rank of a node, where there is one."""
+    """Returns a GPU for this rank of a node, where there is one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
 
@@ -230,7 +230,7 @@ def _watch(seat: Seat, own: Store, timeout_s: float, members: Group | None = Non
 
 
 def _name(seat: Seat, store: Store, timeout_s: float) -> str:
-    """The name of this start of all ranks: rank 0 makes it, and tells it to every rank that asks.
+    """Returns the name of this start of all ranks: rank 0 makes it, and tells it to every rank that asks.
 
     torchrun's store has the keys of earlier starts, too, and its agents count restarts each by itself.
     """

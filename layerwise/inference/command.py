@@ -30,7 +30,7 @@ that fails is named at the end, with exit status 2; the others are written."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Returns the parser of the flags."""
     p = Parser(
         prog="layerwise predict",
         description=(
@@ -118,12 +118,12 @@ def _predict(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _stacked(path: str) -> bool:
-    """Whether a file has all samples (samples, ...), not one."""
+    """Returns whether a file has all samples (samples, ...), not one."""
     return not path.lower().endswith((".nii", ".nii.gz"))
 
 
 def _extents(text: str) -> tuple[int, ...]:
-    """DxHxW as numbers."""
+    """Returns the numbers of DxHxW."""
     try:
         found = tuple(map(int, text.lower().split("x")))
     except ValueError:

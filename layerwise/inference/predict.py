@@ -27,7 +27,7 @@ from layerwise.tensorfile import DTYPE_OF, dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What `predict` did.
+    """The samples that `predict` wrote, and those that it left.
 
     Attributes:
         written: The names of the samples that it wrote.
@@ -154,7 +154,7 @@ def answer(
 
 
 def _named(reduce: object) -> object:
-    """What tells it from another between runs. Of a function that is defined at the top of a module its name; of a
+    """Returns what tells it from another between runs. Of a function at the top of a module that is its name; of a
     module its text; of any other function its code, and what it closes over.
     """
     if not callable(reduce):
@@ -170,7 +170,7 @@ def _named(reduce: object) -> object:
 
 
 def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, str]) -> Predicted:
-    """What became of the samples. LayerwiseError where some failed: it names them, and says why."""
+    """Returns what became of the samples. LayerwiseError where some failed: it names them, and says why."""
     written = tuple(name for name in names if name not in there and name not in failed)
     if failed:
         told = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
@@ -179,7 +179,7 @@ def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, s
 
 
 def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
-    """All of a tensor of which the ranks have boxes, on every rank."""
+    """Returns all of a tensor of which the ranks have boxes, on every rank."""
     held = [box for box in boxes if box is not None]
     full = Box.full(map(max, *(box.hi for box in held), held[0].hi))
     dtype = next(filter(None, comm.all_gather_text("" if x is None else dtype_name(x.dtype))))

@@ -33,7 +33,7 @@ Boxed = tuple[Each, Tensor | None]  # the box of every rank, and what this one h
 
 @dataclass(frozen=True)
 class Predictor:
-    """How samples are computed.
+    """The way in which samples are computed.
 
     Attributes:
         model: The network, in evaluation.
@@ -74,7 +74,7 @@ class Predictor:
             )
 
     def batch(self, numbers: Sequence[int]) -> Iterator[Boxed]:
-        """Predictions of samples of equal shapes, reduced, one by one. Every rank of `comm` calls it alike."""
+        """Yields predictions of samples of equal shapes, reduced, one by one. Every rank of `comm` calls it alike."""
 
         def seen() -> tuple[Sizes, JSON]:
             made = self.cases.shapes(numbers[0])
@@ -98,7 +98,7 @@ class Predictor:
         return self._pass(numbers, self.model.sized(shapes, len(numbers)), regions)
 
     def _mean(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
-        """One pass over samples and what pads them, or the mean of passes over windows and mirrored samples."""
+        """Returns one pass over samples and what pads them, or the mean of passes over windows and mirrored samples."""
         cases, count = self.cases, len(numbers)
         extents = cases.extents(shapes)
         size, places = self._passes(extents, count)
@@ -125,7 +125,7 @@ class Predictor:
         return blend.owned, blend.mean()
 
     def _passes(self, extents: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-        """The extents of what each pass reads of samples with these, and where it begins."""
+        """Returns the extents of what each pass reads of samples with these, and where it begins."""
         plan, planned = self.model.plan, self.cases.extents(self.cases.planned)
         samples = plan.batch if self.comm is self.model.comm else max(1, plan.batch // plan.gpus)  # on a device
         needed = plan.predicted.get("memory_bytes", 0.0) * prod(extents) * count
@@ -137,7 +137,7 @@ class Predictor:
         return size, [tuple(a - b for a, b in zip(place, before, strict=True)) for place in places]
 
     def _taken(self, extents: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The least extents from these on that the network takes, and returns the positions of."""
+        """Returns the least extents from these on that the network takes, and returns the positions of."""
         refused: object = "its output has other positions than its input"
         for multiple in MULTIPLES:
             size = tuple(-(-n // multiple) * multiple for n in extents)
@@ -159,7 +159,7 @@ class Predictor:
 
     @contextmanager
     def _enough_memory(self) -> Iterator[None]:
-        """torch's errors of too little memory become a sentence; ranks that compute together all end with it."""
+        """Makes torch's errors of too little memory a sentence, with which ranks that compute together all end."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -171,7 +171,7 @@ class Predictor:
             ) from error
 
     def _reduced(self, boxes: Each, x: Tensor | None) -> Boxed:
-        """What is written of a prediction: float32 where it is no whole number."""
+        """Returns what is written of a prediction: float32 where it is no whole number."""
         if x is not None and x.is_floating_point():
             x = x.float()
         if self.reduce is None:
@@ -192,7 +192,7 @@ class Predictor:
         return self._by_user(self.reduce, boxes, x)
 
     def _by_user(self, reduce: Callable[[Tensor], Tensor], boxes: Each, x: Tensor | None) -> Boxed:
-        """A function of the user's, which may return classes of its own number, or none."""
+        """Returns what a function of the user's makes of a box: classes of its own number, or none."""
 
         def act() -> tuple[Tensor | None, list[int] | None]:
             if x is None:
@@ -220,7 +220,7 @@ class Predictor:
 
 
 def _placed(box: Box, region: Box, mirrored: Sequence[int]) -> Box:
-    """The box of a pass's output in the sample's own positions. mirrored: the dimensions that it read backwards."""
+    """Returns the box of a pass's output in the sample's positions. mirrored: dimensions that it read backwards."""
     lo, hi = list(box.lo), list(box.hi)
     for dim in mirrored:
         lo[dim], hi[dim] = region.shape[dim] - box.hi[dim], region.shape[dim] - box.lo[dim]
@@ -229,7 +229,7 @@ def _placed(box: Box, region: Box, mirrored: Sequence[int]) -> Box:
 
 
 def _cut(boxes: Each, x: Tensor | None, full: Box, rank: int) -> Boxed:
-    """Without what was padded."""
+    """Returns boxes and this rank's tensor without what was padded."""
     cut = tuple(None if box is None or not (box & full).volume else box & full for box in boxes)
     box, kept = boxes[rank], cut[rank]
     return cut, None if x is None or box is None or kept is None else x[kept.slices(box)]

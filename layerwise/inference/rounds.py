@@ -47,7 +47,7 @@ def predictor_of(
     memory_limit: float | str | None,
     gaussian: Gaussian = "monai",
 ) -> Predictor:
-    """How samples are computed here: by all ranks together, or by each rank alone where samples alone are split."""
+    """Returns the way samples are computed: by all ranks together, or by each alone where samples alone are split."""
     alone = model.sized(cases.planned).alone
     if memory_limit is not None and window is None and "memory_bytes" not in model.plan.predicted:
         raise LayerwiseError(
@@ -60,12 +60,12 @@ def predictor_of(
 
 
 def written_before(world: Comm, results: Results, names: Sequence[str]) -> list[str]:
-    """Which of these samples an earlier run has written, as rank 0 sees them. Every rank calls it."""
+    """Returns which of these samples an earlier run has written, as rank 0 sees them. Every rank calls it."""
     return list(agree(world, lambda: (None, [] if world.rank else list(filter(results.complete, names))))[1][0])
 
 
 def rounds_of(predictor: Predictor, world: Comm, numbers: Sequence[int]) -> list[list[int]]:
-    """The samples of each round: of all ranks together, or one a rank. All ranks have those of rank 0."""
+    """Returns the samples of each round: of all ranks together, or one a rank. All ranks have those of rank 0."""
     alone = predictor.comm is not world
 
     def planned() -> tuple[None, list[list[int]]]:
@@ -99,7 +99,7 @@ def compute_round(predictor: Predictor, world: Comm, results: Results, numbers: 
 def _one_each(
     predictor: Predictor, world: Comm, numbers: Sequence[int], failed: dict[str, str]
 ) -> list[tuple[int, Boxed]]:
-    """Each rank computes a sample of its own; the boxes that the ranks have of each, and what this one has."""
+    """Computes a sample a rank. Returns the boxes that the ranks have of each, and what this one has."""
 
     def act() -> tuple[Tensor | None, JSON]:
         if world.rank >= len(numbers):
@@ -125,7 +125,7 @@ def _one_each(
 
 
 def _limit(given: float | str | None, device: torch.device) -> float:
-    """Bytes that a pass may take on a device."""
+    """Returns bytes that a pass may take on a device."""
     if given is not None:
         return parse_bytes(given, "memory_limit")
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else float("inf")

@@ -56,7 +56,7 @@ def settings_of(compile: bool | Settings) -> Settings | None:
 
 
 def compiled(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
-    """torch.compile of a function or a module. LayerwiseError where the settings are no such."""
+    """Returns torch.compile of a function or a module. LayerwiseError where PyTorch refuses the settings."""
     try:
         made: Callable[..., Any] = torch.compile(function, **settings)
     except (RuntimeError, TypeError, ValueError) as error:  # the first also of an unknown mode or option

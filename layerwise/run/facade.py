@@ -83,7 +83,7 @@ class SplitFacade(ParallelModule):
     _applying = False  # whether a function sees full parameters now
 
     def _hold(self, state: State) -> None:
-        """The state's modules are this module's."""
+        """Makes the state's modules this module's."""
         me: Any = weakref.proxy(self)  # no cycles: memory goes when this goes
         self._state = state
         self._share(state.tree.root)
@@ -107,7 +107,7 @@ class SplitFacade(ParallelModule):
         return self
 
     def _apply_to(self, module: weakref.ref[nn.Module], fn: Function) -> nn.Module:
-        """`apply` of one of the modules."""
+        """Returns one of the modules, after its `apply`."""
         part = module()
         assert part is not None
         if self._applying or self.comm.size == 1:
@@ -122,7 +122,7 @@ class SplitFacade(ParallelModule):
         return part
 
     def _initialised(self) -> None:
-        """Parameters have values of one device."""
+        """Notes that parameters have values of one device, as `apply` gives them."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -57,7 +57,7 @@ class Inputs:
         return next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
 
     def differentiated(self, inputs: Sequence[Tensor], scales: Sequence[float]) -> frozenset[str]:
-        """The inputs of which gradients are wanted. scales: of the outputs' gradients.
+        """Returns the inputs of which gradients are wanted. scales: of the outputs' gradients.
 
         LayerwiseError where they would not be those of this rank's own loss.
         """
@@ -109,7 +109,7 @@ def _constant(network: Network, name: str) -> Tensor:
 
 
 def _repeated(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A constant with a row a sample, at another batch: all rows must be alike."""
+    """Returns a constant with a row a sample at another batch. LayerwiseError where its rows differ."""
     if value.dim() != len(shape) or not bool((value == value[:1]).all()):
         raise LayerwiseError(f"constant {name!r} of shape {tuple(value.shape)} does not follow the batch to {shape}")
     return value[:1].expand(shape)
@@ -147,12 +147,12 @@ class Batch:
 
     @property
     def total(self) -> int:
-        """The samples of all ranks. LayerwiseError, on every rank, where one has another number than its share."""
+        """Returns the samples of all ranks. LayerwiseError, on each, where one has another number than its share."""
         return self._agreed()[0]
 
     @property
     def share(self) -> slice:
-        """This rank's of them."""
+        """Returns this rank's samples of those of all."""
         return self._agreed()[1]
 
     def _agreed(self) -> tuple[int, slice]:

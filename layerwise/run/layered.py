@@ -116,7 +116,7 @@ class LayeredModule(SplitFacade):
 
     @property
     def rank_schedule(self) -> Schedule:
-        """This rank's schedule at the plan's batch and sizes."""
+        """Returns this rank's schedule at the plan's batch and sizes."""
         return self._executor(self.layer_graph.batch, self._shapes.first).schedule
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
@@ -134,7 +134,7 @@ class LayeredModule(SplitFacade):
         return Sized(tuple(schedule.input_boxes().values()), shapes, run, alone=False)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Outputs of this rank's samples (io sample), or see the class. `batch`: those of all ranks, to be checked.
+        """Returns outputs of this rank's samples (io sample), or see the class. `batch`: those of all, to be checked.
 
         They are returned as the model does: one, a tuple, a dict, a dataclass; those of a file: one, or a tuple.
         """
@@ -203,7 +203,7 @@ class LayeredModule(SplitFacade):
             run.token = first  # functions of the graph remember the pass, so it must not hold the graph
 
     def _begins(self, token: Tensor) -> Tensor:
-        """The token, which a backward pass that asks for parameters' gradients comes to."""
+        """Returns the token, which a backward pass that asks for parameters' gradients comes to."""
         if not (self._outside and token.requires_grad):
             return token
         named = [(name, p) for name, p in self._reducer.parameters.items() if p.requires_grad]
@@ -215,7 +215,7 @@ class LayeredModule(SplitFacade):
         return begins(token, [p for _, p in named], see)
 
     def _mean_loss(self, loss: LossFunction, target: Tensor) -> MeanLoss:
-        """The loss, tried when it is called first."""
+        """Returns the loss, which is tried when it is called first."""
         if self._tried is None or self._tried.loss is not loss:
             self._tried = mean_loss(loss, self.layer_graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
         return self._tried
@@ -231,7 +231,7 @@ class LayeredModule(SplitFacade):
     def _backward_begins(
         self, graph: LayerGraph, versions_then: Mapping[str, Version], has_gradient: Sequence[bool]
     ) -> None:
-        """A backward pass comes to the outputs of a call. versions_then: versions of its parameters."""
+        """Begins a backward pass at the outputs of a call. versions_then: versions of its parameters."""
         self._original.make_stale()
         check_unwritten(self._reducer.parameters, versions_then)
         self.begin_backward()
@@ -256,7 +256,7 @@ class LayeredModule(SplitFacade):
         return self
 
     def _retype(self, dtype: torch.dtype) -> None:
-        """The parameters have another element type from now on. LayerwiseError where the model has several."""
+        """Gives the parameters another element type. LayerwiseError where the model has several."""
         check_types(self.layer_graph, dtype)
         self.dtype, self.runtime_options = dtype, replace(self.runtime_options, dtype=dtype)
         self._state.options = self.runtime_options
@@ -271,12 +271,12 @@ class LayeredModule(SplitFacade):
             executor.compile(settings)
 
     def replaces(self, original: nn.Module) -> None:
-        """This module is trained in the place of the model that it was made of."""
+        """Notes the model that this module was made of, in whose place it is trained."""
         if self._network.module is not original:  # else it is traced again, as it cannot be copied
             self._original = OriginalModel(original, self.parameters())
 
     def _may_change(self) -> None:
-        """The loop may write to parameters."""
+        """Notes that the loop may write to parameters."""
         self._initial = {}
         self._original.make_stale()
 
@@ -295,7 +295,7 @@ class LayeredModule(SplitFacade):
 
     @property
     def module(self) -> UnwrappedModule:
-        """This one, where DistributedDataParallel's users look for theirs."""
+        """Returns this one, where DistributedDataParallel's users look for their model."""
         return UnwrappedModule.of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
@@ -321,7 +321,7 @@ class LayeredModule(SplitFacade):
         return {prefix + name: tensor for name, tensor in self._state.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes a full state dict, also one of DTensors."""
+        """Loads a full state dict, also one of DTensors."""
         self._may_change()
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)

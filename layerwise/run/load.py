@@ -49,7 +49,7 @@ def load(
     compare_ranks: bool = True,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> ParallelModule:
-    """This rank's part of a planned network; all ranks call it alike.
+    """Returns this rank's part of a planned network; all ranks call it alike.
 
     model: what the plan is for, also by name as on the command line (default: what the plan names; a plan may not name
     `package.module:callable` by itself, see `planned_call`). A module that is on the meta device, or a built-in
@@ -101,7 +101,7 @@ def build_module(
     loss: LossFunction | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> ParallelModule:
-    """`load` of a network that has been imported."""
+    """Returns what `load` does, of a network that has been imported."""
     arguments = f"{options.dtype}, seed {options.seed}" + ", checkpoint_activations" * options.recompute
     arguments += ", compare_ranks=False" * (not options.compare_ranks)
     comm.handshake({"plan": plan_digest(plan), "torch": torch.__version__, "arguments of load": arguments})
@@ -129,7 +129,7 @@ def build_module(
 def _module(
     network: Network, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None
 ) -> ParallelModule:
-    """The network's own module where it can run the plan, else one that goes through the plan's layers."""
+    """Returns the network's own module where it can run the plan, else one that goes through the plan's layers."""
     to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)
     if to_replace is None:
         check_traced(graph)

@@ -32,7 +32,7 @@ ROUNDING = 1e-3  # of a loss that computes in float32, and adds few numbers
 
 @dataclass(frozen=True, slots=True)
 class MeanLoss:
-    """A loss that was found to be such a mean."""
+    """A loss that was tried, and is a mean over samples and positions."""
 
     loss: Loss
     predicted: Tensor  # what it was tried on
@@ -68,7 +68,7 @@ class MeanLoss:
 
 
 def mean_loss(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> MeanLoss:
-    """The loss, tried on random numbers: the whole's must be the mean of the parts'. Alike on all ranks.
+    """Returns the loss, tried on random numbers: the whole's must be the mean of the parts'. Alike on all ranks.
 
     out: the output's shape, (samples, classes, positions, ...); target: any of it, for its dimensions and type.
     LayerwiseError where it is none, as of a Dice, or of cross entropy with class weights.
@@ -102,7 +102,7 @@ def _is_mean(loss: Loss, y: Tensor, t: Tensor) -> bool:
 
 
 def _tried(out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Predictions and a target whose parts have other losses and other classes: larger, and further on."""
+    """Returns predictions and a target whose parts have other losses and other classes: larger, and further on."""
     shape = (SAMPLES, *out[1:2], *(POSITIONS for _ in out[2:]))
     drawn = torch.Generator().manual_seed(0)
     y = torch.randn(shape, generator=drawn, dtype=torch.float64)
@@ -144,7 +144,7 @@ def _value(loss: Loss, y: Tensor, t: Tensor) -> float:
 def returned(
     schedule: Schedule, outputs: Sequence[Tensor], structure: OutputStructure | None, samples: int | None
 ) -> Any:
-    """This rank's outputs as the model returns them; of a loss in the model, its reduction over this rank's samples.
+    """Returns this rank's outputs as the model does; of a loss in the model, its reduction over this rank's samples.
 
     samples: how many it was given; None: outputs are boxes. LayerwiseError where an output has those of others, too.
     """
@@ -168,7 +168,7 @@ def returned(
 
 
 def _has_no_gradient(graph: LayerGraph, layer: Layer) -> bool:
-    """Whether no tensor that the model returns of this layer has a gradient: it is detached, or a constant."""
+    """Returns whether no tensor that the model returns of this layer has a gradient: it is detached, or a constant."""
     sources = {graph[source].role for source in layer.inputs}
     return layer.stages[-1].op.detaches or (sources == {Role.CONSTANT} and not [*layer.own_parameters()])
 
@@ -215,7 +215,7 @@ def check_classes(schedule: Schedule) -> None:
 def global_loss(
     loss: Callable[[Tensor, Tensor], Tensor], schedule: Schedule, outputs: Sequence[Tensor], target: Tensor
 ) -> Tensor:
-    """The mean of the losses of all boxes, by their numbers of positions, on every rank.
+    """Returns the mean of the losses of all boxes, by their numbers of positions, on every rank.
 
     target: of the whole batch; with io "boxes" of this rank's box. It may lack dimension 1, that of the classes.
     """

@@ -78,7 +78,7 @@ class ParallelModule(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's."""
+        """Returns the model's mode."""
         return self._wrapped_model.training
 
     @training.setter
@@ -103,7 +103,7 @@ class ParallelModule(nn.Module):
             self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
-        """Sets what is not this class's own."""
+        """Sets an attribute that is not this class's own."""
         setattr(self._wrapped_model, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -122,17 +122,17 @@ class ParallelModule(nn.Module):
         return True
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The model and all in it."""
+        """Yields the model and all modules in it, by path."""
         yield from self._wrapped_model.named_modules(*args, **kwargs)
 
     @property
     @abstractmethod
     def rank_schedule(self) -> Schedule:
-        """This rank's schedule at the plan's batch."""
+        """Returns this rank's schedule at the plan's batch."""
 
     @property
     def trace(self) -> Trace | None:
-        """Collects spans of what this rank does, where set."""
+        """Returns the trace that collects spans of what this rank does, where one is set."""
         return self._spans.trace
 
     @trace.setter
@@ -141,7 +141,7 @@ class ParallelModule(nn.Module):
         self._traced()
 
     def _traced(self) -> None:
-        """Another trace was set, or none."""
+        """Is called when another trace was set, or none."""
 
     def _prepare(self, kind: TrafficKind, groups: set[Group]) -> None:
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
@@ -151,7 +151,7 @@ class ParallelModule(nn.Module):
         return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
 
     def begin_backward(self) -> None:
-        """A backward pass begins; `_finish` ends it. Called again within it, nothing happens."""
+        """Begins a backward pass, which `_finish` ends. Called once more within it, nothing happens."""
         number = torch._C._current_graph_task_id()
         if self._pass is None or self._pass[0] != number:
             gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
@@ -168,10 +168,10 @@ class ParallelModule(nn.Module):
 
     @abstractmethod
     def _begun(self) -> None:
-        """A backward pass has begun."""
+        """Is called when a backward pass has begun."""
 
     def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
-        """differentiable: the pass was asked for a graph of the gradients (`create_graph=True`)."""
+        """Ends a backward pass. differentiable: it was asked for a graph of the gradients (`create_graph=True`)."""
         self._pass = None
         with torch.no_grad():
             gradients.finish()
@@ -180,7 +180,7 @@ class ParallelModule(nn.Module):
             gradients.call_hooks()
 
     def _failed(self) -> None:
-        """A backward pass was ended by an error."""
+        """Is called when an error has ended a backward pass."""
         self._pass = None
 
     @property
@@ -234,7 +234,7 @@ class ParallelModule(nn.Module):
         )
 
     def _note_device(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Sees where `to()` and the like bring the parameters."""
+        """Notes where `to()` and the like bring the parameters."""
         self._parameters_on = fn(torch.zeros((), device=self._parameters_on)).device
 
     def _check_device(self) -> None:
@@ -264,7 +264,7 @@ class ParallelModule(nn.Module):
         return self.rank_schedule.input_boxes()
 
     def output_boxes(self) -> tuple[Box | None, ...]:
-        """The box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
+        """Returns the box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
         sink, graph = self.rank_schedule.graph.layers[-1], self.rank_schedule.graph
         pairs = zip(sink.inputs, self.rank_schedule.sinks, strict=True)
         return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
@@ -278,11 +278,11 @@ class ParallelModule(nn.Module):
         """
 
     def shards(self) -> list[Shard]:
-        """Every parameter and buffer that this rank holds; their tensors may be written to."""
+        """Returns every parameter and buffer that this rank holds; their tensors may be written to."""
         return self._state.shards()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
         return self._state.full_state_dict()
 
     @torch.no_grad()

@@ -66,7 +66,7 @@ class Shaped:
     network: Network | None = None  # None: the one that the parallel module's state is of
 
     def constants(self, schedule: Schedule) -> dict[str, Tensor]:
-        """This rank's boxes of what the forward pass makes for layers to compute with, such as masks.
+        """Returns this rank's boxes of what the forward pass makes for layers to compute with, such as masks.
 
         At other sizes and in the other mode they are others; the names may be the same.
         """
@@ -92,7 +92,7 @@ def is_made(network: Network, name: str) -> bool:
 
 
 class Shapes:
-    """Traces the model again for sizes and modes that it has not seen yet. The plan's degrees stay.
+    """The networks of a model by sizes and mode, each traced when it is met first. The plan's degrees stay.
 
     network: it is referred to, so one without memory (`state.tree.without_memory`). planned: whether it is the plan's,
     of which the module's state is; else that of another call, in evaluation.
@@ -120,7 +120,7 @@ class Shapes:
 
     @cached_property
     def _skeleton(self) -> nn.Module | None:
-        """The copy that is traced, whose mode is set for it."""
+        """Returns the copy that is traced, whose mode is set for it."""
         with torch.inference_mode(False):  # of a first call in it, its buffers would be inference tensors
             return None if self._module is None else skeleton(self._module)
 
@@ -169,16 +169,16 @@ class Shapes:
 
     @property
     def inputs(self) -> Inputs:
-        """The inputs at the plan's sizes."""
+        """Returns the inputs at the plan's sizes."""
         return self.first.inputs
 
     @property
     def first(self) -> Shaped:
-        """The network that the plan is for."""
+        """Returns the network that the plan is for."""
         return self._known[self.sizes, self._traced]
 
     def tensors_of(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The tensors of a call, in the order of the network's inputs."""
+        """Returns the tensors of a call, in the order of the network's inputs."""
         given = self.arguments.tensors(inputs, named)
         return tuple(given[layer.name] for layer in self._layers)
 
@@ -187,7 +187,7 @@ class Shapes:
         return tuple(_size(layer, tuple(x.shape)) for layer, x in zip(self._layers, given, strict=True))
 
     def at(self, sizes: Sizes, *, training: bool) -> Shaped:
-        """The network at these sizes. LayerwiseError where it is another one there, or cannot be traced."""
+        """Returns the network at these sizes. LayerwiseError where it is another one there, or cannot be traced."""
         key = sizes, training if self._modes else self._traced
         if key not in self._known:
             with torch.inference_mode(False):  # its constants may be used in training
@@ -195,7 +195,7 @@ class Shapes:
         return self._known[key]
 
     def fitted(self, batch: int, shaped: Shaped, *, few: bool) -> tuple[LayerGraph, Plan]:
-        """The network and its plan at this batch. LayerwiseError where it cannot be cut so.
+        """Returns the network and its plan at this batch. LayerwiseError where it cannot be cut so.
 
         few: without gradients, where a layer that has more cells along samples than there are has one a sample.
         """
@@ -246,7 +246,7 @@ class Shapes:
     def _extended(
         self, graph: LayerGraph, known: LayerGraph, network: Network, sizes: Sizes, *, training: bool
     ) -> Plan:
-        """The plan for this network: layers that the plan's does not have, or cannot cut so, split samples."""
+        """Returns the plan for this network: layers that the plan's has not, or cannot cut so, split samples."""
         held = {name: p.shape for layer in known.layers for name, p in layer.own_parameters()}
         where = {name: layer.name for layer in known.layers for name, _ in layer.own_parameters()}
         strategy = dict(self.plan.strategy)

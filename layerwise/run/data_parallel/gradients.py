@@ -45,7 +45,7 @@ class AveragedParameters:
         summed: Callable[[], bool],
         bucket_bytes: int,
     ) -> None:
-        """compare: whether the ranks' values are."""
+        """compare: whether the ranks' values are compared."""
         everyone, held = tuple(range(comm.size)), module.state_dict(keep_vars=True)
         order = [name for layer in reversed(graph.layers) for name in reversed(layer.parameters)]
         order += [layer.name for layer in reversed(graph.layers) if layer.role is Role.TIED]
@@ -85,7 +85,7 @@ class AveragedParameters:
         check_parameters(self.parameters.items())
 
     def begin(self, gradients: Gradients) -> None:
-        """A backward pass comes through the model."""
+        """Begins a backward pass through the model."""
         if self._gradients is not None:
             raise LayerwiseError(
                 "a backward pass goes through the model within another one, as torch.utils.checkpoint with "
@@ -96,7 +96,7 @@ class AveragedParameters:
             self._before[name], p.grad = p.grad, None
 
     def made(self, name: str) -> None:
-        """Autograd has added to a parameter's `.grad`."""
+        """Takes the gradient that autograd has added to a parameter's `.grad`."""
         if self._gradients is None or name in self.unknown:
             self._stray(name)
             return
@@ -117,7 +117,7 @@ class AveragedParameters:
             self._gradients.add(name, gradient)
 
     def finish(self) -> None:
-        """The pass has ended: parameters that it made no gradient of have what they had."""
+        """Ends the pass: parameters that it made no gradient of get back what they had."""
         rest = list(self._before)
         self._restore()
         for name in rest:
@@ -128,14 +128,14 @@ class AveragedParameters:
                 )
 
     def fail(self) -> None:
-        """The pass was ended by an error: parameters have what they had."""
+        """Gives parameters back what they had, as an error has ended the pass."""
         earlier = {} if self._gradients is None else self._gradients.earlier
         for name, gradient in earlier.items():
             self.parameters[name].grad = gradient
         self._restore()
 
     def release(self) -> None:
-        """Autograd calls the user's hooks itself again."""
+        """Gives autograd the user's hooks back, which it then calls itself."""
         for p in (*self.parameters.values(), *self.unknown.values()):
             if isinstance(p._post_accumulate_grad_hooks, Hooks):
                 p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks.users
@@ -146,7 +146,7 @@ class AveragedParameters:
         self._before, self._gradients = {}, None
 
     def _stray(self, name: str) -> None:
-        """A gradient of something else than the model's call: a weight penalty, or a part of the model alone."""
+        """Notes a gradient that is not of the model's call, but of a weight penalty or a part of the model alone."""
         if not self.summed():
             raise outside_while_waiting(name)
         if not self._astray:

@@ -98,7 +98,7 @@ class DataParallelModule(ParallelModule):
 
     @property
     def module(self) -> nn.Module:
-        """The user's."""
+        """Returns the user's module."""
         return self._wrapped_model
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
@@ -107,11 +107,11 @@ class DataParallelModule(ParallelModule):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's module's."""
+        """Returns that of the user's module."""
         return self.module.state_dict(*args, **kwargs)
 
     def _average(self) -> None:
-        """Gradients are averaged from now on."""
+        """Has gradients averaged from now on."""
         self._averaged: AveragedParameters | None = None
         if self.comm.size > 1:
             compare, summed, size = self.runtime_options.compare_ranks, lambda: self.summed, self.plan.bucket_bytes
@@ -178,7 +178,7 @@ class DataParallelModule(ParallelModule):
             return self._called(*inputs, **named)
 
     def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> ModelCall:
-        """This call of the model."""
+        """Returns this call of the model, which the ranks agree on."""
         if self.training and in_backward():
             return self._calls.recomputed()
         seed = combine(self.runtime_options.seed, self.steps_done)
@@ -219,7 +219,7 @@ class DataParallelModule(ParallelModule):
         return 1.0 if self.comm.size == 1 else factors(self.layer_graph, call.samples / call.total)[0] * self.comm.size
 
     def _entering(self, x: Tensor, call: ModelCall) -> Tensor:
-        """An input. Where its gradient is differentiated again, the pass that does begins there."""
+        """Returns an input. Where its gradient is differentiated once more, the pass that does so begins there."""
         if not x.requires_grad:
             return x
         if self._scale(call) != 1:
@@ -237,7 +237,7 @@ class DataParallelModule(ParallelModule):
         return x
 
     def _leaving(self, x: Tensor, call: ModelCall, scale: float) -> Tensor:
-        """An output, whose gradient comes first in a backward pass."""
+        """Returns an output, whose gradient begins the backward pass."""
         if not x.requires_grad:
             return x
         if x.is_leaf or scale != 1:
@@ -273,7 +273,7 @@ class DataParallelModule(ParallelModule):
 
     @property
     def rank_schedule(self) -> Schedule:
-        """This rank's schedule at the plan's batch: for reports."""
+        """Returns this rank's schedule at the plan's batch, for reports."""
         if self._schedule is None:
             self._schedule = Schedule(self.layer_graph, self.plan, self.comm, self.runtime_options, all_classes=False)
         return self._schedule
@@ -307,14 +307,14 @@ class DataParallelModule(ParallelModule):
         return _made, (self.module, self._facts, self.steps_done)
 
     def compile(self, **settings: Any) -> None:
-        """The model from now on, with torch.compile's arguments; what communicates is between the compiled parts."""
+        """Compiles the model, with torch.compile's arguments; what communicates is between the compiled parts."""
         self.__dict__["_called"] = compiled(self.module, settings)
         self.runtime_options = replace(self.runtime_options, compile=settings)
         self._facts = replace(self._facts, options=self.runtime_options)
         self._traced()  # of the whole model from now on
 
     def release(self) -> None:
-        """The user's module is as it was, but for its values: this one is not to be called any more."""
+        """Makes the user's module as it was, but for its values; this one refuses to be called from then on."""
         self.__dict__["_released"] = True
         for replaced in self._replaced:
             replaced.remove()
@@ -325,7 +325,7 @@ class DataParallelModule(ParallelModule):
 def _returned_shapes(
     module: nn.Module, device: torch.device, shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype]
 ) -> tuple[tuple[int, ...], ...]:
-    """The shapes of what a module returns, without computing it. LayerwiseError where it takes no such inputs."""
+    """Returns the shapes of what a module returns, not computed. LayerwiseError where it takes no such inputs."""
     try:  # what the model keeps of a call goes: it has no values
         with as_it_was(module), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             made = module(*(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, types, strict=True)))

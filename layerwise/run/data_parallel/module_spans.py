@@ -30,7 +30,7 @@ class ModuleSpans:
             self._follow(name, first, last)
 
     def remove(self) -> None:
-        """No spans from now on."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -65,7 +65,7 @@ class ModuleSpans:
 
 
 def _layers(module: nn.Module, graph: LayerGraph) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Each layer's name, and the first and the last of the modules that it is made of, which are called once."""
+    """Yields each layer's name, and the first and the last of the modules that it is made of, which are called once."""
     modules = {path: m for path, m in module.named_modules(remove_duplicate=False) if not m._modules}
     names = [(layer.name, *layer.epilogue) for layer in graph.layers if layer.role is Role.COMPUTE]
     calls = Counter(name.partition(":")[0] for each in names for name in each)

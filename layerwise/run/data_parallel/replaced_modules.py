@@ -38,17 +38,17 @@ class ModelCall:
 
     @property
     def first(self) -> int:
-        """The first of this rank's samples."""
+        """Returns the number of the first of this rank's samples."""
         return 0 if self.batch is None else self.batch.share.start
 
     @property
     def samples(self) -> int:
-        """The number of this rank's samples."""
+        """Returns the number of this rank's samples."""
         return 1 if self.batch is None else self.batch.share.stop - self.batch.share.start
 
     @property
     def total(self) -> int:
-        """The number of all ranks' samples. On one device 1 of 1, whatever the batch."""
+        """Returns the number of all ranks' samples; on one device 1 of 1, whatever the batch."""
         return 1 if self.batch is None else self.batch.total
 
 
@@ -85,7 +85,7 @@ class FedSamples:
 
 
 class Calls:
-    """The call under way. Activation checkpointing computes modules again in the backward pass: for the same call."""
+    """The call under way, for which activation checkpointing also recomputes modules in the backward pass."""
 
     def __init__(self) -> None:
         self.forward: ModelCall | None = None
@@ -94,7 +94,7 @@ class Calls:
         self._backward: tuple[int, ModelCall | None] = (-1, None)  # of which pass; None: of several calls
 
     def draw(self, draws: Draws) -> int:
-        """A dropout draws in every call. Which of `seeds` is its."""
+        """Notes a dropout, which draws in every call. Returns which of `seeds` is its."""
         self._draws.append(draws)
         return len(self._draws) - 1
 
@@ -104,18 +104,18 @@ class Calls:
             self.seeds = torch.tensor([signed(draws.seed(call.seed)) for draws in self._draws], device=device)
 
     def begin_backward(self, call: ModelCall) -> None:
-        """A backward pass comes to the outputs of this call."""
+        """Notes that a backward pass comes to the outputs of this call."""
         task, (last, known) = torch._C._current_graph_task_id(), self._backward
         self._backward = (task, call if task != last or known == call else None)
 
     def now(self) -> ModelCall | None:
-        """The call under way, None where a module is called by itself."""
+        """Returns the call under way; None where a module is called by itself."""
         if self.forward is not None or not in_backward():
             return self.forward
         return self.recomputed()
 
     def recomputed(self) -> ModelCall:
-        """The call that a backward pass computes once more. LayerwiseError where it cannot be known."""
+        """Returns the call that a backward pass recomputes. LayerwiseError where it cannot be known."""
         call = self._backward[1]
         if call is None:
             raise LayerwiseError(
@@ -129,18 +129,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Replacement(Generic[M]):
-    """A module's `forward` within a call of the model, in training; otherwise its class's own."""
+    """A `forward` that stands in for a module's own within a call of the model, in training."""
 
     def __init__(self, module: M, calls: Calls) -> None:
         self.module, self.calls = module, calls
         self._uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def place(self) -> None:
-        """Puts it there."""
+        """Makes it the module's `forward`."""
         self.module.__dict__["forward"] = self
 
     def remove(self) -> None:
-        """The module is as it was."""
+        """Makes the module as it was."""
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
 
@@ -176,7 +176,7 @@ class Replacement(Generic[M]):
 
 
 class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
-    """Draws as the layers of a plan do: the numbers follow from the seed and an element's place in the global batch."""
+    """A dropout that draws as a plan's layers do, by the seed and an element's place in the global batch."""
 
     def __init__(self, module: nn.modules.dropout._DropoutNd, calls: Calls, draws: Draws) -> None:
         super().__init__(module, calls)
@@ -206,7 +206,7 @@ class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
 
 
 class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
-    """Normalises by the statistics of all ranks' samples."""
+    """A batch norm that normalises by the statistics of all ranks' samples."""
 
     def __init__(
         self, module: nn.modules.batchnorm._BatchNorm, calls: Calls, all_reduce: Callable[[Tensor], Tensor]
@@ -237,7 +237,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         return y
 
     def _count(self, x: Tensor, call: ModelCall) -> int:
-        """Numbers of each channel, of all ranks."""
+        """Returns how many numbers each channel has on all ranks."""
         return _rows_a_sample(x, 0, call) * call.total * (x.numel() // (x.shape[0] * x.shape[1]))
 
     def _remember(self, count: int, *moments: Tensor) -> None:

@@ -173,12 +173,12 @@ def _shared(layer: Layer, where: Mapping[str, Place], size: int, options: Runtim
 
 
 def _module_of(name: str) -> str:
-    """The path in a layer's name: further calls of a module are called `path:2`."""
+    """Returns the path in a layer's name: further calls of a module are called `path:2`."""
     return name.partition(":")[0]
 
 
 def _path_of_parameters(layer: Layer, stage: Stage) -> str | None:
-    """The module that has all parameters and buffers of a stage."""
+    """Returns the path of the module that has all parameters and buffers of a stage; None where several have them."""
     paths = {name.rpartition(".")[0] for name in layer.parameters[stage.parameters]}
     return paths.pop() if len(paths) == 1 else None
 

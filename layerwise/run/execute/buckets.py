@@ -21,7 +21,7 @@ from layerwise.run.local_tensor import local_tensor
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One parameter on this rank."""
+    """The layout of one parameter on this rank, of which each of a group keeps a shard."""
 
     group: Group  # the ranks that compute with the same box of it
     shape: tuple[int, ...]  # of that box
@@ -31,7 +31,7 @@ class ShardLayout:
 
     @property
     def dimension(self) -> int | None:
-        """The dimension cut into equal parts in the group's order; None where they are unequal, or otherwise."""
+        """Returns the dimension that is cut into equal shards in the group's order; None where there is none such."""
         first, last = self.boxes[0], self.boxes[-1]
         cut = next(k for k in range(len(self.shape)) if first.shape[k] < self.shape[k])
         size = first.shape[cut]
@@ -84,7 +84,7 @@ class BucketSlots:
         return [(there, split.movedim(cut, 0))]
 
     def new(self, like: Tensor, *, slots: int | None = None) -> Tensor:
-        """Memory for all slots, or for one of a member (slots=1)."""
+        """Returns memory for all slots, or for one of a member (slots=1)."""
         shape = (self.size,) if slots == 1 else (self.members, self.size)
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
@@ -133,7 +133,7 @@ class GradientBucket:
         self.flat, self.views = None, {}
 
     def allocate(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Makes its memory, unless it has it."""
+        """Allocates its memory, unless it has it."""
         if self.flat is not None:
             return
         held, start = {name: local_tensor(parameters[name]) for name in self.names}, 0
@@ -158,7 +158,7 @@ class GradientBucket:
         return self.handle
 
     def end(self) -> None:
-        """Waits for it, where it is under way. What other ranks keep is given up."""
+        """Waits for the sum, where it is under way. What other ranks keep is given up."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
@@ -166,7 +166,7 @@ class GradientBucket:
             self.flat = None
 
     def put(self, name: str, gradient: Tensor, scale: float, zero: Tensor) -> None:
-        """The gradient of a parameter of which each rank keeps a part, times `scale`."""
+        """Writes the gradient of a parameter of which each rank keeps a shard, times `scale`."""
         assert self.slots is not None
         if self.flat is None:
             self.flat = self.slots.new(zero)
@@ -174,7 +174,7 @@ class GradientBucket:
             torch.add(zero, part, alpha=scale, out=there)
 
     def put_none(self, name: str, zero: Tensor) -> None:
-        """Puts in what stands for no gradient on any rank: zeros with a sign."""
+        """Writes what stands for no gradient on any rank: zeros with a sign."""
         assert self.slots is not None
         if self.flat is None:
             self.flat = self.slots.new(zero)
@@ -182,7 +182,7 @@ class GradientBucket:
             self.slots.shard(self.flat[member], name, member).fill_(-0.0)
 
     def summed(self, name: str, rank: int) -> Tensor:
-        """This rank's part of the sum."""
+        """Returns this rank's shard of the sum."""
         assert self.slots is not None
         assert self.local is not None
         return self.slots.shard(self.local, name, self.group.index(rank))

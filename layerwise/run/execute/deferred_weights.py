@@ -52,7 +52,7 @@ class DeferredWeights:
         self._deferred = gradient, x, weight, settings
 
     def make(self) -> Tensor | None:
-        """The gradient of the weights; None where the backward pass has not come by the convolution."""
+        """Returns the gradient of the weights; None where the backward pass has not come by the convolution."""
         deferred, self._deferred = self._deferred, None
         if deferred is None:
             return None
@@ -63,7 +63,7 @@ class DeferredWeights:
 
 
 def defer_weights(token: Tensor, weight: Tensor, deferred: DeferredWeights) -> tuple[Tensor, Tensor]:
-    """The order token and the weight as they are. Back: the gradient is made when the token comes by."""
+    """Returns the order token and the weight. Back: its gradient is made when the token comes by."""
     result: tuple[Tensor, Tensor] = _Deferred.apply(token, weight, deferred)  # type: ignore[no-untyped-call]
     return result
 
@@ -109,6 +109,6 @@ class _Convolution(torch.autograd.Function):
 def _backward(
     gradient: Tensor, x: Tensor, weight: Tensor, bias: Sequence[int] | None, settings: Settings, mask: Sequence[bool]
 ) -> Sequence[Any]:
-    """Gradients of x, weight and bias as far as `mask` wants them."""
+    """Returns the gradients of x, weight and bias, as far as `mask` wants them."""
     made: Sequence[Any] = torch.ops.aten.convolution_backward(gradient, x, weight, bias, *settings, mask)
     return made

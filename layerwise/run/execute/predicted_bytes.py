@@ -105,7 +105,7 @@ def _statistics(
 def _of_parameters(
     graph: LayerGraph, strategy: Mapping[str, Config], schedule: Schedule, reducer: GradientReducer
 ) -> Iterator[tuple[Message, bool]]:
-    """Sums of gradients, and gathers of parameters; with whether they are shared out, and travel with every batch."""
+    """Yields sums of gradients, and gathers of parameters; with whether they travel with every batch (shared out)."""
     planned: dict[str, int] = {}
     again: dict[str, tuple[int, int]] = {}  # whether a layer gathers it once more for itself, by the plan and really
     for scheduled in schedule.layers:

@@ -85,7 +85,7 @@ class GradientReducer:
         return self._zeros[key]
 
     def forget(self) -> None:
-        """Gives up all memory: the parameters are of another element type now."""
+        """Gives up all memory, where the parameters are of another element type now."""
         for bucket in self.buckets:
             bucket.forget()
 
@@ -146,7 +146,7 @@ class Gradients:
         return self.reducer.parameters[name].requires_grad or (self.synchronise and name in self.reducer.owed)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """The gradient of one parameter; its bucket leaves when nothing is missing from it and from those before."""
+        """Adds the gradient of one parameter; its bucket is sent when nothing is missing in it and in those before."""
         reducer = self.reducer
         bucket, p = reducer.of.get(name), reducer.parameters[name]
         if not (self._to_sum(name) if bucket is not None else p.requires_grad):  # frozen after loading
@@ -259,7 +259,7 @@ class Gradients:
             reducer.versions = {name: local_tensor(g)._version for name, g in gradients if g is not None}
 
     def _hand_out_shards(self, bucket: GradientBucket) -> None:
-        """Each parameter gets this rank's part of the sum, added to what it has."""
+        """Gives each parameter this rank's shard of the sum, added to what it has."""
         for name in bucket.names if bucket.local is not None else ():
             p = self.reducer.parameters[name]
             if not p.requires_grad:
@@ -281,7 +281,7 @@ class Gradients:
                 p.grad = refuse_derivatives(name, p.grad)
 
     def call_hooks(self) -> None:
-        """The loop's, of the parameters that have their gradient now; in one order on all ranks."""
+        """Calls the loop's hooks of parameters that have their gradient now, in one order on all ranks."""
         reducer = self.reducer
         if not self.synchronise or (not self.made and any(p.requires_grad for p in reducer.parameters.values())):
             return
@@ -290,7 +290,7 @@ class Gradients:
                 call_hooks(p)
 
     def absent(self, name: str) -> None:
-        """Other ranks make the gradient of this parameter, if any does."""
+        """Notes that other ranks make the gradient of this parameter, if any does."""
         if self.reducer.parameters[name].requires_grad:
             self.made.add(name)
             bucket = self.reducer.of.get(name)

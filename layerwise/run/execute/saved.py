@@ -29,7 +29,7 @@ from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
 
 
 class SavedPlace:
-    """Stands in for a tensor that a kernel's backward pass reads."""
+    """A place for a tensor that a kernel's backward pass reads."""
 
     __slots__ = ("__weakref__", "layer", "tensor")
 
@@ -65,7 +65,7 @@ class Block:
         self._boxes: dict[str, Tensor | None] = {}  # of what comes from outside; until the forward pass is at the end
 
     def save_sources(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
-        """Saves the inputs of one of the layers that come from outside the block."""
+        """Saves those inputs of one of the layers that come from outside the block."""
         for edge in scheduled.edges:
             if not (edge.source in self._names and self._layers[edge.source].recompute):
                 x = values[edge.source]
@@ -78,12 +78,12 @@ class Block:
         inputs: list[Tensor | None],
         parameters: list[Any],
     ) -> Tensor:
-        """A layer's output on this rank, of its inputs and parameters."""
+        """Returns a layer's output on this rank, of its inputs and parameters."""
         kernel = self._kernels[scheduled.layer.name] = _Kernel(self._run, scheduled, compute, inputs, parameters)
         return kernel.first(inputs, parameters)
 
     def end(self, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
-        """The forward pass is through with the block. Back, it is recomputed before any of it is differentiated."""
+        """Ends the block's forward pass. Back, it is recomputed before any of it is differentiated."""
         leaving = {name: x for name in self._names if (x := values.get(name)) is not None and x.requires_grad}
         kernels = list(self._kernels.values())
         counts = [len(kernel.parameters) for kernel in kernels]
@@ -112,7 +112,7 @@ class Block:
         parameters: Mapping[str, Sequence[Tensor | None]],
         types: Mapping[str, torch.dtype],
     ) -> None:
-        """All layers once more, what they are given as ever: the program's instructions."""
+        """Recomputes the layers by the program's instructions."""
         run, received = self._run, list[Tensor | None]()
         for one in self._instructions:
             if isinstance(one, Move):
@@ -171,7 +171,7 @@ class _Kernel:
         ]
 
     def first(self, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> Tensor:
-        """Computes it in the forward pass."""
+        """Returns the layer's output in the forward pass."""
         lasting = self._lasting(parameters)
 
         def pack(x: Tensor) -> Tensor | SavedPlace:
@@ -188,7 +188,7 @@ class _Kernel:
             return self._compute(inputs, parameters)
 
     def recompute(self, received: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> Tensor:
-        """Computes it once more, in a backward pass. received: its inputs and tied parameters."""
+        """Returns it recomputed, in a backward pass. received: its inputs and tied parameters."""
         tied = iter(received[self._inputs :])
         parameters = [
             next(tied)
@@ -231,7 +231,7 @@ class _Kernel:
         )
 
     def _lasting(self, parameters: Sequence[Tensor | None]) -> set[int]:
-        """Memory that lives anyway: that of parameters and buffers."""
+        """Returns the memory that lives anyway, that of parameters and buffers."""
         return {
             _storage(p) for p, name in zip(parameters, self._names, strict=True) if name is not None and p is not None
         }
@@ -254,7 +254,7 @@ class SavedOutput:
     def compute(
         self, compute: LayerKernel, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
     ) -> Tensor:
-        """The layer's output."""
+        """Returns the layer's output, and notes what its kernels save of it."""
         places = list[ref[SavedPlace]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
 
         def pack(x: Tensor) -> SavedPlace:

@@ -56,7 +56,7 @@ class Segment:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The model's names of those that it uses."""
+        """Returns the model's names of the parameters that it uses."""
         names = (name for scheduled in self.layers for name in scheduled.parameters if name is not None)
         return tuple(dict.fromkeys(names))
 
@@ -74,7 +74,7 @@ class Segment:
         return torch.tensor(draws, device=device) if draws else None
 
     def _draws(self) -> Iterator[tuple[int, int]]:
-        """Layers and stages that draw, by their numbers in the graph."""
+        """Yields the layers and stages that draw, by their numbers in the graph."""
         for scheduled in self.layers:
             assert scheduled.work is not None
             for number, own in enumerate(scheduled.work.stages):
@@ -161,7 +161,7 @@ def _slices(edge: ScheduledEdge) -> tuple[slice, ...] | None:
 
 
 def segments(schedule: Schedule, *, training: bool) -> list[Segment]:
-    """All of a rank's: one begins where something arrives, and ends where something leaves, or a block ends."""
+    """Returns a rank's segments: one begins where something arrives, and ends where it leaves, or a block ends."""
     runs: list[list[ScheduledLayer]] = [[]]
     travelling = {edge.source for scheduled in schedule.layers for edge in scheduled.edges if edge.travels}
     for before, scheduled in zip((None, *schedule.layers), schedule.layers, strict=False):
@@ -215,7 +215,7 @@ class CompiledSegments:
         self._schedule = schedule
 
     def by_layer(self, *, training: bool) -> Mapping[str, CompiledSegment]:
-        """The segment that each layer is in; those that are in none communicate."""
+        """Returns the segment that each layer is in; those that are in none communicate."""
         if training not in self._of:
             made = (CompiledSegment(s, self._settings) for s in segments(self._schedule, training=training))
             self._of[training] = {scheduled.layer.name: one for one in made for scheduled in one.segment.layers}
@@ -234,7 +234,7 @@ class CompiledSegment:
         self.seeds = segment.seeds
 
     def __call__(self, inputs: Values, parameters: Values, seeds: Tensor | None) -> Sequence[Tensor]:
-        """The outputs. LayerwiseError, which names the layer, where it cannot be compiled."""
+        """Returns the outputs. LayerwiseError, which names the layer, where it cannot be compiled."""
         from torch._dynamo.exc import TorchDynamoException
 
         given = inputs, parameters, seeds
@@ -249,7 +249,7 @@ class CompiledSegment:
         return made
 
     def _prepare(self, given: Given) -> None:
-        """Runs it once, of zeros: what kernels compute once (`Local.once`) is a constant to the compiler then."""
+        """Runs it once, of zeros, so that what kernels compute once (`Local.once`) is a constant to the compiler."""
         zeros = pytree.tree_map_only(Tensor, torch.zeros_like, given)
         try:
             with torch.no_grad():
@@ -263,7 +263,7 @@ class CompiledSegment:
         self._warm = True
 
     def _first_to_fail(self, given: Given, kind: type[Exception], *, compiled: bool) -> str:
-        """The name of the layer with which the segment begins to raise such an error."""
+        """Returns the name of the layer with which the segment begins to raise such an error."""
         layers = self.segment.layers
 
         def fails(number: int) -> bool:

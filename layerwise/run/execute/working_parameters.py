@@ -45,7 +45,7 @@ class WorkingParameters:
         scale: float,
         gradients: Callable[[], Gradients],
     ) -> None:
-        """boxes: that ranks compute with. shared_out: how, and in which states. gradients: a method, of this pass."""
+        """boxes: that ranks compute with. shared_out: shardings and states. gradients: a method, of this pass."""
         self._state, self._comm, self._graph = state, state.comm, schedule.graph
         self._gradients = WeakMethod(gradients)  # its owner owns this
         owners = {name: layer.name for layer in self._graph.layers for name, _ in layer.own_parameters()}
@@ -75,7 +75,7 @@ class WorkingParameters:
         self._tensors: Mapping[str, Tensor] = {}
 
     def renew(self) -> None:
-        """Parameters have other memory, as `to` gives it, or another element type."""
+        """Forgets the leaves, where parameters have other memory, as `to` gives it, or another element type."""
         self._tensors = {}
 
     def now(self) -> Mapping[str, Tensor]:
@@ -95,7 +95,7 @@ class WorkingParameters:
         return self._tensors
 
     def begin(self, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        """A forward pass begins: what it computes with, and what is gathered for a layer at a time."""
+        """Begins a forward pass. Returns what it computes with, and the gathers of layers."""
         held = {**self.now(), **constants}
         return self._gathers.begin(held), self._gathers.of_layers
 
@@ -111,7 +111,7 @@ class WorkingParameters:
         self.check_hooks()
 
     def finish(self, gradients: Gradients) -> None:
-        """The backward pass has come by all."""
+        """Ends the backward pass, which has come by all that communicates."""
         self._gathers.end()
         gradients.no_gradient = self.unused.parameters()
 
@@ -125,7 +125,7 @@ class WorkingParameters:
         return leaf
 
     def made(self, name: str, leaf: Tensor) -> None:
-        """Autograd has added up a leaf's gradient."""
+        """Takes a leaf's gradient, which autograd has added up."""
         begun = self._gradients()
         assert begun is not None
         gradients = begun()

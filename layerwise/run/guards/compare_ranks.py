@@ -32,13 +32,13 @@ COLUMNS = 4  # of each set of ranks, in what a rank tells
 
 
 def hardware() -> int:
-    """A number of what this process computes with: where ranks have the same, they make the same bits of the same."""
+    """Returns a number of what this process computes with: ranks that have the same make the same bits of the same."""
     return _digest(f"{_processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}".encode())
 
 
 @cache
 def _processor() -> str:
-    """The processor's name (the host's, where Linux does not tell); GPUs are of one kind on all ranks."""
+    """Returns the processor's name (the host's, where Linux does not tell); GPUs are of one kind on all ranks."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             return next(line for line in file if line.startswith("model name"))

@@ -25,7 +25,7 @@ OUTSIDE = (
 
 
 class NotByLayersError(LayerwiseError):
-    """The model cannot be run layer by layer, for what its layers do not show."""
+    """A model that cannot be run layer by layer, for what its layers do not show."""
 
 
 Hook = Callable[[nn.Parameter], None]
@@ -52,7 +52,7 @@ class Hooks(OrderedDict[int, Hook]):
         return number in self.users
 
     def values(self) -> Any:
-        """The user's. (Autograd, in C++, does not ask here.)"""
+        """Returns the user's. (Autograd, in C++, does not ask here.)"""
         return self.users.values()
 
 
@@ -129,7 +129,7 @@ def hooks_of(p: nn.Parameter) -> list[Hook]:
 
 
 def call_hooks(p: nn.Parameter) -> None:
-    """The parameter has its gradient."""
+    """Calls the loop's hooks of a parameter, which has its gradient now."""
     if p.requires_grad and p.grad is not None:
         for hook in hooks_of(p):
             hook(p)

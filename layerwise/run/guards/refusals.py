@@ -19,7 +19,7 @@ AS_WRITTEN = (
 
 
 def unsupported(what: str, instead: str) -> LayerwiseError:
-    """The error for something that a loop does; `instead`: what it can do, beside splitting samples only."""
+    """Returns the error for something that a loop does; `instead`: what it can do, beside splitting samples only."""
     return LayerwiseError(
         f"{what} is not supported where a plan splits layers, which run as they were traced: {instead}, or {AS_WRITTEN}"
     )

@@ -31,7 +31,7 @@ from layerwise.run.schedule.work import LayerWork, work
 
 
 def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
-    """The place of every layer of the plan's graph by rank, at whatever batch the graph has."""
+    """Returns the place of every layer of the plan's graph by rank, at whatever batch the graph has."""
     ranks, result = np.argsort(plan.device_order), {}  # the device that each rank is
     for layer in graph.layers:
         config = data_parallel(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
@@ -121,7 +121,7 @@ class ScheduledLayer:
 
     @property
     def deferred_weight(self) -> str | None:
-        """The weights whose gradient is made after that of the layer's input has left."""
+        """Returns the weights whose gradient is made after that of the layer's input has left."""
         return self.parameters[0] if self.edges and self.edges[0].weights_late else None
 
 
@@ -153,7 +153,7 @@ class Schedule:
         self.blocks = self._blocks() if self._recomputed else {}
 
     def program(self, kind: StepKind) -> Program:
-        """The order in which all ranks do what they do, without the sums of gradients."""
+        """Returns the order in which all ranks do what they do, without the sums of gradients."""
         edges = [(layer.layer.name, slot, edge) for layer in self.layers for slot, edge in enumerate(layer.edges)]
         facts = StrategyFacts(
             travels={(name, slot) for name, slot, edge in edges if edge.travels},
@@ -255,7 +255,7 @@ class Schedule:
         return sink.specs[slot].index("n") is not None and sink.inputs[slot] not in self.graph.losses
 
     def _unread(self) -> frozenset[str]:
-        """Layers of which this rank has a part that is differentiated on other ranks only: nobody reads this one."""
+        """Returns layers whose part on this rank nobody reads, as it is differentiated on other ranks only."""
         read = {
             edge.source
             for scheduled in self.layers
@@ -266,7 +266,7 @@ class Schedule:
         return frozenset(one.layer.name for one in own if one.layer.role in (Role.COMPUTE, Role.TIED))
 
     def type_of(self, layer: Layer) -> torch.dtype | None:
-        """The element type that a layer's output has on the wire."""
+        """Returns the element type that a layer's output has on the wire."""
         if not layer.out.differentiable and layer.end:
             return None
         return self.options.element_type(layer.out.dtype, self.graph)

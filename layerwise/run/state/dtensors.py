@@ -42,7 +42,7 @@ class Placements:
 
 
 def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Placements | None:
-    """Returns those of one parameter, None where its boxes are not those of any DTensor.
+    """Returns the placements of one parameter, None where its boxes are not those of any DTensor.
 
     The axes are the prime factors of the number of ranks that have some of it, in the order of the devices: ascending,
     so that all parameters of the same ranks share a mesh, unless only another order of the factors says the boxes.
@@ -61,7 +61,7 @@ def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Place
 
 
 def _cuts(ranks: Ranks, each: Each) -> tuple[int | None, ...] | None:
-    """Along each axis, the dimension in which the last box differs from the first; None where it is more than one."""
+    """Returns, by axis, the dimension in which the last box differs from the first; None where it is more than one."""
     first, cuts = _ends(each, int(ranks.flat[0])), list[int | None]()
     for axis in range(ranks.ndim):
         last = _ends(each, int(ranks[tuple(-1 if i == axis else 0 for i in range(ranks.ndim))]))
@@ -99,7 +99,7 @@ class MeshSharding:
     shape: tuple[int, ...]  # of the full parameter
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The DTensor of which this rank has `local`, in the same memory."""
+        """Returns the DTensor of which this rank has `local`, in the same memory."""
         stride = tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
         meta = TensorMeta(torch.Size(self.shape), stride, local.dtype)
         return wrap(local, DTensorSpec(self.mesh, self.placements, meta))
@@ -113,7 +113,7 @@ class MeshSharding:
 def shardings(
     boxes: Mapping[str, Each], shapes: Mapping[str, tuple[int, ...]], order: Sequence[int], comm: Comm
 ) -> dict[str, MeshSharding]:
-    """Returns those of all parameters on meshes that are made now; nothing where `comm` has none. All ranks call this.
+    """Returns the placements of all parameters, on meshes made now; none where `comm` has no mesh. All ranks call this.
 
     boxes: by rank. order: the rank that each device of the plan is. LayerwiseError where boxes are those of no DTensor.
     """

@@ -36,7 +36,7 @@ def drawn_as(graph: LayerGraph) -> dict[str, Parameter]:
 
 
 def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:
-    """PyTorch's default initial values for this kind of parameter; those of 16 bits are rounded from float32's."""
+    """Returns PyTorch's default initial values for this kind of parameter, of 16 bits rounded from float32's."""
     stream, exact = combine(seed, zlib.crc32(name.encode())), torch.promote_types(dtype, torch.float32)
     if p.initial == "uniform":
         return ((2.0 * uniform(stream, box, p.shape, dtype=exact) - 1.0) * p.scale).to(dtype)
@@ -46,7 +46,7 @@ def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> T
 
 
 def stored(network: Network, name: str, box: Box | None, shape: tuple[int, ...]) -> Tensor | None:
-    """The values that the network comes with, of `box` (None: all); None where it has none."""
+    """Returns the values that the network comes with, of `box` (None: all); None where it has none."""
     value = network.value(name)
     if value is None or (isinstance(value, Tensor) and value.device.type == "meta"):
         return None
@@ -60,7 +60,7 @@ def stored(network: Network, name: str, box: Box | None, shape: tuple[int, ...])
 
 
 def initial(network: Network, layer: Layer, name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:
-    """This box's first values; LayerwiseError where there are none and nothing can be drawn."""
+    """Returns this box's first values; LayerwiseError where there are none and nothing can be drawn."""
     value = stored(network, name, box, p.shape)
     if value is not None:
         return value.to(dtype) if value.is_floating_point() else value

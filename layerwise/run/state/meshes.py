@@ -34,12 +34,12 @@ def replicated(tensor: DTensor) -> bool:
 
 
 def full(tensor: DTensor) -> Tensor:
-    """The full tensor of one of all ranks."""
+    """Returns the full tensor of a DTensor that lies on all ranks."""
     return tensor._local_tensor if replicated(tensor) else plain_dtensor(tensor).full_tensor()
 
 
 def everywhere(tensor: DTensor) -> Tensor:
-    """The full tensor on every rank, also of one of some ranks. All ranks call this alike."""
+    """Returns the full tensor, on every rank, also of a DTensor that lies on some. All ranks call this alike."""
     return full_tensors([tensor])[0] if tensor.device_mesh in ALL_RANKS else full(tensor)
 
 
@@ -60,7 +60,7 @@ def check_alike(own: Sequence[Tensor], mesh: DeviceMesh) -> None:
 
 
 def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
-    """The full tensors of these on every rank, in one message from those that have them. All ranks call this."""
+    """Returns the full tensors, on every rank, by one message from those that have them. All ranks call this."""
     fulls, sizes, first = list[Tensor](), list[int](), list[bool]()
     for one in tensors:
         mesh, plain = one.device_mesh, plain_dtensor(one)
@@ -83,7 +83,7 @@ def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
 
 
 def on_mesh(mesh: DeviceMesh, value: Tensor) -> DTensor:
-    """A tensor that all ranks have, replicated on a mesh."""
+    """Returns a tensor that all ranks have, replicated on a mesh."""
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
     if mesh in ALL_RANKS and mesh.get_coordinate() is None:
@@ -115,7 +115,7 @@ def brought_together(func: Any, given: Sequence[DTensor], written: Collection[in
 
 
 def by_mesh(args: Sequence[Any]) -> dict[DeviceMesh | None, list[int]]:
-    """The places in the first list of tensors, by their mesh."""
+    """Returns the places in the first list of tensors, by their mesh."""
     first = next((arg for arg in args if isinstance(arg, list | tuple)), ())
     places: dict[DeviceMesh | None, list[int]] = {}
     for i, x in enumerate(first):
@@ -124,7 +124,7 @@ def by_mesh(args: Sequence[Any]) -> dict[DeviceMesh | None, list[int]]:
 
 
 def mesh_by_mesh(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """Computes lists of tensors, mesh by mesh."""
+    """Returns what an operation makes of lists of tensors, computed mesh by mesh."""
     places = by_mesh(args)
     count, made = sum(map(len, places.values())), dict[int, Any]()
 
@@ -139,7 +139,7 @@ def mesh_by_mesh(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 
 def unscale(gradients: Sequence[DTensor], found: Tensor, scale: Tensor) -> None:
-    """GradScaler's: divides gradients by the scale; an infinity of any rank is found on all."""
+    """Divides gradients by GradScaler's scale; an infinity of any rank is found on all."""
     if not all(isinstance(gradient, DTensor) for gradient in gradients):
         raise LayerwiseError(
             "GradScaler was given the parallel model's parameters together with others, in one optimizer: give each an "

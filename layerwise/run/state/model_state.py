@@ -72,7 +72,7 @@ class Buffers:
         self._module, self._names = module, [name for name in every if name.rpartition(".")[0] not in alike]
 
     def written(self) -> None:
-        """A forward pass in training may write them."""
+        """Notes that a forward pass in training may write them."""
         self._written = bool(self._names)
 
     def send(self) -> None:
@@ -114,7 +114,7 @@ class ModelState:
         self._names = [*(name for name in names if name in known), *(name for name in names if name not in known)]
 
     def shards(self) -> list[Shard]:
-        """Every parameter and buffer."""
+        """Returns every parameter and buffer."""
         held = self.module.state_dict(keep_vars=True)
         shards = []
         for name in self._names:
@@ -127,21 +127,21 @@ class ModelState:
         return shards
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The module's."""
+        """Returns the module's parameters, by name."""
         return dict(self.module.named_parameters())
 
     def sharing(self, name: str) -> Group:
-        """All ranks hold it."""
+        """Returns all ranks, each of which holds every tensor."""
         return tuple(range(self.comm.size))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Copies on the CPU; rank 0's, where ranks have running statistics of their own."""
+        """Returns copies on the CPU; rank 0's, where ranks have running statistics of their own."""
         full = {key: tensor.detach().clone().contiguous() for key, tensor in self.module.state_dict().items()}
         broadcast_values(full, self.comm)
         return {key: value.cpu() for key, value in full.items()}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool, assign: bool) -> Any:
-        """`load_state_dict` of the module, also of lazy tensors. LayerwiseError where it does not fit."""
+        """Loads a state dict into the module, also of lazy tensors. LayerwiseError where it does not fit."""
         given = {key: value if isinstance(value, Tensor) else value[...] for key, value in state_dict.items()}
         if hasattr(state_dict, "_metadata"):  # versions of modules, which old state dicts are converted by
             given = type("Versioned", (dict,), {"_metadata": state_dict._metadata})(given)

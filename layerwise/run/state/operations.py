@@ -35,7 +35,7 @@ def elementwise(func: Any) -> bool:
 
 
 def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | None:
-    """The tensors of the first argument, where those of all others lie as they do, one by one, or are numbers."""
+    """Returns the tensors of the first argument, where those of the others lie as they do, in turn, or are numbers."""
     first = args[0] if args else None
     columns: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
     if not all(isinstance(x, DTensor) and not any(p.is_partial() for p in x._spec.placements) for x in columns):
@@ -61,7 +61,7 @@ def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | N
 
 
 def own_tensors(given: Iterable[Any]) -> list[Tensor]:
-    """The plain tensors among arguments, and in lists: this rank's own."""
+    """Returns the plain tensors among arguments, and in lists: this rank's own."""
     listed = (x for arg in given for x in (arg if isinstance(arg, list | tuple) else (arg,)))
     return [x for x in listed if isinstance(x, Tensor) and not isinstance(x, DTensor)]
 
@@ -80,13 +80,13 @@ def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accu
 
 @cache
 def _outputs(func: Any) -> tuple[int | str, ...]:
-    """The arguments that an operation writes to, by place, or by name as `out=` is."""
+    """Returns the arguments that an operation writes to, by place, or by name as `out=` is."""
     arguments = enumerate(func._schema.arguments)
     return tuple(a.name if a.kwarg_only else i for i, a in arguments if a.alias_info and a.alias_info.is_write)
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to."""
+    """Returns the values of the arguments that an operation writes to."""
     return [kwargs.get(at) if isinstance(at, str) else args[at] for at in _outputs(func)]
 
 

@@ -31,7 +31,7 @@ def _assigning(name: str) -> Callable[[Any, Any], Any]:
 
 
 class NumberBesideOwn(Tensor):
-    """What a DTensor without dimensions is, beside: a plain number, where a function is given plain tensors, too."""
+    """A DTensor without dimensions that is a plain number to functions that are given plain tensors, too."""
 
     @classmethod
     def __torch_function__(
@@ -62,7 +62,7 @@ class NumberBesideOwn(Tensor):
 
 
 class _OwnNumber(torch.autograd.Function):
-    """Back: the gradient is the mean over the ranks, as that of the module's parameters is."""
+    """A DTensor's number as a plain one; its gradient is the mean over the ranks, as those of parameters are."""
 
     @staticmethod
     def forward(ctx: Any, number: DTensor) -> Tensor:

@@ -162,7 +162,7 @@ class PlanDTensor(DTensor):
                     return func(*args, **kwargs)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The full tensor, on every rank. All ranks call it."""
+        """Returns the full tensor, on every rank. All ranks call it."""
         return self.redistribute(placements=(Replicate(),) * self.device_mesh.ndim).to_local(
             grad_placements=grad_placements
         )
@@ -170,7 +170,7 @@ class PlanDTensor(DTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Redistributes it; one of some ranks is on all ranks where it is to be replicated, or of another mesh."""
+        """Returns it redistributed: from some ranks to all where it is to be replicated, or of another mesh."""
         mesh, wanted = device_mesh or self.device_mesh, placements or self.placements
         gathered = all(isinstance(one, Replicate) for one in wanted)
         if self.device_mesh not in ALL_RANKS or (mesh == self.device_mesh and not gathered):
@@ -202,7 +202,7 @@ class PlanDTensor(DTensor):
         )
 
     def bring(self, gradient: DTensor) -> DTensor:
-        """A gradient of it, however it lies, as this lies."""
+        """Returns a gradient of it, however that lies, as this lies."""
         mesh, device = self.device_mesh, self._local_tensor.device
         here = gradient if gradient.device_mesh == mesh else on_mesh(mesh, full(gradient))
         plain = plain_dtensor(here)
@@ -226,7 +226,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _shard_of(rank: int, tensor: DTensor) -> DTensor:
-    """A shard that rank `rank` has pickled. LayerwiseError in another rank's hands, which would take it for its own."""
+    """Returns a shard that rank `rank` has pickled. LayerwiseError on another rank, which would take it for its own."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() == rank:
         return tensor
     raise LayerwiseError(
@@ -240,7 +240,7 @@ torch.serialization.add_safe_globals([_shard_of])  # as PyTorch does for its own
 
 
 def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
-    """The DTensor that has this local tensor. As FSDP2 makes them; `from_local` goes through autograd."""
+    """Returns the DTensor of this local tensor, made as FSDP2 does; `from_local` goes through autograd."""
     kind = PlanDTensor if spec.ndim else PlanNumber
     made: PlanDTensor = kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return made

@@ -60,7 +60,7 @@ COUNT = "num_batches_tracked"
 
 
 class State:
-    """tree: parameters and buffers in modules as the model has them. boxes: of every rank, by name.
+    """A rank's boxes of parameters and buffers. tree: in modules as the model has them. boxes: of every rank, by name.
 
     Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; ranks that are no
     processes have their own boxes as tensors.
@@ -114,7 +114,7 @@ class State:
         self.tree.complete(self._keys, self.extra)
 
     def count(self) -> None:
-        """A training step more, for the counters."""
+        """Counts a training step more."""
         for key, value in self.extra.items():
             module, _, name = self._keys[key].rpartition(".")
             if name == COUNT:
@@ -144,11 +144,11 @@ class State:
         return self.tree.parameters()
 
     def sharing(self, name: str) -> Group:
-        """The ranks that hold the same box as this one."""
+        """Returns the ranks that hold the same box as this one."""
         return sharing(self.boxes[name], self.comm.rank)
 
     def shards(self) -> list[Shard]:
-        """Every parameter and buffer of which this rank holds some."""
+        """Returns every parameter and buffer of which this rank holds some."""
         result, aliases, shapes = [], aliases_of(self._keys), self._shapes()
         for name, tensor in self.tree.tensors().items():
             box, also = self.boxes[name][self.comm.rank], tuple(aliases.get(name, ()))
@@ -165,12 +165,12 @@ class State:
         return {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
         full = {**{key: value.clone() for key, value in self.extra.items()}, **self.full_tensors()}
         return {key: full[name if name in self.boxes else key] for key, name in self._keys.items()}
 
     def full_tensors(self) -> dict[str, Tensor]:
-        """The full tensors that the network computes with, by its names there, on every rank, on the CPU."""
+        """Returns the full tensors that the network computes with, by its names there, on every rank, on the CPU."""
         held, shapes, tensors = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
         for name, boxes in self.boxes.items():
             lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
@@ -204,7 +204,7 @@ class State:
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        """Takes full tensors or DTensors; returns names that are missing, and those of nothing.
+        """Loads full tensors or DTensors; returns names that are missing, and names that the model has not.
 
         LayerwiseError before anything is changed. Ranks that are no processes also take what `state_dict` gave them.
         """
@@ -256,7 +256,7 @@ class State:
 
 
 def _types(network: Network) -> dict[str, str]:
-    """The element types of the values that the network comes with, by name."""
+    """Returns the element types of the values that the network comes with, by name."""
     found: dict[str, str] = {}
     for layer in network.graph.layers:
         for name, _ in layer.own_parameters():

@@ -35,7 +35,7 @@ class Names(nn.Module):
 
 
 class Tree:
-    """root: its modules. attributes: the plain ones of the model itself."""
+    """A rank's tensors in stand-ins of the model's modules. root: the model's; attributes: its plain ones."""
 
     def __init__(self, network: Network) -> None:
         self._open = list[Slot]()  # what the model has, and is not placed here yet
@@ -51,7 +51,7 @@ class Tree:
             self._add_norms(network.graph)
 
     def _stand_in(self, module: nn.Module, path: str, written: Set[str]) -> nn.Module:
-        """A module of the same class, without its tensors and modules.
+        """Returns a module of the same class, without its tensors and modules.
 
         Of the very class, and not of one derived from it: where a loop asks `type(m) is nn.Linear`, as PyTorch's own
         page of `apply` does, parameters would go into other groups, or have other initial values, without a word.
@@ -66,7 +66,7 @@ class Tree:
         return made
 
     def _add_norms(self, graph: LayerGraph) -> None:
-        """Adds the batch norms of a file, for a loop that looks for them."""
+        """Adds the batch norms of a network read from a file, for a loop that looks for them."""
         for layer in graph.layers:
             for stage in layer.stages:
                 paths = {name.rpartition(".")[0] for name in layer.parameters[stage.parameters]}
@@ -87,7 +87,7 @@ class Tree:
         self._slots[name] = slots, last
 
     def complete(self, keys: Mapping[str, str], extra: Mapping[str, Tensor]) -> None:
-        """All are placed. keys: the model's further names. extra: what is found under its name, and is not in a slot.
+        """Completes the tree, once all are placed. keys: the model's further names. extra: what has a name and no slot.
 
         So the model's names can be followed, as torch.distributed.checkpoint does.
         """
@@ -135,7 +135,7 @@ class Tree:
         self._alias()
 
     def _at(self, name: str) -> tuple[nn.Module, str]:
-        """The module that a dotted name leads to, made where there is none, and the name there."""
+        """Returns the module that a dotted name leads to, made where there is none, and the name there."""
         module, (*path, last) = self.root, name.split(".")
         for part in path:
             child = module._modules.get(part)
@@ -197,7 +197,7 @@ def collect(module: nn.Module | None) -> None:
 
 
 def skeleton(module: nn.Module) -> nn.Module | None:
-    """A copy to be traced, whose parameters have no memory. None where a module cannot be copied."""
+    """Returns a copy to be traced, whose parameters have no memory. None where a module cannot be copied."""
     memo: dict[int, object] = {}
     for p in module.parameters():
         empty = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
