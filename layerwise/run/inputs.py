@@ -78,14 +78,14 @@ class Inputs:
 
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns each layer's box, constants too, on the device. LayerwiseError for a wrong shape or element type."""
-        given = {
+        fed = {
             layer.name: self._checked(schedule, layer.name, x.to(self.options.device))
             for layer, x in zip(self._layers, inputs, strict=True)
         }
         for name, value in self._constants.items():
             shape = schedule.graph[name].out.shape
-            given[name] = value if tuple(value.shape) == shape else _repeated(name, value, shape)
-        return given
+            fed[name] = value if tuple(value.shape) == shape else _repeated(name, value, shape)
+        return fed
 
     def _checked(self, schedule: Schedule, name: str, x: Tensor) -> Tensor:
         spec = schedule.graph[name].out
@@ -162,8 +162,8 @@ class Batch:
         return self._agreement
 
     def _checked(self) -> tuple[int, slice]:
-        told = self._told()
-        counts, given, sizes, modes = (list(column) for column in zip(*(row[:4] for row in told), strict=True))
+        rows = self._told()
+        counts, given, sizes, modes = (list(column) for column in zip(*(row[:4] for row in rows), strict=True))
         if len(set(modes)) > 1:
             which = [rank for rank, training in zip(self._comm.members.ranks, modes, strict=True) if training]
             raise LayerwiseError(
@@ -171,11 +171,11 @@ class Batch:
                 "train() or eval() on all of them"
             )
         if self._alike is not None:
-            self._alike.check([row[4:] for row in told])
+            self._alike.check([row[4:] for row in rows])
         if len(set(given)) > 1:
-            said = ", ".join(f"batch={number}" if number else "no batch=" for number in given)
+            reported = ", ".join(f"batch={number}" if number else "no batch=" for number in given)
             raise LayerwiseError(
-                f"the ranks called the model with {said}: give all of them the number of samples that they have "
+                f"the ranks called the model with {reported}: give all of them the number of samples that they have "
                 "together, or none"
             )
         if len(set(sizes)) > 1:

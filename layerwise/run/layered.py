@@ -126,9 +126,9 @@ class LayeredModule(SplitFacade):
         executor = self._executor(samples, shaped)
         schedule = executor.schedule
 
-        def run(given: Sequence[Tensor]) -> Returned:
-            made = self._run(executor, shaped.inputs.fed(schedule, given), (), [1.0] * len(schedule.sinks))
-            return list(zip(map(tuple, schedule.sinks), made, strict=True))
+        def run(local_inputs: Sequence[Tensor]) -> Returned:
+            outputs = self._run(executor, shaped.inputs.fed(schedule, local_inputs), (), [1.0] * len(schedule.sinks))
+            return list(zip(map(tuple, schedule.sinks), outputs, strict=True))
 
         shapes = tuple(spec.shape for spec in schedule.graph.layers[-1].specs)
         return Sized(tuple(schedule.input_boxes().values()), shapes, run, alone=False)
@@ -187,9 +187,9 @@ class LayeredModule(SplitFacade):
             self.steps_done += 1
             self._state.count()
         first = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
-        known, gathers = self._working.begin(executor.constants)
+        parameters, gathers = self._working.begin(executor.constants)
         token, options = self._begins(first), executor.schedule.options
-        run = Pass(known, self.training, seed, self.steps_done, token, self.comm, options, self._spans, gathers)
+        run = Pass(parameters, self.training, seed, self.steps_done, token, self.comm, options, self._spans, gathers)
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
             run.token, *tensors = ordered(run.token, *(fed[name] for name in differentiated))
             fed |= dict(zip(differentiated, tensors, strict=True))
@@ -197,7 +197,7 @@ class LayeredModule(SplitFacade):
         at_backward = partial(self._backward_begins, executor.schedule.graph, versions_then)
         try:
             outputs = executor.forward(run, fed)
-            known.finish()
+            parameters.finish()
             return ends(run.token, outputs, scales, self.dtype, at_backward)
         finally:
             run.token = first  # functions of the graph remember the pass, so it must not hold the graph
@@ -301,15 +301,15 @@ class LayeredModule(SplitFacade):
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
         """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
-        made = LayeredModule(self._network, self.plan, self.comm, self.runtime_options, self.called_loss)
-        memo[id(self)] = made
-        made.load_state_dict(self.state_dict())
-        for mine, theirs in zip(self.parameters(), made.parameters(), strict=True):
-            theirs.requires_grad_(mine.requires_grad)
-        made.steps_done, made._initial = self.steps_done, {}
-        made._forward_hooks.update(self._forward_hooks)
-        made._forward_pre_hooks.update(self._forward_pre_hooks)
-        return made.train(self.training)
+        copied = LayeredModule(self._network, self.plan, self.comm, self.runtime_options, self.called_loss)
+        memo[id(self)] = copied
+        copied.load_state_dict(self.state_dict())
+        for original, copy_of_it in zip(self.parameters(), copied.parameters(), strict=True):
+            copy_of_it.requires_grad_(original.requires_grad)
+        copied.steps_done, copied._initial = self.steps_done, {}
+        copied._forward_hooks.update(self._forward_hooks)
+        copied._forward_pre_hooks.update(self._forward_pre_hooks)
+        return copied.train(self.training)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns tensors by the model's names; DTensors where the plan splits them, which dcp saves."""
@@ -336,10 +336,10 @@ class UnwrappedModule(LayeredModule):
     @classmethod
     def of(cls, wrapped: LayeredModule) -> UnwrappedModule:
         """Returns one that shares all attributes with `wrapped`."""
-        made = cls.__new__(cls)
-        object.__setattr__(made, "__dict__", wrapped.__dict__)
-        object.__setattr__(made, "_wrapped", wrapped)  # whose modules know it by a weak reference
-        return made
+        view = cls.__new__(cls)
+        object.__setattr__(view, "__dict__", wrapped.__dict__)
+        object.__setattr__(view, "_wrapped", wrapped)  # whose modules know it by a weak reference
+        return view
 
     @property
     def module(self) -> Never:

@@ -138,10 +138,10 @@ def _module(
         itself = network.module if network.itself else None
         if itself is not None:
             check_modules(itself)
-        made = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
+        layered = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
         if itself is not None:
-            made.replaces(itself)
-        return made
+            layered.replaces(itself)
+        return layered
     assert network.module is not None
     module = network.module if network.itself else copy.deepcopy(network.module)
     settle_values(module, network, graph, options)

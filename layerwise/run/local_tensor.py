@@ -31,8 +31,8 @@ def version(tensor: Tensor) -> Version:
 def like(tensor: Tensor, local: Tensor) -> Tensor:
     """Returns the DTensor that lies as this one does, and has this local tensor on this rank."""
     kind: Any = type(tensor)  # as FSDP2 makes them; `from_local` goes through autograd
-    made: Tensor = kind(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
-    return made
+    dtensor: Tensor = kind(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return dtensor
 
 
 def place_gradient(p: nn.Parameter) -> None:

@@ -44,16 +44,16 @@ class MeanLoss:
         if not target.is_floating_point() and target.numel():
             for other in self._new(target):
                 self._try(other)
-        made: Tensor = self.loss(out, target)
-        return made
+        value: Tensor = self.loss(out, target)
+        return value
 
     def _new(self, target: Tensor) -> list[int]:
         """Returns integers of the target that are no classes, and were not tried yet."""
         classes = self.predicted.shape[1] if self.predicted.dim() > 1 else 0
         if target.min() >= 0 and target.max() < classes:
             return []
-        found: list[int] = target[(target < 0) | (target >= classes)].unique().tolist()  # type: ignore[no-untyped-call]
-        return [i for i in found if i not in self.others][:MOST]
+        unlisted: list[int] = target[(target < 0) | (target >= classes)].unique().tolist()  # type: ignore[no-untyped-call]
+        return [i for i in unlisted if i not in self.others][:MOST]
 
     def _try(self, other: int) -> None:
         """LayerwiseError where the loss is no mean if the first sample has this all along."""
@@ -76,8 +76,8 @@ def mean_loss(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dty
     y, t = _tried(out, target, dtype, device)
     wide = torch.promote_types(dtype, torch.float32)  # in which a Dice is not taken for rounding
     wider = t.to(torch.promote_types(t.dtype, wide)) if t.is_floating_point() else t
-    known = [(y.to(wide), wider), (y.to(wide).sigmoid(), wider), (y, t), (y.sigmoid(), t)]  # also of probabilities
-    y, t = next((pair for pair in known if _takes(loss, *pair)), (y, t))
+    candidates = [(y.to(wide), wider), (y.to(wide).sigmoid(), wider), (y, t), (y.sigmoid(), t)]  # also of probabilities
+    y, t = next((pair for pair in candidates if _takes(loss, *pair)), (y, t))
     if not _is_mean(loss, y, t):
         name = getattr(loss, "__name__", type(loss).__name__)
         raise LayerwiseError(
@@ -90,13 +90,13 @@ def mean_loss(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dty
 def _is_mean(loss: Loss, y: Tensor, t: Tensor) -> bool:
     """True if the loss of the whole is the mean of its parts', along each dimension."""
     for dim in (0, *range(2, y.dim())):
-        whole = _value(loss, y, t)
+        full = _value(loss, y, t)
         first = 1 if dim == 0 else 2
         of_target = dim if dim == 0 or t.dim() == y.dim() else dim - 1
         rest = y.shape[dim] - first
         pairs = zip(torch.split(y, [first, rest], dim), torch.split(t, [first, rest], of_target), strict=True)
         parts = [_value(loss, *pair) * pair[0].shape[dim] / y.shape[dim] for pair in pairs]
-        if not abs(whole - sum(parts)) <= ROUNDING * max(abs(whole), ROUNDING):
+        if not abs(full - sum(parts)) <= ROUNDING * max(abs(full), ROUNDING):
             return False
     return True
 
@@ -134,10 +134,10 @@ def _value(loss: Loss, y: Tensor, t: Tensor) -> float:
         try:
             return float(loss(y, t))
         except Exception as error:  # the user's own code
-            said = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             raise LayerwiseError(
                 f"the loss of an output {tuple(y.shape)} and a target {tuple(t.shape)} raises {type(error).__name__}: "
-                f"{said}; return it from the model, its target an input"
+                f"{reason}; return it from the model, its target an input"
             ) from error
 
 
@@ -148,8 +148,8 @@ def returned(
 
     samples: how many it was given; None: outputs are boxes. LayerwiseError where an output has those of others, too.
     """
-    made, batch = list(outputs), schedule.graph.batch
-    for x, spec in zip(made, schedule.graph.layers[-1].specs, strict=True):
+    tensors, batch = list(outputs), schedule.graph.batch
+    for x, spec in zip(tensors, schedule.graph.layers[-1].specs, strict=True):
         along = spec.index("n")
         if samples is not None and along is not None and x.shape[along] * batch != spec.shape[along] * samples:
             raise LayerwiseError(
@@ -159,12 +159,12 @@ def returned(
     for i, name in enumerate(schedule.graph.layers[-1].inputs):
         loss = schedule.graph.losses.get(name)
         if loss is not None:
-            made[i] = made[i].sum() if loss == "sum" else made[i].mean()
+            tensors[i] = tensors[i].sum() if loss == "sum" else tensors[i].mean()
         if _has_no_gradient(schedule.graph, schedule.graph[name]):
-            made[i] = made[i].detach()
+            tensors[i] = tensors[i].detach()
     if structure is not None:
-        return structure.of(made)
-    return made[0] if len(made) == 1 else tuple(made)
+        return structure.of(tensors)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _has_no_gradient(graph: LayerGraph, layer: Layer) -> bool:
@@ -175,23 +175,23 @@ def _has_no_gradient(graph: LayerGraph, layer: Layer) -> bool:
 
 def map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Returns a value with `act` of each tensor in it: in what PyTorch's trees know, and in dataclasses."""
-    made: dict[int, Any] = {}  # by the id of a dataclass, which may be in several places
+    copies: dict[int, Any] = {}  # by the id of a dataclass, which may be in several places
 
     def mapped(x: Any) -> Any:
         if isinstance(x, Tensor):
             return act(x)
         if not is_dataclass(x) or isinstance(x, type):
             return x
-        if id(x) not in made:
-            made[id(x)] = x
-            held = {f.name: getattr(x, f.name) for f in fields(x) if hasattr(x, f.name)}
-            for name, value in held.items():
+        if id(x) not in copies:
+            copies[id(x)] = x
+            values = {f.name: getattr(x, f.name) for f in fields(x) if hasattr(x, f.name)}
+            for name, value in values.items():
                 leaves, tree = pytree.tree_flatten(value)
                 new = [mapped(leaf) for leaf in leaves]
                 if any(a is not b for a, b in zip(leaves, new, strict=True)):
-                    made[id(x)] = copy.copy(x) if made[id(x)] is x else made[id(x)]
-                    object.__setattr__(made[id(x)], name, pytree.tree_unflatten(new, tree))
-        return made[id(x)]
+                    copies[id(x)] = copy.copy(x) if copies[id(x)] is x else copies[id(x)]
+                    object.__setattr__(copies[id(x)], name, pytree.tree_unflatten(new, tree))
+        return copies[id(x)]
 
     return pytree.tree_map(mapped, value)
 
@@ -226,13 +226,13 @@ def global_loss(
     box, shape = schedule.sinks[0][comm.rank], schedule.graph.layers[-1].specs[0].shape
     total = Box.full(shape).volume
     if box is None:
-        mine = out.sum()
+        local_loss = out.sum()
     else:
         its = box if target.dim() == len(shape) else without_classes(box)
         if not schedule.boxes:
             target = target[its.slices()]
         elif tuple(target.shape) != its.shape:
             raise LayerwiseError(f"the target must have shape {its.shape} on this rank, not {tuple(target.shape)}")
-        mine = loss(out, target) * (box.volume / total)
+        local_loss = loss(out, target) * (box.volume / total)
     # One type on all ranks, whatever the loss makes of 16 bits: those without a box do not know it.
-    return sum_of_losses(mine.to(torch.promote_types(schedule.options.dtype, torch.float32)), comm)
+    return sum_of_losses(local_loss.to(torch.promote_types(schedule.options.dtype, torch.float32)), comm)

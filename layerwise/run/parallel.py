@@ -295,10 +295,11 @@ class ParallelModule(nn.Module):
         if not float(norm_type) > 0:
             raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
         norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
-        held = [(name, p, local_tensor(p.grad)) for name, p in self._state.parameters().items() if p.grad is not None]
-        mine = [g for name, _, g in held if self._state.sharing(name)[:1] == (self.comm.rank,)]
-        if mine:
-            each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]
+        parameters = self._state.parameters()
+        gradients = {name: local_tensor(p.grad) for name, p in parameters.items() if p.grad is not None}
+        first_here = [g for name, g in gradients.items() if self._state.sharing(name)[:1] == (self.comm.rank,)]
+        if first_here:
+            each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in first_here]
             norms[self.comm.rank] = torch.linalg.vector_norm(torch.stack(each), norm_type)
         if self.comm.size > 1:
             self.comm.all_reduce(norms, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
@@ -306,7 +307,7 @@ class ParallelModule(nn.Module):
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise LayerwiseError(f"the norm of the gradients is {float(norm)}: they are not clipped")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for _, _, gradient in held:
+        for gradient in gradients.values():
             gradient *= scale.to(gradient.dtype)
         return norm
 

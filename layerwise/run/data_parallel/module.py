@@ -159,11 +159,11 @@ class DataParallelModule(ParallelModule):
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
         boxes = tuple(Box.full((samples, *size)) for size in sizes)
 
-        def run(given: Sequence[Tensor]) -> Returned:
-            inputs = given if self._moved is None else list(map(self._moved, given))
+        def run(local_inputs: Sequence[Tensor]) -> Returned:
+            inputs = local_inputs if self._moved is None else list(map(self._moved, local_inputs))
             with self._autocast():
-                made = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
-            return [((Box.full(x.shape),), x) for x in made]
+                outputs = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
+            return [((Box.full(x.shape),), x) for x in outputs]
 
         layers = [layer for layer in self.layer_graph.layers if layer.role is Role.INPUT]
         types = [self.runtime_options.element_type(layer.out.dtype, self.layer_graph) for layer in layers]
@@ -200,8 +200,8 @@ class DataParallelModule(ParallelModule):
         if any(norm.active for norm in self._norms):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
-        told = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
-        return ModelCall(seed, told(alike=self._averaged.comparison, step=self.steps_done * training))
+        batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
+        return ModelCall(seed, batch_of_ranks(alike=self._averaged.comparison, step=self.steps_done * training))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
@@ -298,8 +298,8 @@ class DataParallelModule(ParallelModule):
         return self._state.load(state_dict, strict=strict, assign=assign)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModule:
-        made = memo[id(self)] = _made(copy.deepcopy(self.module, memo), self._facts, self.steps_done)
-        return made
+        copied = memo[id(self)] = _made(copy.deepcopy(self.module, memo), self._facts, self.steps_done)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.comm.size > 1:
@@ -328,14 +328,14 @@ def _returned_shapes(
     """Returns the shapes of what a module returns, not computed. LayerwiseError where it takes no such inputs."""
     try:  # what the model keeps of a call goes: it has no values
         with as_it_was(module), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            made = module(*(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, types, strict=True)))
+            outputs = module(*(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, types, strict=True)))
     except Exception as error:  # the model's own code, which may raise anything
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LayerwiseError(f"the model takes no input of shape {shapes[0]}: {told}") from None
-    return tuple(tuple(x.shape) for x in pytree.tree_leaves(made) if isinstance(x, Tensor))
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LayerwiseError(f"the model takes no input of shape {shapes[0]}: {reason}") from None
+    return tuple(tuple(x.shape) for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor))
 
 
 def _made(module: nn.Module, facts: Facts, steps: int) -> DataParallelModule:
-    made = DataParallelModule(module, facts)
-    made.__dict__["steps_done"] = steps
-    return made
+    parallel = DataParallelModule(module, facts)
+    parallel.__dict__["steps_done"] = steps
+    return parallel

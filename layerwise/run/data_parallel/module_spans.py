@@ -51,11 +51,11 @@ class ModuleSpans:
 
         def leave(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
             end("forward")
-            whole = not running.pop("input", 0)  # the pass ends with this layer
+            last_of_pass = not running.pop("input", 0)  # the pass ends with this layer
 
             def back(_: Tensor) -> None:
                 running["backward"] = self.trace.begin(f"{name} (backward)", "compute")
-                if whole:
+                if last_of_pass:
                     torch.autograd.Variable._execution_engine.queue_callback(lambda: end("backward"))
 
             if isinstance(out, Tensor) and out.requires_grad:
@@ -70,6 +70,6 @@ def _layers(module: nn.Module, graph: LayerGraph) -> Iterator[tuple[str, nn.Modu
     names = [(layer.name, *layer.epilogue) for layer in graph.layers if layer.role is Role.COMPUTE]
     calls = Counter(name.partition(":")[0] for each in names for name in each)
     for each in names:
-        held = [modules[name] for name in takewhile(lambda name: name in modules and calls[name] == 1, each)]
-        if held:
-            yield each[0], held[0], held[-1]
+        called = [modules[name] for name in takewhile(lambda name: name in modules and calls[name] == 1, each)]
+        if called:
+            yield each[0], called[0], called[-1]

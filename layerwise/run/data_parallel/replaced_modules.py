@@ -77,8 +77,8 @@ class FedSamples:
                 )
             return len(samples)
         flat = self._arguments.named(inputs, named)
-        known = (*(flat.get(path) for path in self._paths), *flat.values())
-        x = next((x for x in known if isinstance(x, Tensor) and x.dim()), None)
+        candidates = (*(flat.get(path) for path in self._paths), *flat.values())
+        x = next((x for x in candidates if isinstance(x, Tensor) and x.dim()), None)
         if x is None:
             raise LayerwiseError("the model is called without a tensor, so its number of samples is not known")
         return x.shape[0]
@@ -105,8 +105,8 @@ class Calls:
 
     def begin_backward(self, call: ModelCall) -> None:
         """Notes that a backward pass comes to the outputs of this call."""
-        task, (last, known) = torch._C._current_graph_task_id(), self._backward
-        self._backward = (task, call if task != last or known == call else None)
+        task, (last, recorded) = torch._C._current_graph_task_id(), self._backward
+        self._backward = (task, call if task != last or recorded == call else None)
 
     def now(self) -> ModelCall | None:
         """Returns the call under way; None where a module is called by itself."""
@@ -168,8 +168,8 @@ class Replacement(Generic[M]):
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        made: Callable[..., Any] = memo[id(self.module)].forward  # its class's own, as it has no other yet
-        return made
+        forward: Callable[..., Any] = memo[id(self.module)].forward  # its class's own, as it has no other yet
+        return forward
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")
@@ -201,8 +201,8 @@ class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
             first[self.draws.samples], shape[self.draws.samples] = call.first * rows, call.total * rows
         rank = min(2, x.dim()) if self.channels else x.dim()
         last = [a + n for a, n in zip(first, x.shape, strict=True)]
-        made = drop(x, self.module.p, seed, Box(tuple(first[:rank]), tuple(last[:rank])), shape[:rank])
-        return x.copy_(made) if self.module.inplace else made
+        dropped = drop(x, self.module.p, seed, Box(tuple(first[:rank]), tuple(last[:rank])), shape[:rank])
+        return x.copy_(dropped) if self.module.inplace else dropped
 
 
 class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):

@@ -129,8 +129,8 @@ def ends(
 
     begin: called when a backward pass comes by, with whether it has a gradient of each output.
     """
-    made = (token.new_zeros(0, dtype=dtype) if out is None else out for out in outputs)
-    result: tuple[Tensor, ...] = _Ends.apply(token, scales, begin, *made)  # type: ignore[no-untyped-call]
+    present = (token.new_zeros(0, dtype=dtype) if out is None else out for out in outputs)
+    result: tuple[Tensor, ...] = _Ends.apply(token, scales, begin, *present)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -141,8 +141,8 @@ def _token(ctx: Any, token: Tensor | None) -> Tensor:
     """
     if token is not None:
         return token
-    found: Tensor = ctx.saved_tensors[-1].clone() if ctx.in_backward else torch.zeros(())
-    return found
+    another: Tensor = ctx.saved_tensors[-1].clone() if ctx.in_backward else torch.zeros(())
+    return another
 
 
 class _Begins(torch.autograd.Function):
@@ -176,9 +176,9 @@ class _Ordered(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.at_backward, ctx.in_backward = at_backward, in_backward
         ctx.set_materialize_grads(False)
-        made = tuple(None if x is None else x.view_as(x) for x in tensors)
-        ctx.save_for_backward(*saved, *made[: int(in_backward)])
-        return made
+        outputs = tuple(None if x is None else x.view_as(x) for x in tensors)
+        ctx.save_for_backward(*saved, *outputs[: int(in_backward)])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -235,9 +235,9 @@ class _Ends(torch.autograd.Function):
         ctx.scales, ctx.begin = scales, begin
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)  # so that PyTorch refuses a second backward pass here, alike on all ranks
-        made = tuple(out.clone() for out in outputs)
-        ctx.mark_non_differentiable(*(out for out in made if not (out.is_floating_point() or out.is_complex())))
-        return made
+        clones = tuple(out.clone() for out in outputs)
+        ctx.mark_non_differentiable(*(out for out in clones if not (out.is_floating_point() or out.is_complex())))
+        return clones
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

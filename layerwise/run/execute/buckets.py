@@ -41,13 +41,14 @@ class ShardLayout:
 
 def shard_layout(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> ShardLayout:
     """Returns the layout of a parameter with these boxes by rank. gathered: as ShardLayout has it."""
-    group, mine, held = sharing(computed, rank), computed[rank], sharding.boxes.each
-    assert mine is not None
-    kept = [box for member in group if (box := held[member]) is not None]
+    group, computed_box, owned = sharing(computed, rank), computed[rank], sharding.boxes.each
+    assert computed_box is not None
+    shards = [box for member in group if (box := owned[member]) is not None]
     boxes = (
-        Box(*(tuple(a - b for a, b in zip(ends, mine.lo, strict=True)) for ends in (box.lo, box.hi))) for box in kept
+        Box(*(tuple(a - b for a, b in zip(ends, computed_box.lo, strict=True)) for ends in (box.lo, box.hi)))
+        for box in shards
     )
-    return ShardLayout(group, mine.shape, tuple(boxes), int(sharding.rows[rank]), gathered)
+    return ShardLayout(group, computed_box.shape, tuple(boxes), int(sharding.rows[rank]), gathered)
 
 
 class BucketSlots:
@@ -59,13 +60,13 @@ class BucketSlots:
     def __init__(self, names: Sequence[str], layouts: Mapping[str, ShardLayout]) -> None:
         self.layouts = {name: layouts[name] for name in names}
         self.group = layouts[names[0]].group
-        self.members, self.size = len(self.group), sum(one.row for one in self.layouts.values())
+        self.members, self.size = len(self.group), sum(layout.row for layout in self.layouts.values())
         starts, start = {}, 0
-        for name, one in self.layouts.items():
+        for name, layout in self.layouts.items():
             starts[name] = start
-            start += one.row
+            start += layout.row
         self._starts = starts
-        self._dimension = {name: one.dimension for name, one in self.layouts.items()}
+        self._dimension = {name: layout.dimension for name, layout in self.layouts.items()}
 
     def shard(self, row: Tensor, name: str, member: int) -> Tensor:
         """Returns one parameter's shard in the slot of a member."""
@@ -75,11 +76,11 @@ class BucketSlots:
 
     def pairs(self, slots: Tensor, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns one parameter's shards in all slots, each with the same elements of its box."""
-        one, cut = self.layouts[name], self._dimension[name]
+        layout, cut = self.layouts[name], self._dimension[name]
         if cut is None:
-            return [(self.shard(slots[i], name, i), full[box.slices()]) for i, box in enumerate(one.boxes)]
-        start, shape = self._starts[name], one.boxes[0].shape
-        there = slots[:, start : start + one.row].view(self.members, *shape)
+            return [(self.shard(slots[i], name, i), full[box.slices()]) for i, box in enumerate(layout.boxes)]
+        start, shape = self._starts[name], layout.boxes[0].shape
+        there = slots[:, start : start + layout.row].view(self.members, *shape)
         split: Tensor = full.unflatten(cut, (self.members, shape[cut]))  # type: ignore[no-untyped-call]
         return [(there, split.movedim(cut, 0))]
 
@@ -119,13 +120,13 @@ class GradientBucket:
         if self.slots is not None:  # it lives for a pass only, and this one was ended by an error
             self.flat = None
             return
-        kept = False
+        referenced = False
         for name in self.names:
             gradient = parameters[name].grad
             part = None if gradient is None else local_tensor(gradient)
             if part is None or not same_memory(part, self.views[name]):
-                kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
-        if kept or tensors_in(self.flat) > self.tensors:
+                referenced |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
+        if referenced or tensors_in(self.flat) > self.tensors:
             self.forget()
 
     def forget(self) -> None:
@@ -136,10 +137,10 @@ class GradientBucket:
         """Allocates its memory, unless it has it."""
         if self.flat is not None:
             return
-        held, start = {name: local_tensor(parameters[name]) for name in self.names}, 0
-        first = held[self.names[0]]
-        self.flat = torch.empty(sum(p.numel() for p in held.values()), dtype=first.dtype, device=first.device)
-        for name, p in held.items():
+        parts, start = {name: local_tensor(parameters[name]) for name in self.names}, 0
+        first = parts[self.names[0]]
+        self.flat = torch.empty(sum(p.numel() for p in parts.values()), dtype=first.dtype, device=first.device)
+        for name, p in parts.items():
             self.views[name] = self.flat[start : start + p.numel()].view_as(p)
             start += p.numel()
         self.tensors = tensors_in(self.flat)

@@ -127,10 +127,10 @@ class _Forward:
         """
         run, name = self.run, instruction.layer
         if run.differentiate and self.layers[name].backward:
-            again, self.gathered = partial(gather_once_more, run.gathers, name, self.gathered), name
-            made = [self.values.get(name)]
-            run.order(made, [0], again)
-            self.values[name] = made[0]
+            gather, self.gathered = partial(gather_once_more, run.gathers, name, self.gathered), name
+            output = [self.values.get(name)]
+            run.order(output, [0], gather)
+            self.values[name] = output[0]
         if name in run.gathers:
             run.gathers[name].drop(self.values.get(name))
 
@@ -182,10 +182,10 @@ class _Forward:
         run, x = self.run, self.values[edge.source]
         full = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same of it
         if not (edge.travels or full):
-            kept = edge.redistribution.kept(x, self.run.empty(self.types[edge.source]))
-            if kept is not None and not kept.numel() and run.differentiate and edge.backward and not kept.requires_grad:
-                kept.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
-            return kept
+            part = edge.redistribution.kept(x, self.run.empty(self.types[edge.source]))
+            if part is not None and not part.numel() and run.differentiate and edge.backward and not part.requires_grad:
+                part.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
+            return part
         return self._communicate(edge, x, at_once(*self._ways(edge, alike=full and not self.schedule.all_classes)))
 
     def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[Way, Way]:
@@ -311,7 +311,7 @@ class _Forward:
                 return [*segment(all_there(tensors[:count]), all_there(tensors[count:]), seeds)]
 
         tensors = [*inputs, *(run.parameters[name] for name in segment.parameters)]
-        made = run.in_turn(segment.name, tensors, compute, backward=segment.backward)
-        for name, out in zip(segment.outputs, made, strict=True):
+        outputs = run.in_turn(segment.name, tensors, compute, backward=segment.backward)
+        for name, out in zip(segment.outputs, outputs, strict=True):
             assert out is not None
             self.values[name], self.types[name] = out, out.dtype

@@ -39,10 +39,10 @@ class ParameterGather:
         with torch.no_grad():
             parts = {name: local_tensor(p).detach() for name, p in self._parameters.items()}
             first = parts[self.names[0]]
-            mine, out = self._slots.new(first, slots=1), self._slots.new(first)
+            shards, out = self._slots.new(first, slots=1), self._slots.new(first)
             for name, part in parts.items():
-                self._slots.shard(mine, name, self._member).copy_(part)
-            self._flight = self._comm.all_gather(out, mine, self._slots.group, "gathers", self._what), out
+                self._slots.shard(shards, name, self._member).copy_(part)
+            self._flight = self._comm.all_gather(out, shards, self._slots.group, "gathers", self._what), out
 
     def finish(self) -> None:
         """Waits, and fills the working parameters. Autograd hears of that only where values may be others."""
@@ -160,8 +160,8 @@ class Gathers:
         working: Mapping[str, Tensor],
         comm: Comm,
     ) -> None:
-        held, buckets = reducer.parameters, [bucket for bucket in reversed(reducer.buckets) if not bucket.gathered]
-        self._lasting = [ParameterGather(one.slots, held, working, comm) for one in buckets if one.slots is not None]
+        trained, buckets = reducer.parameters, [one for one in reversed(reducer.buckets) if not one.gathered]
+        self._lasting = [ParameterGather(one.slots, trained, working, comm) for one in buckets if one.slots is not None]
         self.of_layers: dict[str, LayerGathers] = {}
         self._of: dict[str, LayerGathers] = {}  # by parameter
         for layer in graph.layers:
@@ -170,16 +170,16 @@ class Gathers:
                 if name in layouts and layouts[name].gathered:
                     groups.setdefault(layouts[name].group, []).append(name)
             if groups:
-                made = LayerGathers(
-                    [ParameterGather(BucketSlots(names, layouts), held, working, comm) for names in groups.values()]
+                gathers = LayerGathers(
+                    [ParameterGather(BucketSlots(names, layouts), trained, working, comm) for names in groups.values()]
                 )
-                self.of_layers[layer.name] = made
-                self._of |= dict.fromkeys(made.names, made)
+                self.of_layers[layer.name] = gathers
+                self._of |= dict.fromkeys(gathers.names, gathers)
 
     def begin(self, tensors: Mapping[str, Tensor]) -> GatheredParameters:
         """Starts a forward pass's gathers. Returns what layers compute with, `tensors`, by name."""
-        for one in self.of_layers.values():
-            one.give_up()
+        for gathers in self.of_layers.values():
+            gathers.give_up()
         for gather in self._lasting:
             gather.begin()
         return GatheredParameters(tensors, self._lasting)
@@ -191,8 +191,8 @@ class Gathers:
 
     def end(self) -> None:
         """Frees what is left at the end of the backward pass."""
-        for one in self.of_layers.values():
-            one.drop()
+        for gathers in self.of_layers.values():
+            gathers.drop()
 
 
 def gather_once_more(gathers: Mapping[str, LayerGathers], name: str, before: str | None) -> Sequence[Tensor]:

@@ -111,10 +111,10 @@ class Pass:
         else:  # its backward pass ends with whichever gradient it makes
             self.order(tensors, wanted[:1])
         with span:
-            made = compute(tensors)
+            outputs = compute(tensors)
         begin = partial(self._begin_span, f"{name} (backward)", begun)
-        self.order(made, range(len(made)), begin if traced else None)
-        return made
+        self.order(outputs, range(len(outputs)), begin if traced else None)
+        return outputs
 
     def autocast(self, scheduled: ScheduledLayer) -> AbstractContextManager[object]:
         """Returns the context of a layer's kernels: the run's torch.autocast, or one of the model's own."""

@@ -188,23 +188,23 @@ class Gradients:
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Adds this gradient, and those of earlier passes that are yet to be summed over the ranks, to the bucket."""
-        local, held = self.reducer.local, None if p.grad is None else local_tensor(p.grad)
+        local, accumulated = self.reducer.local, None if p.grad is None else local_tensor(p.grad)
         zero, scale = self.reducer.zero(view), self.reducer.scale
-        if held is None:
+        if accumulated is None:
             local.pop(name, None)
             torch.add(zero, gradient, alpha=scale, out=view)
         elif name in local:
-            summed, total = local[name], torch.add(held, gradient, alpha=scale)
+            summed, total = local[name], torch.add(accumulated, gradient, alpha=scale)
             if self.synchronise and summed is not None:
                 total -= summed
                 self.earlier[name] = summed
             torch.add(zero, total, out=view)
         elif self.synchronise:
-            self.earlier[name] = held.clone() if same_memory(held, view) else held
+            self.earlier[name] = accumulated.clone() if same_memory(accumulated, view) else accumulated
             torch.add(zero, gradient, alpha=scale, out=view)
         else:
-            local[name] = held.clone()
-            torch.add(held, gradient, alpha=scale, out=view)
+            local[name] = accumulated.clone()
+            torch.add(accumulated, gradient, alpha=scale, out=view)
         p.grad = None  # what autograd adds here from now on, of a weight penalty, is not of the module
 
     def finish(self) -> None:

@@ -114,26 +114,26 @@ class Block:
     ) -> None:
         """Recomputes the layers by the program's instructions."""
         run, received = self._run, list[Tensor | None]()
-        for one in self._instructions:
-            if isinstance(one, Move):
-                run.comm.at(run.number, one.layer + AGAIN)
-                edge = self._layers[one.layer].edges[one.slot]
+        for instruction in self._instructions:
+            if isinstance(instruction, Move):
+                run.comm.at(run.number, instruction.layer + AGAIN)
+                edge = self._layers[instruction.layer].edges[instruction.slot]
                 received.append(self._received(edge, values[edge.source], types[edge.source]))
-            elif isinstance(one, Compute):
-                kernel = self._kernels.get(one.layer)
-                with run.spans.span(one.layer + AGAIN, "compute"):
-                    values[one.layer] = None if kernel is None else kernel.recompute(received, parameters[one.layer])
+            elif isinstance(instruction, Compute):
+                name, kernel = instruction.layer, self._kernels.get(instruction.layer)
+                with run.spans.span(name + AGAIN, "compute"):
+                    values[name] = None if kernel is None else kernel.recompute(received, parameters[name])
                 received = []
-            elif isinstance(one, Free):
-                values.pop(one.value)
-            elif isinstance(one, Arrive):
-                if one.layer in run.gathers:
-                    run.gathers[one.layer].finish_once_more()
-            elif isinstance(one, Release):
-                if one.layer in run.gathers:
-                    run.gathers[one.layer].drop(values[one.layer])
+            elif isinstance(instruction, Free):
+                values.pop(instruction.value)
+            elif isinstance(instruction, Arrive):
+                if instruction.layer in run.gathers:
+                    run.gathers[instruction.layer].finish_once_more()
+            elif isinstance(instruction, Release):
+                if instruction.layer in run.gathers:
+                    run.gathers[instruction.layer].drop(values[instruction.layer])
             else:  # a gather begins with its arrival; what was saved for the block goes with autograd's graph
-                assert isinstance(one, AllGather | Forget), one
+                assert isinstance(instruction, AllGather | Forget), instruction
 
     def _received(self, edge: ScheduledEdge, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         way, like = edge.redistribution, self._run.empty(dtype)
@@ -218,10 +218,10 @@ class _Kernel:
         return out
 
     def _fill(self, places: Iterator[ref[SavedPlace]], x: Tensor) -> None:
-        found = next(places, None)
-        if found is None:
+        reference = next(places, None)
+        if reference is None:
             raise self._otherwise()
-        place = found()
+        place = reference()
         if place is not None:  # else nobody is to read it
             place.tensor = x.detach()
 
@@ -264,7 +264,7 @@ class SavedOutput:
 
         with saved_tensors_hooks(pack, attrgetter("tensor")):
             out = compute(inputs, parameters)
-        self._places = [one for one in places if (place := one()) is not None and _same(place.tensor, out)]
+        self._places = [where for where in places if (place := where()) is not None and _same(place.tensor, out)]
         return out
 
     def move(self, edge: ScheduledEdge, received: Tensor | None) -> None:
@@ -273,7 +273,7 @@ class SavedOutput:
         own = way.transfer.own
         assert own is not None
         assert received is not None
-        for place in filter(None, (one() for one in places)):
+        for place in filter(None, (reference() for reference in places)):
             place.tensor = received.detach()[own.slices(way.room)]
 
 

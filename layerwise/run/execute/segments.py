@@ -83,8 +83,8 @@ class Segment:
 
     def function(self) -> Function:
         """Returns the function that is to be compiled."""
-        made = (SegmentInput(scheduled.layer.name) for scheduled in self.layers)
-        places = {x: i for i, x in enumerate((*self.inputs, *made))}
+        own = (SegmentInput(scheduled.layer.name) for scheduled in self.layers)
+        places = {x: i for i, x in enumerate((*self.inputs, *own))}
         outputs = tuple(places[SegmentInput(name)] for name in self.outputs)
         steps, training = tuple(self._steps(places)), self.training
 
@@ -106,11 +106,11 @@ class Segment:
             assert work is not None
             edges = [_Edge(places[_input(edge, i)], _slices(edge)) for i, edge in enumerate(scheduled.edges)]
             tied = iter(edges[count:])
-            given = tuple(next(tied) if name is None else parameters[name] for name in scheduled.parameters)
+            own = tuple(next(tied) if name is None else parameters[name] for name in scheduled.parameters)
             seeds = {
                 number: draws[draw] for number in range(len(work.stages)) if (draw := (work.number, number)) in draws
             }
-            yield _Step(scheduled, tuple(edges[:count]), given, seeds)
+            yield _Step(scheduled, tuple(edges[:count]), own, seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,9 @@ class _Step:
 
         assert self.scheduled.work is not None
         inputs = [edge.of(values) for edge in self.inputs]
-        given = [parameters[p] if isinstance(p, int) else p.of(values) for p in self.parameters]
+        own = [parameters[p] if isinstance(p, int) else p.of(values) for p in self.parameters]
         stages, dtype = self.scheduled.work.stages, self.scheduled.dtype
-        out = run_stages(stages, inputs, given, training=training, seed=seed, reduce=None)
+        out = run_stages(stages, inputs, own, training=training, seed=seed, reduce=None)
         return out if dtype is None or out.dtype == dtype else out.to(dtype)
 
 
@@ -217,8 +217,8 @@ class CompiledSegments:
     def by_layer(self, *, training: bool) -> Mapping[str, CompiledSegment]:
         """Returns the segment that each layer is in; those that are in none communicate."""
         if training not in self._of:
-            made = (CompiledSegment(s, self._settings) for s in segments(self._schedule, training=training))
-            self._of[training] = {scheduled.layer.name: one for one in made for scheduled in one.segment.layers}
+            compiled = (CompiledSegment(s, self._settings) for s in segments(self._schedule, training=training))
+            self._of[training] = {layer.layer.name: one for one in compiled for layer in one.segment.layers}
         return self._of[training]
 
 
@@ -237,20 +237,20 @@ class CompiledSegment:
         """Returns the outputs. LayerwiseError, which names the layer, where it cannot be compiled."""
         from torch._dynamo.exc import TorchDynamoException
 
-        given = inputs, parameters, seeds
+        arguments = inputs, parameters, seeds
         if not self._warm:
-            self._prepare(given)
+            self._prepare(arguments)
         try:
-            made: Sequence[Tensor] = self._compiled(*given)
+            outputs: Sequence[Tensor] = self._compiled(*arguments)
         except TorchDynamoException as error:
-            name = self._first_to_fail(given, TorchDynamoException, compiled=True)
+            name = self._first_to_fail(arguments, TorchDynamoException, compiled=True)
             reason = str(error).strip().partition("\n")[0]
             raise LayerwiseError(f"layer {name!r} cannot be compiled, leave compile= out: {reason}") from error
-        return made
+        return outputs
 
-    def _prepare(self, given: Given) -> None:
+    def _prepare(self, arguments: Given) -> None:
         """Runs it once, of zeros, so that what kernels compute once (`Local.once`) is a constant to the compiler."""
-        zeros = pytree.tree_map_only(Tensor, torch.zeros_like, given)
+        zeros = pytree.tree_map_only(Tensor, torch.zeros_like, arguments)
         try:
             with torch.no_grad():
                 self._function(*zeros)
@@ -262,14 +262,14 @@ class CompiledSegment:
             raise LayerwiseError(f"layer {name!r}: {error}") from error
         self._warm = True
 
-    def _first_to_fail(self, given: Given, kind: type[Exception], *, compiled: bool) -> str:
+    def _first_to_fail(self, arguments: Given, kind: type[Exception], *, compiled: bool) -> str:
         """Returns the name of the layer with which the segment begins to raise such an error."""
         layers = self.segment.layers
 
         def fails(number: int) -> bool:
             part = replace(self.segment, layers=layers[:number], outputs=(layers[number - 1].layer.name,)).function()
             try:
-                (compile_with(part, self._settings) if compiled else part)(*given)
+                (compile_with(part, self._settings) if compiled else part)(*arguments)
             except kind:
                 return True
             return False

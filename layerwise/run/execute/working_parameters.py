@@ -96,14 +96,14 @@ class WorkingParameters:
 
     def begin(self, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
         """Begins a forward pass. Returns what it computes with, and the gathers of layers."""
-        held = {**self.now(), **constants}
-        return self._gathers.begin(held), self._gathers.of_layers
+        tensors = {**self.now(), **constants}
+        return self._gathers.begin(tensors), self._gathers.of_layers
 
     def check_hooks(self) -> None:
         """LayerwiseError where a parameter has a hook that would not be called with its gradient."""
-        held = self.reducer.parameters
-        names = held if self._comm.size > 1 else self._tied & held.keys()
-        check_parameters((name, held[name]) for name in names)
+        parameters = self.reducer.parameters
+        names = parameters if self._comm.size > 1 else self._tied & parameters.keys()
+        check_parameters((name, parameters[name]) for name in names)
 
     def begin_backward(self) -> None:
         """A backward pass begins."""
@@ -144,9 +144,9 @@ class WorkingParameters:
 
 
 def _made(working: ref[WorkingParameters], name: str, leaf: Tensor) -> None:
-    held = working()
-    if held is not None:  # a graph that is differentiated holds it
-        held.made(name, leaf)
+    owner = working()
+    if owner is not None:  # a graph that is differentiated holds it
+        owner.made(name, leaf)
 
 
 class Unused:
@@ -176,8 +176,8 @@ class Unused:
         if not self._some:
             return frozenset()
         used = self._used | self._twice
-        told = self._comm.tell([i in used for i in range(len(self._behind))])()
-        reached = [parameters for parameters, *each in zip(self._behind, *told, strict=True) if any(each)]
+        ranks = self._comm.tell([i in used for i in range(len(self._behind))])()
+        reached = [parameters for parameters, *each in zip(self._behind, *ranks, strict=True) if any(each)]
         return self._some.difference(*reached) if reached else frozenset()
 
 
@@ -186,7 +186,7 @@ def parameters_behind(graph: LayerGraph) -> list[frozenset[str]]:
     outputs = graph.layers[-1].inputs
     behind = [_behind(graph, name) for name in outputs]
     every = frozenset[str]().union(*behind)
-    return [one if graph[name].out.differentiable else every for one, name in zip(behind, outputs, strict=True)]
+    return [some if graph[name].out.differentiable else every for some, name in zip(behind, outputs, strict=True)]
 
 
 def _behind(graph: LayerGraph, output: str) -> frozenset[str]:

@@ -79,11 +79,11 @@ class RankComparison:
     @torch.no_grad()
     def _look(self, groups: tuple[Group, ...], names: Sequence[str], step: int) -> tuple[int, ...]:
         parts = [local_tensor(self._parameters[name]).detach() for name in names]
-        held = [part.reshape(-1) for part in parts if part.numel()]
-        if not held:
+        flats = [part.reshape(-1) for part in parts if part.numel()]
+        if not flats:
             return (0,) * COLUMNS
-        sample = torch.cat([flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS] for flat in held])
-        coarse = max(torch.finfo(flat.dtype).eps for flat in held)
+        sample = torch.cat([flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS] for flat in flats])
+        coarse = max(torch.finfo(flat.dtype).eps for flat in flats)
         now = torch.view_as_real(sample).flatten() if sample.is_complex() else sample
         now = now.double().cpu().nan_to_num(0.0, 0.0, 0.0) + 0.0  # no -0.0
         before = self._before.get(groups)

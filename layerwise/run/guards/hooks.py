@@ -194,17 +194,17 @@ def check_traced(graph: LayerGraph) -> None:
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """Returns a context without forward hooks, but for those that are a part of how the model computes."""
-    kept = [
+    hooks_before = [
         (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks
     ]
     try:
-        for hooks, each in kept:
+        for hooks, each in hooks_before:
             for number, hook in each.items():
                 if not _of(hook, model):
                     del hooks[number]
         yield
     finally:
-        for hooks, each in kept:
+        for hooks, each in hooks_before:
             hooks.clear()
             hooks.update(each)
 
@@ -216,7 +216,7 @@ def _of(hook: Any, model: nn.Module) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
-    if owner is not None and any(owner is held for m in model.modules() for held in (m, *vars(m).values())):
+    if owner is not None and any(owner is owned for m in model.modules() for owned in (m, *vars(m).values())):
         return True
     return str(getattr(hook, "__module__", type(hook).__module__)).startswith(("torch.", "transformers."))
 

@@ -79,7 +79,7 @@ class OriginalModel:
 
     def look(self) -> None:
         """Makes the original stale, where the parallel module's parameters were written to by hand."""
-        if any((p := one()) is not None and version(p) != before for one, before in self._trained):
+        if any((p := reference()) is not None and version(p) != before for reference, before in self._trained):
             self.make_stale()
 
     def check(self, *, training: bool) -> None:
@@ -112,8 +112,8 @@ class OriginalModel:
 
     def _has_stale(self) -> bool:
         """Returns whether some are stale: none once values were loaded into the original, a model of its own then."""
-        held = (p for module, *_ in self._settings if (m := module()) is not None for p in m._parameters.values())
-        return bool(self._before) or any(isinstance(p, StaleParameter) for p in held)
+        parameters = (p for module, *_ in self._settings if (m := module()) is not None for p in m._parameters.values())
+        return bool(self._before) or any(isinstance(p, StaleParameter) for p in parameters)
 
     def make_stale(self) -> None:
         """Makes the original's parameters stale, as the parallel module may have other values from now on."""
@@ -139,11 +139,11 @@ def _facts(module: nn.Module) -> list[tuple[object, ...]]:
 
     Empty where its parameters are stale, as another parallel module has trained.
     """
-    held = [p for p in module._parameters.values() if p is not None]
-    if any(isinstance(p, StaleParameter) for p in held):
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if any(isinstance(p, StaleParameter) for p in parameters):
         return []
     modules = tuple(map(id, module._modules.values()))
-    return [modules, *((id(p), p._version, p.requires_grad) for p in held)]
+    return [modules, *((id(p), p._version, p.requires_grad) for p in parameters)]
 
 
 def look_at_original(model: nn.Module) -> None:

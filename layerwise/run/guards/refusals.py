@@ -89,12 +89,12 @@ class Structure:
         return len(now) != len(self.held) or not all(map(is_, now, self.held))
 
     def _now(self) -> list[object]:
-        held: list[object] = []
+        objects: list[object] = []
         for module in self._modules:
-            held += (*module._parameters.values(), *module._modules.values())
+            objects += (*module._parameters.values(), *module._modules.values())
             if self._buffers:
-                held += module._buffers.values()
-        return held
+                objects += module._buffers.values()
+        return objects
 
 
 class Places:
@@ -131,7 +131,7 @@ def check_unwritten(parameters: Mapping[str, nn.Parameter], before: Mapping[str,
     PyTorch sees that itself in tensors that kernels have saved, but not in a DTensor's part, nor in what is recomputed.
     """
     changed = next(
-        (name for name, one in before.items() if name in parameters and version(parameters[name]) != one), None
+        (name for name, was in before.items() if name in parameters and version(parameters[name]) != was), None
     )
     if changed is not None:
         raise LayerwiseError(

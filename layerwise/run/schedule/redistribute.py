@@ -170,9 +170,9 @@ class Redistribution:
         if comm.collectives and self.transfer.pattern == "all-to-all" and group:
             return self._all_to_all(sent, received, what)
         if comm.collectives and self.transfer.pattern == "gather" and x is not None:
-            mine = sent[0][1].contiguous().view(-1)  # what a stride picks out of a line stays a view if flattened
-            out = mine.new_empty((len(group), mine.numel()))
-            return Then(comm.all_gather(out, mine, group, self.kind, what), lambda: _take_rows(out, group, received))
+            local = sent[0][1].contiguous().view(-1)  # what a stride picks out of a line stays a view if flattened
+            out = local.new_empty((len(group), local.numel()))
+            return Then(comm.all_gather(out, local, group, self.kind, what), lambda: _take_rows(out, group, received))
         return comm.exchange([(peer, part.contiguous()) for peer, part in sent], received, self.kind, what)
 
     def _all_to_all(self, sent: Messages, received: Messages, what: str) -> Handle:

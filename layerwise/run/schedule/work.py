@@ -114,24 +114,24 @@ class _Linear(torch.autograd.Function):
 def _summed(partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
     """Returns this rank's part of the sum, added up in the order of the ranks."""
     parts = {rank: partial[box.slices(reduction.cell)].contiguous() for rank, box in reduction.owned}
-    mine = parts.pop(comm.rank)
-    received = [(rank, torch.empty_like(mine)) for rank in parts]
+    own_part = parts.pop(comm.rank)
+    received = [(rank, torch.empty_like(own_part)) for rank in parts]
     comm.exchange(list(parts.items()), received, "transfers", what).wait()
-    in_order = sorted([*received, (comm.rank, mine)], key=lambda pair: pair[0])
+    in_order = sorted([*received, (comm.rank, own_part)], key=lambda pair: pair[0])
     total = in_order[0][1].clone()
     for _, part in in_order[1:]:
         total += part
     return total
 
 
-def _gathered(mine: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
+def _gathered(own_part: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
     """Returns the parts of all ranks, in their box."""
-    mine = mine.contiguous()
+    own_part = own_part.contiguous()
     others = [(rank, box) for rank, box in reduction.owned if rank != comm.rank]
-    received = [(rank, mine.new_empty(box.shape)) for rank, box in others]
-    comm.exchange([(rank, mine) for rank, _ in others], received, "transfers", what).wait()
-    full = mine.new_empty(reduction.cell.shape)
-    full[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = mine
+    received = [(rank, own_part.new_empty(box.shape)) for rank, box in others]
+    comm.exchange([(rank, own_part) for rank, _ in others], received, "transfers", what).wait()
+    full = own_part.new_empty(reduction.cell.shape)
+    full[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = own_part
     for (_, part), (_, box) in zip(received, others, strict=True):
         full[box.slices(reduction.cell)] = part
     return full

@@ -125,21 +125,21 @@ def shardings(
             "order: number the ranks of a node one after the other, as torchrun does"
         )
     meshes: dict[str, DeviceMesh | None] = {}
-    for one in (everyone, *placed.values()):
-        key = str(one.ranks.tolist())
+    for placements in (everyone, *placed.values()):
+        key = str(placements.ranks.tolist())
         if key not in meshes:
-            meshes[key] = comm.device_mesh(one.ranks)
+            meshes[key] = comm.device_mesh(placements.ranks)
     all_ranks = meshes[str(everyone.ranks.tolist())]
-    made = {}
-    for name, one in placed.items():
-        mesh = meshes[str(one.ranks.tolist())]
+    sharded = {}
+    for name, placements in placed.items():
+        mesh = meshes[str(placements.ranks.tolist())]
         if mesh is None or all_ranks is None:
             return {}
-        if one.ranks.size < everyone.ranks.size:
+        if placements.ranks.size < everyone.ranks.size:
             ALL_RANKS[mesh] = all_ranks
-        cuts = tuple(Replicate() if k is None else Shard(k) for k in one.cuts)
-        made[name] = MeshSharding(mesh, cuts, one.shape)
-    return made
+        cuts = tuple(Replicate() if k is None else Shard(k) for k in placements.cuts)
+        sharded[name] = MeshSharding(mesh, cuts, placements.shape)
+    return sharded
 
 
 def move(tensor: Tensor, local: Tensor) -> None:

@@ -72,15 +72,15 @@ def initial(network: Network, layer: Layer, name: str, p: Parameter, box: Box, s
     return drawn(name, p, box, seed, dtype)
 
 
-def broadcast_values(held: Mapping[str, Tensor], comm: Comm) -> None:
-    """Writes rank 0's parameters and buffers into those `held` by the others, where theirs differ.
+def broadcast_values(tensors: Mapping[str, Tensor], comm: Comm) -> None:
+    """Writes rank 0's parameters and buffers into `tensors` of the others, where theirs differ.
 
     A model on the meta device has no values: they are drawn by position, alike on all ranks. CommError where the ranks
     have built different models.
     """
     if comm.size == 1:
         return
-    facts = {name: [list(t.shape), str(t.dtype), None if t.is_meta else digest(t)] for name, t in held.items()}
+    facts = {name: [list(t.shape), str(t.dtype), None if t.is_meta else digest(t)] for name, t in tensors.items()}
     ranks = comm.all_gather_object(facts)
     for rank, theirs in enumerate(ranks):
         for name in dict.fromkeys((*ranks[0], *theirs)):
@@ -92,7 +92,7 @@ def broadcast_values(held: Mapping[str, Tensor], comm: Comm) -> None:
                     "the same model on every rank"
                 )
     with torch.no_grad():
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             unlike = [rank for rank, theirs in enumerate(ranks) if theirs[name] != ranks[0][name]]
             _send(tensor, unlike, comm, f"the value of {name}")
 

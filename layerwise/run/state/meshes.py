@@ -25,12 +25,12 @@ ALL_RANKS: dict[DeviceMesh, DeviceMesh] = {}  # by sub-mesh: the mesh of all ran
 
 def plain_dtensor(tensor: DTensor) -> DTensor:
     """Returns it as PyTorch's own DTensor, in the same memory."""
-    made: DTensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    plain: DTensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return plain
 
 
 def replicated(tensor: DTensor) -> bool:
-    return all(isinstance(one, Replicate) for one in tensor.placements)
+    return all(isinstance(placement, Replicate) for placement in tensor.placements)
 
 
 def full(tensor: DTensor) -> Tensor:
@@ -48,11 +48,11 @@ def check_alike(own: Sequence[Tensor], mesh: DeviceMesh) -> None:
     numbers = [x.detach().double().reshape(()) for x in own if x.numel() == 1]
     if not numbers:
         return
-    mesh, mine = ALL_RANKS.get(mesh, mesh), torch.stack(numbers)
-    most = torch.cat([mine, -mine])
+    mesh, local = ALL_RANKS.get(mesh, mesh), torch.stack(numbers)
+    most = torch.cat([local, -local])
     for axis in range(mesh.ndim):
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))
-    if not torch.equal(most[: len(mine)], -most[len(mine) :]):
+    if not torch.equal(most[: len(local)], -most[len(local) :]):
         raise LayerwiseError(
             "a parameter that the plan splits was computed with a number that is another on each rank, such as a loss: "
             "each rank has a part of the parameter. Make a number of the parameter first: loss * p.pow(2).sum()"
@@ -62,10 +62,10 @@ def check_alike(own: Sequence[Tensor], mesh: DeviceMesh) -> None:
 def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
     """Returns the full tensors, on every rank, by one message from those that have them. All ranks call this."""
     fulls, sizes, first = list[Tensor](), list[int](), list[bool]()
-    for one in tensors:
-        mesh, plain = one.device_mesh, plain_dtensor(one)
+    for tensor in tensors:
+        mesh, plain = tensor.device_mesh, plain_dtensor(tensor)
         if mesh.get_coordinate() is None:
-            full = torch.empty(one.shape, dtype=one.dtype, device=one._local_tensor.device)
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
         else:
             full = plain.full_tensor().detach().contiguous()
         fulls.append(full)
@@ -88,19 +88,19 @@ def on_mesh(mesh: DeviceMesh, value: Tensor) -> DTensor:
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
     if mesh in ALL_RANKS and mesh.get_coordinate() is None:
         value = value.new_empty(0) if value.dim() else value.new_zeros(())  # as PyTorch has them outside of a mesh
-    made: DTensor = DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    replicated_tensor: DTensor = DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return replicated_tensor
 
 
-def brought_together(func: Any, given: Sequence[DTensor], written: Collection[int]) -> dict[int, DTensor]:
+def brought_together(func: Any, tensors: Sequence[DTensor], written: Collection[int]) -> dict[int, DTensor]:
     """Returns, by id, what stands for tensors that are not on the mesh of the computation: none that is written to.
 
     written: the ids of what the operation writes to. LayerwiseError where it writes to a mesh and reads more than that
     has.
     """
-    of_some = [x for x in given if x.device_mesh in ALL_RANKS]
-    meshes, others = {x.device_mesh for x in of_some}, [x for x in given if x.device_mesh not in ALL_RANKS]
-    numbers, to_all = all(not x.dim() for x in given), any(id(x) in written for x in others)
+    of_some = [x for x in tensors if x.device_mesh in ALL_RANKS]
+    meshes, others = {x.device_mesh for x in of_some}, [x for x in tensors if x.device_mesh not in ALL_RANKS]
+    numbers, to_all = all(not x.dim() for x in tensors), any(id(x) in written for x in others)
     if len(meshes) == 1 and not (numbers or to_all) and all(not x.dim() or replicated(x) for x in others):
         (mesh,) = meshes
         return {id(x): on_mesh(mesh, full(x)) for x in others}
@@ -126,26 +126,26 @@ def by_mesh(args: Sequence[Any]) -> dict[DeviceMesh | None, list[int]]:
 def mesh_by_mesh(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
     """Returns what an operation makes of lists of tensors, computed mesh by mesh."""
     places = by_mesh(args)
-    count, made = sum(map(len, places.values())), dict[int, Any]()
+    count, results = sum(map(len, places.values())), dict[int, Any]()
 
     def some(x: Any, where: Sequence[int]) -> Any:
         return [x[i] for i in where] if isinstance(x, list | tuple) and len(x) == count else x
 
     for where in places.values():
-        given = {key: some(x, where) for key, x in kwargs.items()}
-        result = func(*(some(x, where) for x in args), **given)
-        made |= dict(zip(where, result or (), strict=False))
-    return [made[i] for i in range(count)] if made else None
+        named = {key: some(x, where) for key, x in kwargs.items()}
+        result = func(*(some(x, where) for x in args), **named)
+        results |= dict(zip(where, result or (), strict=False))
+    return [results[i] for i in range(count)] if results else None
 
 
-def unscale(gradients: Sequence[DTensor], found: Tensor, scale: Tensor) -> None:
+def unscale(gradients: Sequence[DTensor], infinite: Tensor, scale: Tensor) -> None:
     """Divides gradients by GradScaler's scale; an infinity of any rank is found on all."""
     if not all(isinstance(gradient, DTensor) for gradient in gradients):
         raise LayerwiseError(
             "GradScaler was given the parallel model's parameters together with others, in one optimizer: give each an "
             "optimizer of its own"
         )
-    UNSCALE([gradient._local_tensor for gradient in gradients], found, scale)
+    UNSCALE([gradient._local_tensor for gradient in gradients], infinite, scale)
     for mesh in dict.fromkeys(ALL_RANKS.get(g.device_mesh, g.device_mesh) for g in gradients):
         for axis in range(mesh.ndim):
-            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))
+            torch.distributed.all_reduce(infinite, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))

@@ -44,10 +44,10 @@ def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | N
     def alike(x: Any, column: DTensor) -> bool:
         if not isinstance(x, DTensor):
             return not isinstance(x, Tensor) or x.dim() == 0
-        mine, spec = x._spec, column._spec
-        if mine is spec or (mine.placements == spec.placements and mine.mesh == spec.mesh and mine.shape == spec.shape):
+        own, spec = x._spec, column._spec
+        if own is spec or (own.placements == spec.placements and own.mesh == spec.mesh and own.shape == spec.shape):
             return True
-        return x.dim() == 0 and mine.mesh == spec.mesh and replicated(x)
+        return x.dim() == 0 and own.mesh == spec.mesh and replicated(x)
 
     for arg in (*args[1:], *kwargs.values()):
         if not isinstance(arg, list | tuple):
@@ -60,16 +60,16 @@ def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | N
     return columns
 
 
-def own_tensors(given: Iterable[Any]) -> list[Tensor]:
+def own_tensors(arguments: Iterable[Any]) -> list[Tensor]:
     """Returns the plain tensors among arguments, and in lists: this rank's own."""
-    listed = (x for arg in given for x in (arg if isinstance(arg, list | tuple) else (arg,)))
+    listed = (x for arg in arguments for x in (arg if isinstance(arg, list | tuple) else (arg,)))
     return [x for x in listed if isinstance(x, Tensor) and not isinstance(x, DTensor)]
 
 
 def beside_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if DTensors stand beside plain tensors of more than a number."""
-    given = [*args, *kwargs.values()]
-    return any(x.numel() > 1 for x in own_tensors(given)) and any(isinstance(x, DTensor) for x in tree_leaves(given))
+    every = [*args, *kwargs.values()]
+    return any(x.numel() > 1 for x in own_tensors(every)) and any(isinstance(x, DTensor) for x in tree_leaves(every))
 
 
 def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> bool:

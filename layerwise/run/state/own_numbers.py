@@ -76,6 +76,6 @@ class _OwnNumber(torch.autograd.Function):
         mean = gradient / mesh.size()
         for axis in range(mesh.ndim):
             torch.distributed.all_reduce(mean, group=mesh.get_group(axis))
-        made = on_mesh(ctx.mesh, mean)
-        number: DTensor = ctx.kind(made._local_tensor, made._spec, requires_grad=False)
+        everywhere_mean = on_mesh(ctx.mesh, mean)
+        number: DTensor = ctx.kind(everywhere_mean._local_tensor, everywhere_mean._spec, requires_grad=False)
         return number

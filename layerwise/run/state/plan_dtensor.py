@@ -112,35 +112,35 @@ class PlanDTensor(DTensor):
                 "random numbers were asked for of a parameter that the plan splits, and would be other ones than one "
                 "device's: initialise the model before, or by model.apply(fn), or give load_state_dict the values"
             )
-        given = list[DTensor]()
-        each_of(lambda x: given.append(x) if isinstance(x, DTensor) else None, args, kwargs)
-        if len({x.device_mesh for x in given}) > 1 and any(x.device_mesh in ALL_RANKS for x in given):
+        dtensors = list[DTensor]()
+        each_of(lambda x: dtensors.append(x) if isinstance(x, DTensor) else None, args, kwargs)
+        if len({x.device_mesh for x in dtensors}) > 1 and any(x.device_mesh in ALL_RANKS for x in dtensors):
             if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and len(by_mesh(args)) > 1:
                 return mesh_by_mesh(func, args, kwargs)
-            instead = brought_together(func, given, {id(x) for x in tree_leaves(written)})
+            instead = brought_together(func, dtensors, {id(x) for x in tree_leaves(written)})
             args, kwargs = each_of(lambda x: instead.get(id(x), x), args, kwargs)
         same: dict[int, Tensor] = {}
 
         def plain(x: Any) -> Any:
             if isinstance(x, cls):
-                made = plain_dtensor(x)
-                same[id(made)] = x
-                return made
+                plain_tensor = plain_dtensor(x)
+                same[id(plain_tensor)] = x
+                return plain_tensor
             return x
 
         def marked(x: Any) -> Any:
             if id(x) in same:
                 return same[id(x)]
-            return _marked(x, given[0]._local_tensor.device) if isinstance(x, DTensor) else x
+            return _marked(x, dtensors[0]._local_tensor.device) if isinstance(x, DTensor) else x
 
         plain_args, named = each_of(plain, args, kwargs)
         try:
-            made = func(*plain_args, **named)
+            result = func(*plain_args, **named)
         except RuntimeError as error:
             if "placement changes" not in str(error) or not _settled(args[0]):
                 raise
             return cls.__torch_dispatch__(func, types, args, kwargs)
-        return each(marked, (made,))[0]
+        return each(marked, (result,))[0]
 
     if torch.__version__ < "2.13":  # its C++ takes an object of a subclass for a DTensor, and does not come here
 
@@ -172,10 +172,10 @@ class PlanDTensor(DTensor):
     ) -> DTensor:
         """Returns it redistributed: from some ranks to all where it is to be replicated, or of another mesh."""
         mesh, wanted = device_mesh or self.device_mesh, placements or self.placements
-        gathered = all(isinstance(one, Replicate) for one in wanted)
+        gathered = all(isinstance(placement, Replicate) for placement in wanted)
         if self.device_mesh not in ALL_RANKS or (mesh == self.device_mesh and not gathered):
-            made: DTensor = _Marked.apply(super().redistribute(mesh, wanted, **options))  # type: ignore[no-untyped-call]
-            return made
+            redistributed: DTensor = _Marked.apply(super().redistribute(mesh, wanted, **options))  # type: ignore[no-untyped-call]
+            return redistributed
         everywhere: DTensor = _OnAllRanks.apply(self)  # type: ignore[no-untyped-call]
         same = mesh in (self.device_mesh, everywhere.device_mesh) and gathered
         return everywhere if same else everywhere.redistribute(mesh, wanted, **options)
@@ -242,8 +242,8 @@ torch.serialization.add_safe_globals([_shard_of])  # as PyTorch does for its own
 def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
     """Returns the DTensor of this local tensor, made as FSDP2 does; `from_local` goes through autograd."""
     kind = PlanDTensor if spec.ndim else PlanNumber
-    made: PlanDTensor = kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    dtensor: PlanDTensor = kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return dtensor
 
 
 def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], columns: Sequence[DTensor]) -> Any:
@@ -253,16 +253,16 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
         return x._local_tensor if isinstance(x, DTensor) else x
 
     local_args, named = each_of(local, args, kwargs)
-    made = func(*local_args, **named)
+    results = func(*local_args, **named)
     if written := written_by(func, args, kwargs):
         return written[0] if isinstance(written[0], Tensor) else None
-    if not isinstance(made, Tensor):
-        return [wrap(one, column._spec) for one, column in zip(made, columns, strict=True)]
+    if not isinstance(results, Tensor):
+        return [wrap(local_result, column._spec) for local_result, column in zip(results, columns, strict=True)]
     spec = columns[0]._spec
     meta = spec.tensor_meta
-    if meta is not None and meta.dtype != made.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, made.dtype))
-    return wrap(made, spec)
+    if meta is not None and meta.dtype != results.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, results.dtype))
+    return wrap(results, spec)
 
 
 def _check_view(view: PlanDTensor) -> None:
@@ -287,17 +287,17 @@ def _settled(tensor: Any) -> bool:
     storage = tensor._local_tensor.untyped_storage()
     if torch._C._storage_Use_Count(storage._cdata) > ALONE:
         return False
-    made = plain_dtensor(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
-    tensor._local_tensor, tensor._spec = made._local_tensor, made._spec
+    settled = plain_dtensor(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
+    tensor._local_tensor, tensor._spec = settled._local_tensor, settled._spec
     return True
 
 
-def _marked(made: DTensor, device: torch.device) -> DTensor:
+def _marked(tensor: DTensor, device: torch.device) -> DTensor:
     """Returns what was computed as a PlanDTensor. device: of what it was computed of."""
-    local = made._local_tensor
-    if local.device != device and made.device_mesh.get_coordinate() is None:  # PyTorch makes these on the CPU
+    local = tensor._local_tensor
+    if local.device != device and tensor.device_mesh.get_coordinate() is None:  # PyTorch makes these on the CPU
         local = local.to(device)
-    return wrap(local, made._spec)
+    return wrap(local, tensor._spec)
 
 
 class _OnAllRanks(torch.autograd.Function):
