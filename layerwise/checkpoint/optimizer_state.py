@@ -32,7 +32,7 @@ class OptimizerFacts(TypedDict):
     numbers: dict[str, dict[str, str]]  # by parameter and name of the state (`step`), as text
 
 
-State = dict[str, object]  # of one parameter, as in Optimizer.state
+ParameterState = dict[str, object]  # of one parameter, as in Optimizer.state
 Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of the model that it is
 
 
@@ -97,7 +97,7 @@ def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None], memb
 class Prepared:
     """An optimizer's state as it was saved: tensors are still to be filled from the checkpoint's of these names."""
 
-    states: dict[Parameter, State] = field(default_factory=dict)
+    states: dict[Parameter, ParameterState] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     pending: list[tuple[str, Shard, Tensor]] = field(default_factory=list)
 
@@ -144,7 +144,7 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
         of = {name: str(member) for name, member in zip(names, members, strict=True)}
         for parameter in local:
             shard = owned[parameter]
-            prepared.states[parameter] = state = State()
+            prepared.states[parameter] = state = ParameterState()
             for key in keys.get(of[shard.name], ()):
                 name = ".".join((*STATE, of[shard.name], key))
                 state[key] = _state(reader, name, key, parameter, shard, prepared, on_device=on_device)

@@ -19,7 +19,7 @@ CHUNK = 1 << 20  # elements that are looked at together
 FACTORS = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x27BB2EE687B0B0FD)  # odd, below 2^63 (Steele and Vigna, 2021)
 
 
-def model_digest(model: ParallelModule, *settings: object) -> str:
+def values_digest(model: ParallelModule, *settings: object) -> str:
     """Returns a digest of all parameters, buffers, autocast, and of the text of `settings`. Every rank calls it.
 
     The sum, modulo 2^64, of a number that each element and its position in the full tensor make: boxes add up.

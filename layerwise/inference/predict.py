@@ -16,13 +16,14 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.inference.blend import move
 from layerwise.inference.cases import Cases
-from layerwise.inference.digest import model_digest
+from layerwise.inference.digest import values_digest
 from layerwise.inference.predictor import Reduce
 from layerwise.inference.results import results_of
-from layerwise.inference.rounds import compute_round, evaluating, predictor_of, rounds_of, written_before
+from layerwise.inference.rounds import compute_round, predictor_of, rounds_of, written_before
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import DTYPE_OF, dtype_name
+from layerwise.train.score import evaluating
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,9 @@ def predict(
     world = model.comm
     cases = agree(world, lambda: (Cases.of(model, samples, output), None))[0]
     results = results_of(out, len(cases.names), cases.files)
-    with evaluating(model):
+    with evaluating(model), torch.inference_mode():
         predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
-        results.digest = model_digest(model, output, _named(reduce), window, overlap, mirror, cases.planned)
+        results.digest = values_digest(model, output, _named(reduce), window, overlap, mirror, cases.planned)
         there = written_before(world, results, [] if overwrite else cases.names)
         numbers = [number for number, name in enumerate(cases.names) if name not in there]
         failed = dict[str, str]()
@@ -146,7 +147,7 @@ def answer(
     """
     cases = Cases.of(model, x.detach().cpu(), output)
     made = list[Tensor]()
-    with evaluating(model):
+    with evaluating(model), torch.inference_mode():
         predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
         for numbers in cases.batches(range(len(cases.names)), model.plan.batch):
             made += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]

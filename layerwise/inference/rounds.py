@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,19 +20,6 @@ from layerwise.inference.results import Results
 from layerwise.inference.windows import Gaussian
 from layerwise.quantities import parse_bytes
 from layerwise.run.parallel import ParallelModule
-
-
-@contextmanager
-def evaluating(model: ParallelModule) -> Iterator[None]:
-    """Within it all of the model is in evaluation mode, and nothing is differentiated."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def predictor_of(

@@ -55,7 +55,7 @@ def settings_of(compile: bool | Settings) -> Settings | None:
     return dict(compile)
 
 
-def compiled(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
+def compile_with(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
     """Returns torch.compile of a function or a module. LayerwiseError where PyTorch refuses the settings."""
     try:
         result: Callable[..., Any] = torch.compile(function, **settings)

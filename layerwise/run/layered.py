@@ -31,8 +31,7 @@ from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten,
 from layerwise.run.inputs import Batch
 from layerwise.run.local_tensor import Version
 from layerwise.run.options import RuntimeOptions, check_types
-from layerwise.run.outputs import MeanLoss, check_classes, global_loss, mean_loss, returned
-from layerwise.run.parallel import LossFunction
+from layerwise.run.outputs import LossFunction, MeanLoss, check_classes, global_loss, mean_loss, returned
 from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State

@@ -24,7 +24,7 @@ from layerwise.ops.base import Role
 from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.schedule.schedule import Schedule
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 MOST = 64  # integers that are tried of one target
 SAMPLES, POSITIONS = 4, 5  # of what it is tried on, which is cut into parts of other sizes, (1, 3) and (2, 3)
 ROUNDING = 1e-3  # of a loss that computes in float32, and adds few numbers
@@ -34,7 +34,7 @@ ROUNDING = 1e-3  # of a loss that computes in float32, and adds few numbers
 class MeanLoss:
     """A loss that was tried, and is a mean over samples and positions."""
 
-    loss: Loss
+    loss: LossFunction
     predicted: Tensor  # what it was tried on
     target: Tensor
     others: set[int]  # integers that are none of its classes, and were tried, too
@@ -67,7 +67,9 @@ class MeanLoss:
         self.others.add(other)
 
 
-def mean_loss(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> MeanLoss:
+def mean_loss(
+    loss: LossFunction, out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device
+) -> MeanLoss:
     """Returns the loss, tried on random numbers: the whole's must be the mean of the parts'. Alike on all ranks.
 
     out: the output's shape, (samples, classes, positions, ...); target: any of it, for its dimensions and type.
@@ -87,7 +89,7 @@ def mean_loss(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dty
     return MeanLoss(loss, y, t, set())
 
 
-def _is_mean(loss: Loss, y: Tensor, t: Tensor) -> bool:
+def _is_mean(loss: LossFunction, y: Tensor, t: Tensor) -> bool:
     """True if the loss of the whole is the mean of its parts', along each dimension."""
     for dim in (0, *range(2, y.dim())):
         full = _value(loss, y, t)
@@ -121,7 +123,7 @@ def _tried(out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: tor
     return y.to(device, dtype), t.to(device)
 
 
-def _takes(loss: Loss, y: Tensor, t: Tensor) -> bool:
+def _takes(loss: LossFunction, y: Tensor, t: Tensor) -> bool:
     """True if the loss of these is a number."""
     try:
         return isfinite(_value(loss, y, t))
@@ -129,7 +131,7 @@ def _takes(loss: Loss, y: Tensor, t: Tensor) -> bool:
         return False
 
 
-def _value(loss: Loss, y: Tensor, t: Tensor) -> float:
+def _value(loss: LossFunction, y: Tensor, t: Tensor) -> float:
     with torch.no_grad():
         try:
             return float(loss(y, t))

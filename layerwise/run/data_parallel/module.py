@@ -24,7 +24,7 @@ from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
-from layerwise.run.compiling import compiled, limits
+from layerwise.run.compiling import compile_with, limits
 from layerwise.run.data_parallel.gradients import AveragedParameters
 from layerwise.run.data_parallel.module_spans import ModuleSpans
 from layerwise.run.data_parallel.replaced_modules import Calls, FedSamples, GlobalBatchNorm, ModelCall, replaced_modules
@@ -92,7 +92,9 @@ class DataParallelModule(ParallelModule):
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
         # Not registered: it is not another part of this module.
-        self.__dict__["_called"] = module if facts.options.compile is None else compiled(module, facts.options.compile)
+        self.__dict__["_called"] = (
+            module if facts.options.compile is None else compile_with(module, facts.options.compile)
+        )
         self._average()
         self._made = True
 
@@ -308,7 +310,7 @@ class DataParallelModule(ParallelModule):
 
     def compile(self, **settings: Any) -> None:
         """Compiles the model, with torch.compile's arguments; what communicates is between the compiled parts."""
-        self.__dict__["_called"] = compiled(self.module, settings)
+        self.__dict__["_called"] = compile_with(self.module, settings)
         self.runtime_options = replace(self.runtime_options, compile=settings)
         self._facts = replace(self._facts, options=self.runtime_options)
         self._traced()  # of the whole model from now on

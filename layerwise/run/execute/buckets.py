@@ -189,7 +189,7 @@ class GradientBucket:
         return self.slots.shard(self.local, name, self.group.index(rank))
 
 
-def full(buckets: Iterable[GradientBucket]) -> Iterator[GradientBucket]:
+def ready(buckets: Iterable[GradientBucket]) -> Iterator[GradientBucket]:
     """Yields the buckets to send now: full ones, behind nothing that is not."""
     return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.sent)
 

@@ -25,8 +25,7 @@ from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
 from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
-from layerwise.run.schedule.redistribute import Flight, landed
-from layerwise.run.schedule.redistribute import TimedTransfer as Way
+from layerwise.run.schedule.redistribute import Flight, TimedTransfer, landed
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 
 Steps = list[tuple[str, list[Instruction]]]  # by layer
@@ -188,7 +187,7 @@ class _Forward:
             return part
         return self._communicate(edge, x, at_once(*self._ways(edge, alike=full and not self.schedule.all_classes)))
 
-    def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[Way, Way]:
+    def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[TimedTransfer, TimedTransfer]:
         """Returns the ways there and back. alike: nothing is added up, as all ranks have the same gradient."""
         like, way = self.run.empty(self.types[edge.source]), edge.redistribution
         run, name = self.run, f"{edge.what} (backward)"
@@ -202,7 +201,7 @@ class _Forward:
             return landed(None if box is None or gradient is None else gradient[box.slices()])
 
         there, adjoint = (lambda x: way.begin(x, like)), own if alike else back
-        return Way(edge.what, there, run.spans), Way(name, adjoint, run.spans)
+        return TimedTransfer(edge.what, there, run.spans), TimedTransfer(name, adjoint, run.spans)
 
     def _defer_weights(self, scheduled: ScheduledLayer) -> None:
         """Defers the gradient of a layer's weights, where it is to be, until the backward pass comes back to here."""

@@ -21,8 +21,8 @@ from layerwise.run.execute.buckets import (
     BucketSlots,
     GradientBucket,
     ShardLayout,
-    full,
     is_nothing,
+    ready,
     same_memory,
     scaled,
 )
@@ -169,12 +169,12 @@ class Gradients:
         Also within no_sync() of those of which this rank keeps a part: it has no room for a gradient of all of it.
         """
         going = [bucket for bucket in self.reducer.buckets if self.synchronise or bucket.slots is not None]
-        for bucket in full(bucket for bucket in going if not bucket.gathered):
+        for bucket in ready(bucket for bucket in going if not bucket.gathered):
             self._send(bucket)
         # Those of one layer each leave in the order of the layers. So every rank begins each of them before it goes on
         # to the next layer's, and can wait for the one before: no more than two are there at a time.
         of_layers = [bucket for bucket in going if bucket.gathered]
-        for bucket in full(of_layers):
+        for bucket in ready(of_layers):
             for earlier in of_layers:
                 earlier.end()
             self._send(bucket)

@@ -24,7 +24,7 @@ from layerwise.partition.blocks import AGAIN
 from layerwise.program.instructions import AllGather, Arrive, Compute, Forget, Free, Instruction, Move, Release
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.kernels import LayerKernel, Pass
-from layerwise.run.schedule.redistribute import TimedTransfer as Way
+from layerwise.run.schedule.redistribute import TimedTransfer
 from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
 
 
@@ -141,7 +141,7 @@ class Block:
             return x
         if not edge.travels:
             return way.kept(x, like)
-        return Way(edge.what + AGAIN, partial(way.begin, like=like), self._run.spans)(x)
+        return TimedTransfer(edge.what + AGAIN, partial(way.begin, like=like), self._run.spans)(x)
 
 
 class _Kernel:

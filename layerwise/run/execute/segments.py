@@ -23,8 +23,7 @@ from layerwise.ops.base import Role
 from layerwise.ops.fused import run_stages
 from layerwise.ops.random import combine, signed
 from layerwise.ops.whole import Whole
-from layerwise.run.compiling import Settings
-from layerwise.run.compiling import compiled as compile_with
+from layerwise.run.compiling import Settings, compile_with
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 
 Values = Sequence[Tensor]
