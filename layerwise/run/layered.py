@@ -18,6 +18,7 @@ from layerwise.importers.load import Network
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
+from layerwise.run.batch import Batch
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
@@ -28,10 +29,10 @@ from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.original import OriginalModel
 from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, check_values, versions
-from layerwise.run.inputs import Batch
 from layerwise.run.local_tensor import Version
+from layerwise.run.mean_loss import LossFunction, MeanLoss, mean_loss
 from layerwise.run.options import RuntimeOptions, check_types
-from layerwise.run.outputs import LossFunction, MeanLoss, check_classes, global_loss, mean_loss, returned
+from layerwise.run.outputs import check_classes, global_loss, returned
 from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State

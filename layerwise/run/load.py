@@ -25,8 +25,8 @@ from layerwise.run.data_parallel.module import DataParallelModule, Facts
 from layerwise.run.data_parallel.replacements import replacements
 from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
 from layerwise.run.layered import LayeredModule
+from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
-from layerwise.run.outputs import LossFunction
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.model_state import settle_values

@@ -21,8 +21,8 @@ from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.local_tensor import local_tensor
+from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
-from layerwise.run.outputs import LossFunction
 from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.run.state.model_state import ModelState

@@ -24,15 +24,16 @@ from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
+from layerwise.run.batch import Batch
 from layerwise.run.compiling import compile_with, limits
+from layerwise.run.data_parallel.calls import Calls, FedSamples, ModelCall
 from layerwise.run.data_parallel.gradients import AveragedParameters
 from layerwise.run.data_parallel.module_spans import ModuleSpans
-from layerwise.run.data_parallel.replaced_modules import Calls, FedSamples, GlobalBatchNorm, ModelCall, replaced_modules
+from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, replaced_modules
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.hooks import check_transforms, in_backward
-from layerwise.run.inputs import Batch
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
 from layerwise.run.parallel import ParallelModule
