@@ -29,13 +29,9 @@ def plain_dtensor(tensor: DTensor) -> DTensor:
     return plain
 
 
-def replicated(tensor: DTensor) -> bool:
-    return all(isinstance(placement, Replicate) for placement in tensor.placements)
-
-
 def full(tensor: DTensor) -> Tensor:
     """Returns the full tensor of a DTensor that lies on all ranks."""
-    return tensor._local_tensor if replicated(tensor) else plain_dtensor(tensor).full_tensor()
+    return tensor._local_tensor if tensor._spec.is_replicated() else plain_dtensor(tensor).full_tensor()
 
 
 def everywhere(tensor: DTensor) -> Tensor:
@@ -101,7 +97,7 @@ def brought_together(func: Any, tensors: Sequence[DTensor], written: Collection[
     of_some = [x for x in tensors if x.device_mesh in ALL_RANKS]
     meshes, others = {x.device_mesh for x in of_some}, [x for x in tensors if x.device_mesh not in ALL_RANKS]
     numbers, to_all = all(not x.dim() for x in tensors), any(id(x) in written for x in others)
-    if len(meshes) == 1 and not (numbers or to_all) and all(not x.dim() or replicated(x) for x in others):
+    if len(meshes) == 1 and not (numbers or to_all) and all(not x.dim() or x._spec.is_replicated() for x in others):
         (mesh,) = meshes
         return {id(x): on_mesh(mesh, full(x)) for x in others}
     if any(id(x) in written for x in of_some):

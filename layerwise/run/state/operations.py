@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from layerwise.run.state.meshes import replicated
-
 
 def each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
     """Returns what `act` makes of an operation's arguments or results, and of those in lists."""
@@ -47,7 +45,7 @@ def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | N
         own, spec = x._spec, column._spec
         if own is spec or (own.placements == spec.placements and own.mesh == spec.mesh and own.shape == spec.shape):
             return True
-        return x.dim() == 0 and own.mesh == spec.mesh and replicated(x)
+        return x.dim() == 0 and own.mesh == spec.mesh and own.is_replicated()
 
     for arg in (*args[1:], *kwargs.values()):
         if not isinstance(arg, list | tuple):

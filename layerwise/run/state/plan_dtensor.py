@@ -40,7 +40,6 @@ from layerwise.run.state.meshes import (
     mesh_by_mesh,
     on_mesh,
     plain_dtensor,
-    replicated,
     unscale,
 )
 from layerwise.run.state.operations import (
@@ -182,7 +181,7 @@ class PlanDTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns what pickle writes of it: this rank's shard, which `_shard_of` gives to no other rank."""
-        if replicated(self) and self.device_mesh not in ALL_RANKS:
+        if self._spec.is_replicated() and self.device_mesh not in ALL_RANKS:
             return plain_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return _shard_of, (torch.distributed.get_rank(), plain_dtensor(self))
 
