@@ -145,9 +145,9 @@ class Comm(ABC):
 
         Counts the rows of the others. (gloo's own is an all-reduce in disguise, which sends twice the bytes.)
         """
-        mine, others = group.index(self.rank), self._others(group)
+        index, others = group.index(self.rank), self._others(group)
         received = list(parts.new_empty((len(group) - 1, *out.shape)))
-        rows = [*received[:mine], parts[mine], *received[mine:]]
+        rows = [*received[:index], parts[index], *received[index:]]
 
         def add_up() -> None:
             out.copy_(rows[0])
@@ -163,8 +163,8 @@ class Comm(ABC):
 
         Counts the rows of the others.
         """
-        mine, others = group.index(self.rank), self._others(group)
-        out[mine] = parts[mine]
+        index, others = group.index(self.rank), self._others(group)
+        out[index] = parts[index]
         sends = [(rank, parts[row]) for row, rank in others]
         return self.exchange(sends, [(rank, out[row]) for row, rank in others], kind, what)
 
@@ -185,8 +185,8 @@ class Comm(ABC):
 
         It then has every rank's, by rank. Not counted.
         """
-        told = self.all_gather_object(list(numbers))
-        return lambda: told
+        rows = self.all_gather_object(list(numbers))
+        return lambda: rows
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Returns every rank's value, by rank, by way of JSON."""
@@ -206,10 +206,10 @@ class Comm(ABC):
         A fact that a rank does not state counts as empty.
         """
         everyone = self.all_gather_object(dict(facts))
-        for name in dict.fromkeys(name for one in everyone for name in one):
+        for name in dict.fromkeys(name for facts_of_rank in everyone for name in facts_of_rank):
             holders: dict[str, list[int]] = {}
-            for rank, one in zip(self.members.ranks, everyone, strict=True):
-                holders.setdefault(one.get(name, ""), []).append(rank)
+            for rank, facts_of_rank in zip(self.members.ranks, everyone, strict=True):
+                holders.setdefault(facts_of_rank.get(name, ""), []).append(rank)
             if len(holders) > 1:
                 parts = ", ".join(f"{value or 'none'} on {ranks(who, None)}" for value, who in holders.items())
                 raise CommError(f"the ranks differ in {name}: {parts}; every rank must be given the same")

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from layerwise.comm.base import Members, ranks, reason
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass
 
 STOPPED: Final = "stopped from outside (SIGTERM"  # in the words of `stopped_text` alone
 

@@ -103,10 +103,10 @@ class ProcessComm(Comm):
         of = "" if self.size == self._members.world else f"of_{'_'.join(map(str, self._ranks))}_"
         names = tuple(f"{of}axis_{axis}" for axis in range(ranks.ndim))
         mesh = torch.from_numpy(np.array(self._ranks)[ranks])
-        mine = [stream[group] for group in groups if self.rank in group]
-        if not mine:
+        joined = [stream[group] for group in groups if self.rank in group]
+        if not joined:
             return DeviceMesh(self.device.type, mesh, mesh_dim_names=names, _init_backend=False)
-        return DeviceMesh.from_group(mine, self.device.type, mesh=mesh, mesh_dim_names=names)
+        return DeviceMesh.from_group(joined, self.device.type, mesh=mesh, mesh_dim_names=names)
 
     def exchange(
         self,
@@ -212,11 +212,11 @@ class ProcessComm(Comm):
 
     def tell(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Tells all ranks by way of the CPU, beside whatever else is under way."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = mine.new_empty(self.size * len(numbers))
+        local = torch.tensor(numbers, dtype=torch.int64)
+        everyone = local.new_empty(self.size * len(numbers))
         what = "an agreement on the batch"
         with self._joint(what):
-            work = _all_gather(everyone, mine, group=self._texts, async_op=True)
+            work = _all_gather(everyone, local, group=self._texts, async_op=True)
         assert work is not None
 
         def told() -> list[list[int]]:
@@ -272,18 +272,18 @@ class ProcessComm(Comm):
                 if self.device.type == "cuda":  # a thread has its own
                     torch.cuda.set_device(self.device)
                 if self.size == self._members.world:
-                    made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
-                    return made
+                    process_group: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
+                    return process_group
                 self._made += 1
                 return _group_of_members(global_ranks, timedelta(seconds=seconds), backend, self._ranks, self._made)
 
             try:  # no guard ends a process that made the default group itself
-                made = in_thread(make).result(self._timeout_s + SLACK_S)
+                process_group = in_thread(make).result(self._timeout_s + SLACK_S)
             except TimeoutError:
                 raise RuntimeError("overdue") from None
             if backend == "nccl" and self.rank in group:  # it connects at the first use: now
-                dist.all_reduce(torch.zeros(1, device=self.device), group=made)
-        return made
+                dist.all_reduce(torch.zeros(1, device=self.device), group=process_group)
+        return process_group
 
     def _note(self, work: dist.Work, what: str) -> None:
         """Notes what NCCL was given last; only the GPU waits for it."""
@@ -328,12 +328,12 @@ def _group_of_members(ranks: Group, timeout: timedelta, backend: str, members: G
         return cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
     name: Any = f"layerwise/{'_'.join(map(str, members))}/{number}"
     local, store = ranks.index(dist.get_rank()), c10d._get_default_store()
-    made: dist.ProcessGroup
-    made, _ = c10d._new_process_group_helper(
+    process_group: dist.ProcessGroup
+    process_group, _ = c10d._new_process_group_helper(
         len(ranks), local, list(ranks), dist.Backend(backend), store, name, timeout=timeout
     )
-    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
-    return made
+    c10d._world.pg_group_ranks[process_group] = {rank: i for i, rank in enumerate(ranks)}
+    return process_group
 
 
 def _sure(work: dist.Work | None) -> dist.Work:

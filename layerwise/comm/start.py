@@ -107,7 +107,7 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
         torch.cuda.set_device(where)
     stores = connect(seat, timeout_s)
     name = _name(seat, stores[0], timeout_s) if seat.agent else ""
-    store, own = (PrefixStore(f"layerwise/{name}", one) for one in stores)
+    store, own = (PrefixStore(f"layerwise/{name}", connection) for connection in stores)
     watch = _watch(seat, own, timeout_s)
     Guard(watch).start()
     watch.enter("the arrival of all ranks", timeout_s + SLACK_S)
@@ -182,14 +182,14 @@ def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
         return in_thread(do).result(timeout_s + CONNECT_SLACK_S)
     except (TimeoutError, RuntimeError) as error:
         if serves:
-            said = f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason(error)}; the port is taken?"
+            what = f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason(error)}; the port is taken?"
         else:
             server = "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
-            said = (
+            what = (
                 f"{server} does not answer at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: it was not "
                 "started, has ended or is stopped, the network is cut, or another program listens there;"
             )
-        raise CommError(f"{said} check MASTER_ADDR and MASTER_PORT") from error
+        raise CommError(f"{what} check MASTER_ADDR and MASTER_PORT") from error
 
 
 def hush() -> None:
@@ -271,12 +271,12 @@ def _arrive(
 
     answer: called with the ranks that are still missing.
     """
-    mine = {"WORLD_SIZE": str(seat.size), "torch version": torch.__version__, "backend": backend}
+    facts = {"WORLD_SIZE": str(seat.size), "torch version": torch.__version__, "backend": backend}
     until = time.monotonic() + timeout_s
     try:
         if store.add(f"taken/{seat.rank}", 1) > 1:
             raise watch.error(watch.accuse(f"two processes say that they are rank {seat.rank} of {seat.size}"))
-        store.set(f"arrived/{seat.rank}", json.dumps(mine))
+        store.set(f"arrived/{seat.rank}", json.dumps(facts))
         missing = [rank for rank in range(seat.size) if rank != seat.rank]
         while missing:
             overdue = time.monotonic() > until
@@ -285,7 +285,7 @@ def _arrive(
             for rank in missing[:]:
                 if store.check([f"arrived/{rank}"]):
                     missing.remove(rank)
-                    _compare(seat, watch, mine, rank, json.loads(store.get(f"arrived/{rank}")))
+                    _compare(seat, watch, facts, rank, json.loads(store.get(f"arrived/{rank}")))
                 elif not overdue:
                     break  # one look at a time is enough
             watch.check()
@@ -301,8 +301,8 @@ def _arrive(
         raise watch.error(watch.find(reason(error))) from error
 
 
-def _compare(seat: Seat, watch: Watch, mine: dict[str, str], rank: int, other: dict[str, str]) -> None:
-    for name, value in mine.items():
+def _compare(seat: Seat, watch: Watch, facts: dict[str, str], rank: int, other: dict[str, str]) -> None:
+    for name, value in facts.items():
         if other.get(name) != value:
             text = f"the ranks differ in {name}: {value} on rank {seat.rank}, {other.get(name)} on rank {rank}"
             raise watch.error(watch.accuse(f"{text}; every rank must be started alike"))

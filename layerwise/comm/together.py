@@ -24,7 +24,7 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
     """
     failure: Exception | None = None
     try:
-        made, answer = act()
+        result, answer = act()
         mine = json.dumps({"answer": answer})
     except Exception as error:
         failure = error
@@ -38,7 +38,7 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
         rank, reason = next(iter(errors.items()))
         alike = len(errors) == comm.size and len(set(errors.values())) == 1
         raise LayerwiseError(": ".join([part for part in (what, "" if alike else f"rank {rank}", reason) if part]))
-    return made, [answer["answer"] for answer in answers]
+    return result, [answer["answer"] for answer in answers]
 
 
 def _understood(rank: int, text: str, what: str) -> dict[str, Any]:

@@ -93,8 +93,8 @@ def _predict(plan: Plan, args: argparse.Namespace) -> int:
         comm.handshake(flags)
         weights = agree(comm, lambda: (weights_file(args.weights), None))[0]
         dtype, autocast = ARITHMETIC[args.dtype]
-        made = partial(load, plan, args.model, comm=comm, weights=weights, dtype=dtype, autocast=autocast)
-        model = made().eval().requires_grad_(False)
+        load_model = partial(load, plan, args.model, comm=comm, weights=weights, dtype=dtype, autocast=autocast)
+        model = load_model().eval().requires_grad_(False)
         samples = args.data[0] if len(args.data) == 1 and _stacked(args.data[0]) else args.data
         done = predict(
             model,
@@ -125,12 +125,12 @@ def _stacked(path: str) -> bool:
 def _extents(text: str) -> tuple[int, ...]:
     """Returns the numbers of DxHxW."""
     try:
-        found = tuple(map(int, text.lower().split("x")))
+        extents = tuple(map(int, text.lower().split("x")))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
+        extents = ()
+    if not extents or min(extents) < 1:
         raise LayerwiseError(f"--window takes extents such as 128x128x64, not {text!r}")
-    return found
+    return extents
 
 
 if __name__ == "__main__":

@@ -146,12 +146,12 @@ def answer(
         LayerwiseError: As `predict`.
     """
     cases = Cases.of(model, x.detach().cpu(), output)
-    made = list[Tensor]()
+    outputs = list[Tensor]()
     with evaluating(model), torch.inference_mode():
         predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
         for numbers in cases.batches(range(len(cases.names)), model.plan.batch):
-            made += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]
-    return torch.stack(made)
+            outputs += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]
+    return torch.stack(outputs)
 
 
 def _named(reduce: object) -> object:
@@ -174,15 +174,15 @@ def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, s
     """Returns what became of the samples. LayerwiseError where some failed: it names them, and says why."""
     written = tuple(name for name in names if name not in there and name not in failed)
     if failed:
-        told = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
-        raise LayerwiseError(f"{len(failed)} of {len(names)} samples failed, {len(written)} are written: {told}")
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
+        raise LayerwiseError(f"{len(failed)} of {len(names)} samples failed, {len(written)} are written: {reasons}")
     return Predicted(written, tuple(there))
 
 
 def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
     """Returns all of a tensor of which the ranks have boxes, on every rank."""
-    held = [box for box in boxes if box is not None]
-    full = Box.full(map(max, *(box.hi for box in held), held[0].hi))
+    owned = [box for box in boxes if box is not None]
+    full = Box.full(map(max, *(box.hi for box in owned), owned[0].hi))
     dtype = next(filter(None, comm.all_gather_text("" if x is None else dtype_name(x.dtype))))
     like = torch.empty(0, dtype=DTYPE_OF[dtype], device=comm.device)
     gathered = move(comm, x, boxes, (full,) * comm.size, like, "an answer")

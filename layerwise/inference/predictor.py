@@ -77,23 +77,24 @@ class Predictor:
         """Yields predictions of samples of equal shapes, reduced, one by one. Every rank of `comm` calls it alike."""
 
         def seen() -> tuple[Sizes, JSON]:
-            made = self.cases.shapes(numbers[0])
-            return made, [list(numbers), *map(list, made)]
+            shapes_here = self.cases.shapes(numbers[0])
+            return shapes_here, [list(numbers), *map(list, shapes_here)]
 
-        shapes, told = agree(self.comm, seen)
-        if any(other != told[0] for other in told):
-            raise LayerwiseError(f"the ranks see other samples, or of other shapes: {told[0]} and others")
-        made = self._mean(numbers, shapes) if self.cases.follows else self._full(numbers, shapes)
-        boxes, x = self._reduced(*made)
+        shapes, ranks = agree(self.comm, seen)
+        if any(other != ranks[0] for other in ranks):
+            raise LayerwiseError(f"the ranks see other samples, or of other shapes: {ranks[0]} and others")
+        passed = self._mean(numbers, shapes) if self.cases.follows else self._full(numbers, shapes)
+        boxes, x = self._reduced(*passed)
         for place in range(len(numbers)):
             here = tuple(None if b is None or not b.lo[0] <= place < b.hi[0] else b for b in boxes)
             box = here[self.comm.rank]
-            one = None if x is None or box is None else x[place - box.lo[0]]
-            yield tuple(None if b is None else Box(b.lo[1:], b.hi[1:]) for b in here), one
+            sample = None if x is None or box is None else x[place - box.lo[0]]
+            yield tuple(None if b is None else Box(b.lo[1:], b.hi[1:]) for b in here), sample
 
     def _full(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
         regions = [
-            SampleRegion(one.source, Box.full(shape)) for one, shape in zip(self.cases.inputs, shapes, strict=True)
+            SampleRegion(box_input.source, Box.full(shape))
+            for box_input, shape in zip(self.cases.inputs, shapes, strict=True)
         ]
         return self._pass(numbers, self.model.sized(shapes, len(numbers)), regions)
 
@@ -176,14 +177,14 @@ class Predictor:
             x = x.float()
         if self.reduce is None:
             return boxes, x
-        held = [box for box in boxes if box is not None and box.volume]
-        if len({(box.lo[1], box.hi[1]) for box in held}) > 1:
+        owned = [box for box in boxes if box is not None and box.volume]
+        if len({(box.lo[1], box.hi[1]) for box in owned}) > 1:
             raise LayerwiseError(
                 "the plan splits the classes of the output, and reduce= needs all of them: reduce them in the model"
             )
         if self.reduce in ("softmax", "sigmoid"):
             return boxes, x if x is None else (x.softmax(1) if self.reduce == "softmax" else x.sigmoid())
-        classes = held[0].hi[1]
+        classes = owned[0].hi[1]
         if self.reduce == "argmax":
             x = x if x is None else x.argmax(1).to(torch.uint8 if classes <= 256 else torch.int32)
             return tuple(None if b is None else Box((b.lo[0], *b.lo[2:]), (b.hi[0], *b.hi[2:])) for b in boxes), x
@@ -198,17 +199,17 @@ class Predictor:
             if x is None:
                 return None, None
             with foreign("reduce= cannot be taken"):
-                made = reduce(x)
-            if isinstance(made, Tensor) and made.is_floating_point():
-                made = made.float()
+                reduced = reduce(x)
+            if isinstance(reduced, Tensor) and reduced.is_floating_point():
+                reduced = reduced.float()
             if (
-                not isinstance(made, Tensor)
-                or made.shape[:1] + made.shape[made.dim() - x.dim() + 2 :] != x.shape[:1] + x.shape[2:]
+                not isinstance(reduced, Tensor)
+                or reduced.shape[:1] + reduced.shape[reduced.dim() - x.dim() + 2 :] != x.shape[:1] + x.shape[2:]
             ):
                 raise LayerwiseError(
                     "reduce= must return a tensor (n, classes, ...) or (n, ...) of the positions it is given"
                 )
-            return made, list(made.shape[1 : made.dim() - x.dim() + 2])
+            return reduced, list(reduced.shape[1 : reduced.dim() - x.dim() + 2])
 
         made, classes = agree(self.comm, act)
         middle = tuple(next(shape for shape in classes if shape is not None))
@@ -231,5 +232,5 @@ def _placed(box: Box, region: Box, mirrored: Sequence[int]) -> Box:
 def _cut(boxes: Each, x: Tensor | None, full: Box, rank: int) -> Boxed:
     """Returns boxes and this rank's tensor without what was padded."""
     cut = tuple(None if box is None or not (box & full).volume else box & full for box in boxes)
-    box, kept = boxes[rank], cut[rank]
-    return cut, None if x is None or box is None or kept is None else x[kept.slices(box)]
+    box, rest = boxes[rank], cut[rank]
+    return cut, None if x is None or box is None or rest is None else x[rest.slices(box)]

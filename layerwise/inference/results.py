@@ -65,9 +65,9 @@ class Results(ABC):
 
     def _array(self, boxes: Each, x: Tensor | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Returns shape and element type of the array whose boxes the ranks have."""
-        held = [box for box in boxes if box is not None]
-        told = self.comm.all_gather_text("" if x is None else str(x.dtype).removeprefix("torch."))
-        return tuple(map(max, *(box.hi for box in held), held[0].hi)), np.dtype(next(filter(None, told)))
+        owned = [box for box in boxes if box is not None]
+        types = self.comm.all_gather_text("" if x is None else str(x.dtype).removeprefix("torch."))
+        return tuple(map(max, *(box.hi for box in owned), owned[0].hi)), np.dtype(next(filter(None, types)))
 
     def _first(self, act: Callable[[], object], what: str) -> None:
         """Has rank 0 do this, however long it takes, while the others wait."""
@@ -179,12 +179,12 @@ class ZarrGroup(Results):
 
         def create() -> None:
             zarr.open_group(self.folder, mode="a")
-            zarr.create_array(made, shape=shape, dtype=dtype, chunks=chunks, attributes={"layerwise": self.digest})
+            zarr.create_array(path, shape=shape, dtype=dtype, chunks=chunks, attributes={"layerwise": self.digest})
 
-        with _beside(self, self.folder / name) as made:
+        with _beside(self, self.folder / name) as path:
             self._first(create, what)
             turn = "" if apart else self._rank()
-            self._in_turns(lambda: _put(zarr.open_array(made, mode="r+"), boxes[self.comm.rank], x), what, turn)
+            self._in_turns(lambda: _put(zarr.open_array(path, mode="r+"), boxes[self.comm.rank], x), what, turn)
 
 
 class StackedResults(Results):

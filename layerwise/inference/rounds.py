@@ -68,10 +68,10 @@ def compute_round(predictor: Predictor, world: Comm, results: Results, numbers: 
     together = predictor.comm is world
     try:
         if together:
-            made = [*zip(numbers, predictor.batch(numbers), strict=True)]
+            computed = [*zip(numbers, predictor.batch(numbers), strict=True)]
         else:
-            made = _one_each(predictor, world, numbers, failed)
-        for number, boxed in made:
+            computed = _one_each(predictor, world, numbers, failed)
+        for number, boxed in computed:
             results.write(number, names[number], *boxed)
     except CommError:
         raise
@@ -97,21 +97,21 @@ def _one_each(
         assert x is not None
         return x, list(x.shape)
 
-    x, told = agree(world, act)
-    made = list[tuple[int, Boxed]]()
+    x, ranks = agree(world, act)
+    computed = list[tuple[int, Boxed]]()
     for rank, number in enumerate(numbers):
-        shape = told[rank]
+        shape = ranks[rank]
         if isinstance(shape, str):
             failed[predictor.cases.names[number]] = shape
         else:
             box = Box.full(shape)
             owned = tuple(box if other == rank else None for other in range(world.size))
-            made.append((number, (owned, x if rank == world.rank else None)))
-    return made
+            computed.append((number, (owned, x if rank == world.rank else None)))
+    return computed
 
 
-def _limit(given: float | str | None, device: torch.device) -> float:
+def _limit(wanted: float | str | None, device: torch.device) -> float:
     """Returns bytes that a pass may take on a device."""
-    if given is not None:
-        return parse_bytes(given, "memory_limit")
+    if wanted is not None:
+        return parse_bytes(wanted, "memory_limit")
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else float("inf")
