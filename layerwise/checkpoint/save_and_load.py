@@ -53,9 +53,26 @@ def save(
 ) -> Path:
     """Writes DIR/step-<module.steps_done>, by all ranks together, and keeps the newest `keep`. Returns its path.
 
-    `progress` (rank 0's is kept) comes back from `load`: epoch, counters, seeds. DIR must be on a file system that
-    all ranks share, and no other run may be saving there. LayerwiseError on every rank where one of them fails;
-    earlier checkpoints are then as they were.
+    Args:
+        directory: DIR, on a file system that all ranks share, into which no other run is saving.
+        module: The parallel module.
+        optimizer: One of torch.optim's over its parameters; None: the module alone is saved.
+        progress: What `load` is to return, such as epoch, counters and seeds; rank 0's is kept.
+        keep: How many checkpoints DIR has afterwards, at most.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        LayerwiseError: It failed on some rank; earlier checkpoints are as they were.
+
+    Examples:
+        >>> import layerwise, tempfile, torch
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = save(folder, model, None, {"epoch": 3})
+        ...     load(folder, model)
+        {'epoch': 3}
     """
     return begin_saving(directory, module, optimizer, progress, keep, beside=False).finish()
 
@@ -181,9 +198,22 @@ def load(
 
     Whatever plan and number of ranks saved it: each rank reads the parts of saved boxes that fall into its own. Also a
     folder that `torch.distributed.checkpoint.save` wrote, of {"model": ..., "optimizer": ...} or of the model's state
-    dict alone, which has no checksums and no steps.
-    Returns the progress. LayerwiseError on every rank where one finds the checkpoint damaged, or of another model or
-    optimizer; all is checked, the SHA-256 of every file too, before the first value changes.
+    dict alone, which has no checksums and no steps. All is checked, the SHA-256 of every file too, before the first
+    value changes.
+
+    Args:
+        directory: A step's folder, or DIR.
+        module: The parallel module, of the model that was saved.
+        optimizer: One of the kind that was saved, over its parameters; None: the module alone is loaded.
+
+    Returns:
+        The progress that `save` was given.
+
+    Raises:
+        LayerwiseError: Some rank finds the checkpoint damaged, or of another model or optimizer.
+
+    Examples:
+        See `save`.
     """
     comm, shards = module.comm, module.shards()
 

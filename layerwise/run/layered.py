@@ -26,7 +26,7 @@ from layerwise.run.execute.reducer import Gradients
 from layerwise.run.execute.working_parameters import WorkingParameters
 from layerwise.run.facade import SplitFacade
 from layerwise.run.guards.compare_ranks import RankComparison
-from layerwise.run.guards.hooks import OutsideGradients, check_call, check_hooks_of_all, take_hooks
+from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.original import OriginalModel
 from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, check_values, versions
 from layerwise.run.local_tensor import Version
@@ -139,7 +139,7 @@ class LayeredModule(SplitFacade):
         They are returned as the model does: one, a tuple, a dict, a dataclass; those of a file: one, or a tuple.
         """
         check_call()
-        self._check_around()
+        check_around(self.parameters())
         self._check_device()
         check_hooks_of_all()
         self._working.check_hooks()

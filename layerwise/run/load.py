@@ -52,16 +52,42 @@ def load(
 ) -> ParallelModule:
     """Returns this rank's part of a planned network; all ranks call it alike.
 
-    model: what the plan is for, also by name as on the command line (default: what the plan names; a plan may not name
-    `package.module:callable` by itself, see `planned_call`). A module that is on the meta device, or a built-in
-    network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes more than it owns.
-    Where the ranks have built modules of different values, rank 0's win. `example_inputs` are needed, to trace one.
-    weights: a state dict, possibly lazy, instead of the model's values. comm: default torch.distributed's group, if
-    there is one; one of a single rank runs any plan on one device. device: default the communicator's, or the CPU.
-    local_batch_norm: statistics of each rank's own samples; default: what the plan was searched with.
-    `loss` is for io "free" and "boxes": see LayeredModule. autocast: a type such as torch.bfloat16 for mixed precision.
-    checkpoint_activations: all layers that hold less so are recomputed in the backward pass, beside those of the plan.
-    compile, compare_ranks: as `parallelize` has them.
+        module = layerwise.run.load.load("plan.json", model, example_inputs=(x,))
+
+    Args:
+        plan: A plan, or its file.
+        model: What the plan is for, also by name as on the command line. A module that is on the meta device, or a
+            built-in network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes
+            more than it owns. Where the ranks have built modules of different values, rank 0's win. None: what the plan
+            names, unless that is `package.module:callable`, which a file may not name by itself.
+        comm: How ranks talk; one of a single rank runs any plan on one device. None: torch.distributed's group, if
+            there is one, else a single rank.
+        device: Where this rank computes. None: the communicator's, or the CPU.
+        dtype: Of parameters and, without autocast, of activations.
+        loss: For io "free" and "boxes": a function of an output and a target, which `module(*inputs, target)` then
+            returns the global mean of; see `LayeredModule`.
+        weights: A state dict, possibly lazy, instead of the model's values.
+        seed: Of initial values that are drawn, and of dropout.
+        local_batch_norm: Statistics are of each rank's own samples. None: what the plan was searched with.
+        autocast: A type such as torch.bfloat16, for mixed precision.
+        checkpoint_activations: All layers that hold less so are recomputed in the backward pass, beside the plan's.
+        compile: What a rank computes by itself goes through torch.compile; a dict has its arguments.
+        compare_ranks: Ranks that have the same parameters compare a sample of them now and then.
+        example_inputs: What a module is called with, (samples, ...) each, in order or by name; it is traced with them.
+
+    Returns:
+        The parallel module, with its parameters on `device`.
+
+    Raises:
+        LayerwiseError: The plan is of another network or number of ranks, or an argument will not do.
+        CommError: The ranks were given different plans or arguments, or have built different models.
+
+    Examples:
+        >>> import layerwise
+        >>> model, x = nn.Linear(4, 2), torch.randn(8, 4)
+        >>> plan = layerwise.parallelize(model, x, verbose=False).plan
+        >>> load(plan, model, example_inputs=(x,))(x).shape
+        torch.Size([8, 2])
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     if device is None:

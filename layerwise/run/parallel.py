@@ -10,7 +10,6 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from layerwise.comm.base import Comm, Group, TrafficKind
 from layerwise.errors import LayerwiseError
@@ -147,7 +146,16 @@ class ParallelModule(nn.Module):
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
 
     def share(self, batch: int | None = None) -> slice:
-        """Returns the samples of a global batch (default: the plan's) that this rank feeds."""
+        """Returns the samples of a global batch that this rank feeds.
+
+        Args:
+            batch: Samples of all ranks together. None: the plan's.
+
+        Examples:
+            >>> import layerwise
+            >>> layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False).share()
+            slice(0, 8, None)
+        """
         return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
 
     def begin_backward(self) -> None:
@@ -191,8 +199,13 @@ class ParallelModule(nn.Module):
     def predicted_bytes(self, batches: int = 1) -> dict[TrafficKind, float | None]:
         """Returns the bytes that the plan says all ranks together send in a step, at this module's element types.
 
-        By kind; None where the plan says nothing of it. Every rank calls this. batches: of a step; all but the last
-        are within no_sync().
+        Every rank calls this.
+
+        Args:
+            batches: Of a step; all but the last are within no_sync().
+
+        Returns:
+            Bytes by kind of traffic; None where the plan says nothing of it.
         """
         planned = dict(self.plan.predicted)
         if self.runtime_options.local_batch_norm != uses_local_batch_norm(self.plan):
@@ -245,20 +258,6 @@ class ParallelModule(nn.Module):
                 f"them back with .to({str(self.device)!r}), or give parallelize the model where it is to run"
             )
 
-    def _check_around(self) -> None:
-        """LayerwiseError where DistributedDataParallel calls a module that holds this one, and averages the same."""
-        around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-        if around is None:
-            return
-        named, left_out = around.module.named_parameters(), around.parameters_to_ignore
-        averaged = {id(p) for name, p in named if p.requires_grad and name not in left_out}
-        if any(id(p) in averaged for p in self.parameters()):
-            raise LayerwiseError(
-                "DistributedDataParallel is around a module that holds the parallel one, and would average its "
-                "gradients once more: leave it out, or, where that module has other parameters, name those of the "
-                "parallel module in its `_ddp_params_and_buffers_to_ignore` first"
-            )
-
     def read_boxes(self) -> dict[str, Box]:
         """Returns the box of each input that this rank is to be given: with io "boxes" what its layers need."""
         return self.rank_schedule.input_boxes()
@@ -289,8 +288,25 @@ class ParallelModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales all gradients so that the norm of the full model's is at most `max_norm`; returns what it was.
 
-        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it. norm_type: above 0, also inf.
-        LayerwiseError where `error_if_nonfinite` and the norm is nan or infinite.
+        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it.
+
+        Args:
+            max_norm: The largest norm that is left as it is.
+            norm_type: The p of the p-norm, above 0, also inf.
+            error_if_nonfinite: Whether a norm that is nan or infinite is refused.
+
+        Returns:
+            The norm of all gradients before, a tensor without dimensions.
+
+        Raises:
+            LayerwiseError: The norm is refused, or `norm_type` is not above 0.
+
+        Examples:
+            >>> import layerwise
+            >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+            >>> model(torch.ones(8, 4)).sum().backward()
+            >>> round(float(model.clip_grad_norm_(1.0)), 3)  # 8 in each of 2 x 5 places
+            25.298
         """
         if not float(norm_type) > 0:
             raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")

@@ -33,7 +33,7 @@ from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, replac
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.hooks import check_transforms, in_backward
+from layerwise.run.guards.hooks import check_around, check_transforms, in_backward
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
 from layerwise.run.parallel import ParallelModule
@@ -194,7 +194,7 @@ class DataParallelModule(ParallelModule):
             return ModelCall(seed)
         if self._released:
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
-        self._check_around()
+        check_around(self.parameters())
         self._averaged.check()
         self.comm.at(self.steps_done, "the model")
         if not (drawn or torch.is_grad_enabled()):

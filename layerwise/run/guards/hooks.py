@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every
+from torch.nn.parallel import DistributedDataParallel
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
@@ -232,6 +233,21 @@ def check_transforms() -> None:
         raise LayerwiseError(
             "the parallel module was called within a transform of torch.func (grad, vjp, jvp, vmap, jacrev, hessian): "
             "take torch.autograd.grad(..., create_graph=True) or torch.autograd.functional"
+        )
+
+
+def check_around(parameters: Iterable[nn.Parameter]) -> None:
+    """LayerwiseError where DistributedDataParallel calls a module that holds this one, and averages the same."""
+    around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if around is None:
+        return
+    named, left_out = around.module.named_parameters(), around.parameters_to_ignore
+    averaged = {id(p) for name, p in named if p.requires_grad and name not in left_out}
+    if any(id(p) in averaged for p in parameters):
+        raise LayerwiseError(
+            "DistributedDataParallel is around a module that holds the parallel one, and would average its gradients "
+            "once more: leave it out, or, where that module has other parameters, name those of the parallel module in "
+            "its `_ddp_params_and_buffers_to_ignore` first"
         )
 
 
