@@ -59,10 +59,8 @@ class LayeredModule(SplitFacade):
         self._tried: MeanLoss | None = None
         self._all_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
-        boxes, shared_out = (
-            parameter_boxes(self.layer_graph, places(self.layer_graph, plan)),
-            shardings(self.layer_graph, plan),
-        )
+        boxes = parameter_boxes(self.layer_graph, places(self.layer_graph, plan))
+        shared_out = shardings(self.layer_graph, plan)
         held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._hold(State(network, held, plan.device_order, comm, options))
         # For other sizes, copies, and other element types.

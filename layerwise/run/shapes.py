@@ -303,6 +303,5 @@ def _samples(module: nn.Module, sizes: Sizes) -> int:
 
 def _example(layer: Layer, size: tuple[int, ...], samples: int, device: torch.device) -> Tensor:
     shape = (samples, *size) if layer.out.index("n") == 0 else size
-    return torch.zeros((), dtype=getattr(torch, layer.out.dtype), device=device).expand(
-        shape
-    )  # one number: a volume fits no rank
+    number = torch.zeros((), dtype=getattr(torch, layer.out.dtype), device=device)
+    return number.expand(shape)  # a volume fits no rank

@@ -93,9 +93,8 @@ class DataParallelModule(ParallelModule):
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
         # Not registered: it is not another part of this module.
-        self.__dict__["_called"] = (
-            module if facts.options.compile is None else compile_with(module, facts.options.compile)
-        )
+        settings = facts.options.compile
+        self.__dict__["_called"] = module if settings is None else compile_with(module, settings)
         self._average()
         self._made = True
 

@@ -190,16 +190,8 @@ class _Kernel:
     def recompute(self, received: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> Tensor:
         """Returns it recomputed, in a backward pass. received: its inputs and tied parameters."""
         tied = iter(received[self._inputs :])
-        parameters = [
-            next(tied)
-            if name is None
-            else self._run.parameters[name]
-            if p is None
-            else p.clone()
-            if name in self._moving
-            else p
-            for p, name in zip(saved, self._names, strict=True)
-        ]
+        pairs = zip(self._names, saved, strict=True)
+        parameters = [next(tied) if name is None else self._parameter(name, p) for name, p in pairs]
         fresh = [
             x.detach().requires_grad_() if x is not None and wanted else x
             for x, wanted in zip((*received[: self._inputs], *parameters), self._wanted, strict=True)
@@ -216,6 +208,12 @@ class _Kernel:
         if next(places, None) is not None:
             raise self._otherwise()
         return out
+
+    def _parameter(self, name: str, saved: Tensor | None) -> Any:
+        """Returns a parameter to recompute with: full, where it is gathered; a copy, where training writes it."""
+        if saved is None:
+            return self._run.parameters[name]
+        return saved.clone() if name in self._moving else saved
 
     def _fill(self, places: Iterator[ref[SavedPlace]], x: Tensor) -> None:
         reference = next(places, None)

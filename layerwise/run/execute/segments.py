@@ -253,10 +253,7 @@ class CompiledSegment:
         try:
             with torch.no_grad():
                 self._function(*zeros)
-        except (
-            LayerwiseError,
-            ValueError,
-        ) as error:  # ValueError: PyTorch's, such as batch norm of one value a channel
+        except ValueError as error:  # a LayerwiseError, or PyTorch's own, such as batch norm of one value a channel
             name = self._first_to_fail(zeros, type(error), compiled=False)
             raise LayerwiseError(f"layer {name!r}: {error}") from error
         self._warm = True

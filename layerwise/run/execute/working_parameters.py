@@ -60,16 +60,14 @@ class WorkingParameters:
         trained = [name for name, p in every.items() if p.requires_grad]
         self.groups = {name: [sharing(boxes[name], rank) for rank in range(self._comm.size)] for name in trained}
         named = [[p for p in reversed(one.parameters) if p is not None] for one in reversed(schedule.layers)]
-        order = [
-            p for names in named for p in sorted(names, key=lambda p: p not in shared_out)
-        ]  # as the program has it
+        # As the program has it.
+        order = [p for names in named for p in sorted(names, key=lambda p: p not in shared_out)]
         order += [layer.name for layer in reversed(self._graph.layers) if layer.name in self._tied]
-        mine: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
-        ordered = [name for name in order if name in mine]
-        size = schedule.bucket_bytes
-        rows = {name: tuple(groups) for name, groups in self.groups.items()}
+        local: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
+        ordered, size = [name for name in order if name in local], schedule.bucket_bytes
+        of_all = {name: tuple(groups) for name, groups in self.groups.items()}
         self.reducer = GradientReducer(
-            every, ordered, mine, shared_by=rows, scale=scale, layouts=self.layouts, bucket_bytes=size
+            every, ordered, local, shared_by=of_all, scale=scale, layouts=self.layouts, bucket_bytes=size
         )
         self.unused = Unused(self._graph, self._comm)
         self._tensors: Mapping[str, Tensor] = {}
