@@ -18,7 +18,7 @@ COMMANDS = {
     "compare": ("layerwise.compare", "where a measured step differs from the predicted one"),
     "oracle": ("layerwise.oracle.__main__", "what every parallel strategy would cost, and which to take"),
     "measure": ("layerwise.measure.__main__", "times of layers and links on this machine, into a profile"),
-    "run": ("layerwise.run.__main__", "train a planned network; torchrun starts one process a GPU"),
+    "run": ("layerwise.train.command", "train a planned network; torchrun starts one process a GPU"),
     "predict": ("layerwise.inference.command", "a planned network's answers for volumes; under torchrun"),
     "machines": ("layerwise.machines", "the devices and networks that --gpu and --link name"),
     "doctor": ("layerwise.doctor", "what is installed here, and whether two ranks compute as one"),

@@ -82,7 +82,7 @@ def models_traced_once() -> Iterator[None]:
 TOGETHER = {
     "ranks of the runtime": """
         loops/test_loops run/test_dtensors run/test_compile run/test_memory_prediction run/test_processes run/test_state
-        run/test_trace run/test_ahead comm/test_comms comm/test_start comm/test_watch train/test_run_cli
+        test_trace run/test_ahead comm/test_comms comm/test_start comm/test_watch train/test_run_cli
         train/test_run_ranks train/test_signals train/test_straggler checkpoint/test_crashes""",
     "ranks of scripts": """
         test_examples api/test_transformers api/test_groups api/test_parallelize api/test_fit api/test_loaders

@@ -1,6 +1,7 @@
 """The wheel: everything is inside, it works from where it is installed, and importing it is cheap."""
 
 import doctest
+import importlib
 import inspect
 import json
 import os
@@ -236,6 +237,14 @@ def test_public_names_say_their_arguments_and_their_examples_hold(name: str, mon
     assert ">>> " in text
     for example in examples:
         assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
+
+
+@pytest.mark.parametrize("name", ["layerwise.run.load", "layerwise.run.parallel", "layerwise.checkpoint.save_and_load"])
+def test_examples_of_rooms_hold(name: str) -> None:
+    importlib.import_module(name)  # of layerwise.run the attribute `load` is the function
+    ran = doctest.testmod(sys.modules[name])
+    assert ran.attempted
+    assert not ran.failed
 
 
 def parameters_of(public: type) -> set[str]:

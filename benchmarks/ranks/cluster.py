@@ -28,7 +28,7 @@ from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_by
 from layerwise.comm.base import Comm
 from layerwise.comm.start import join_default_group
 from layerwise.run.execute.predicted_bytes import PREDICTED
-from layerwise.run.trace import Trace
+from layerwise.trace import Trace
 from layerwise.train.compare_times import WARM, compare_times
 
 PATIENCE_S = 300

@@ -34,11 +34,11 @@ from layerwise.measure.links import conditions, measure_links, with_links
 from layerwise.measure.topology import find_topology
 from layerwise.plan import Plan
 from layerwise.run.load import load as load_module
-from layerwise.run.trace import Trace
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.result import Candidate
+from layerwise.trace import Trace
 from layerwise.train.compare_times import compare_times
 
 PATIENCE_S = 120.0

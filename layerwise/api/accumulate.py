@@ -40,7 +40,7 @@ class Accumulate:
         return pytree.tree_map_only(Tensor, self._mark, outputs)
 
     def _mark(self, x: Tensor) -> Tensor:
-        """An output as it is, whose gradient comes here before it comes to the module."""
+        """Returns an output as it is, whose gradient comes here before it comes to the module."""
         if x.requires_grad:
             x = x.view_as(x)
             x.register_hook(lambda _: self.begin())  # type: ignore[no-untyped-call]

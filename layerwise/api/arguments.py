@@ -117,7 +117,7 @@ def at_least_1(name: str, value: object) -> None:
 
 
 def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Mapping[str, object]) -> dict[str, str]:
-    """The facts that ranks compare before any work, by name. Of a list only that it is one: its items may differ."""
+    """Returns what ranks compare before any work, by name. Of a list only that it is one: its items may differ."""
     examples = [leaf for x in arguments_of(call) for leaf in ([x] if isinstance(x, LISTS) else pytree.tree_leaves(x))]
     every = {
         "layerwise": __version__,

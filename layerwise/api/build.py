@@ -55,7 +55,7 @@ class Task:
     lists: Unbatched | None = None  # where no dimension of a tensor is the samples
 
     def build(self) -> Built:
-        """The module by layers, or as it is written where it cannot be taken apart into layers."""
+        """Returns the module by layers, or as it is written where it cannot be taken apart into layers."""
         try:
             imported, dtype = self._import()
         except LayerwiseError as why:
@@ -90,7 +90,7 @@ class Task:
         return imported, dtype_of(imported)
 
     def _agreed(self, asked: tuple[str, ...], *, partly: bool) -> Network:
-        """The network, with the same whole modules on all ranks: each finds them by its own values."""
+        """Returns the network, with the same whole modules on all ranks: each finds them by its own values."""
 
         def act(paths: tuple[str, ...], partly: bool) -> tuple[Network, JSON]:
             made = network(self.model, self.call, self.batch, paths, partly=partly)
@@ -129,7 +129,7 @@ class Task:
         return module, (text(report(noted, world, machine.source)),)
 
     def _raced(self, choice: Choice | None, imported: Network, runtime: RuntimeOptions) -> Choice | None:
-        """The choice whose plan is fastest on these ranks; None on ranks other than 0, as before."""
+        """Returns the choice whose plan is fastest on these ranks; None on ranks other than 0, as before."""
         comm = self.world.comm
         if self.request.io is not None:
             raise LayerwiseError("race= feeds each rank samples: leave out io='boxes'")
@@ -163,7 +163,7 @@ class Task:
 
 
 def _data_plan(graph: LayerGraph, world: World, request: Request) -> Plan:
-    """Samples over all ranks. Nothing is predicted."""
+    """Returns a plan that splits samples over all ranks. Nothing is predicted."""
     facts = {"chosen": "data", "layerwise": __version__, "cost_options": {"local_batch_norm": request.local_batch_norm}}
     strategy = {LAYER: Config.of({"n": world.size})}
     size, order = world.size, world.device_order

@@ -52,7 +52,7 @@ Metric = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) of some sample
 
 
 def accuracy(out: Tensor, target: Tensor) -> Tensor:
-    """The part of the predictions that are right; dimension 1 is the classes."""
+    """Returns the part of the predictions that are right; dimension 1 is the classes."""
     return (out.argmax(1) == target).double().mean()
 
 
@@ -69,7 +69,7 @@ def evaluate(
     metrics: Mapping[str, Metric],
     after: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """`loss`, and each metric by its name: means over all samples. Every rank calls this alike.
+    """Returns `loss` and each metric by its name: means over all samples. Every rank calls this alike.
 
     The last batch is filled up to the plan's size with samples that do not count. Accuracy comes by itself where the
     outputs are scores of classes. `after` is called after every batch.
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def _counted(out: Any, counts: Tensor) -> Any:
-    """The outputs of the samples that count."""
+    """Returns the outputs of the samples that count."""
     if isinstance(out, Tensor):
         return out[counts]
     if isinstance(out, Mapping):

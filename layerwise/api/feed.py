@@ -42,7 +42,7 @@ class Feed:
     target: Tensor | None = None  # all of it, where it is at hand
 
     def batches(self, numbers: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        """The samples of each batch, on the CPU."""
+        """Yields the samples of each batch, on the CPU."""
         loader = DataLoader(
             self.dataset,
             batch_sampler=[list(batch) for batch in numbers],
@@ -58,7 +58,7 @@ class Feed:
 
 
 def feed(data: object, name: str) -> Feed:
-    """The samples of `data`; `name` is how errors call it."""
+    """Returns the samples of `data`; `name` is how errors call it."""
     if isinstance(data, DataLoader):
         return _from_loader(data, name)
     tensors = inputs_and_target(data)

@@ -67,7 +67,7 @@ class Fitted:
     history: list[Epoch] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's; every rank calls this."""
+        """Returns the full model's state dict; every rank calls this."""
         return self.module.full_state_dict()
 
 
@@ -247,7 +247,7 @@ def _check_keywords(model: object, keywords: Mapping[str, Any]) -> None:
 
 
 def _sampler(train: Feed, module: ParallelModule, seed: int, shuffle: bool) -> StepSampler:
-    """A last batch of less than half a batch joins the one before: so all ranks have a part of it."""
+    """Returns the sampler. A last batch of less than half joins the one before: so all ranks have a part of it."""
     size = module.plan.batch
     join = max(-(-size // 2), least(module.plan))
     return StepSampler(train.count, size, least=size if train.drop_last else 1, seed=seed, join=join, shuffle=shuffle)
@@ -264,14 +264,14 @@ class UserObjective:
     summed: bool = False
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Batch]:
-        """This rank's samples of each batch."""
+        """Yields this rank's samples of each batch."""
         local = [numbers[self.module.share(len(numbers))].tolist() for numbers in batches]
         for inputs, target in self.train.batches(local):
             check_targets(self.function, target, self.train.name)
             yield inputs, target.to(self.module.device)
 
     def loss(self, local: Batch, batch: int) -> Tensor:
-        """The function's value."""
+        """Returns the function's value."""
         inputs, target = local
         with self.arithmetic():
             return self.function(self.module(*inputs, batch=batch), target)

@@ -81,7 +81,7 @@ def _sized(dataset: object) -> Sized:
 
 
 def shared(loaders: Iterable[DataLoader[Any]], module: ParallelModule) -> list[DataLoader[Any]]:
-    """The first to train on, the others to evaluate with; the module knows what it is being given from them."""
+    """Returns loaders, the first to train on, the others to evaluate with. The module knows what they give it."""
     feeding = Feeding(module)
     return [SharedLoader(loader, feeding, full=number > 0) for number, loader in enumerate(loaders)]
 
@@ -107,7 +107,7 @@ class Feeding:
         module.register_forward_hook(self._after)
 
     def least(self) -> int:
-        """Samples that a batch must have for every rank to have a part of every layer."""
+        """Returns the samples that a batch must have for every rank to have a part of every layer."""
         return least(self.module.plan)
 
     def _before(
@@ -136,7 +136,7 @@ class Feeding:
         return local, by_name | {"batch": size}
 
     def _shares(self, size: int) -> list[int]:
-        """Samples of a batch that this rank has, then those that the others have."""
+        """Returns how many samples of a batch this rank has, then how many the others have."""
         counts = [share.stop - share.start for share in samples(self.module.plan, size)]
         return [counts.pop(self.module.comm.rank), *counts]
 
@@ -144,7 +144,7 @@ class Feeding:
         return pytree.tree_map_only(Tensor, self._gather, outputs) if self._gathering else outputs
 
     def _gather(self, local: Tensor) -> Tensor:
-        """The rows of all ranks."""
+        """Returns the rows of all ranks."""
         module, size = self.module, self._gathering
         shares = [(share.start, share.stop) for share in samples(module.plan, size)]
         padded = local.new_zeros((max(stop - start for start, stop in shares), *local.shape[1:]))
@@ -176,7 +176,7 @@ class Shares(Sampler[list[int]]):
         return len(_sized(self.theirs)) - bool(self.joining())
 
     def joining(self) -> int:
-        """Samples of a last batch that is too small for the plan's cuts, and so joins the one before; else 0."""
+        """Returns the size of a last batch that is too small for the plan's cuts, and joins the one before; else 0."""
         theirs = self.theirs
         split = not self.full or (
             self.feeding.module.plan.io == "free" and getattr(theirs, "batch_size", 0) >= self.feeding.least()
@@ -187,7 +187,7 @@ class Shares(Sampler[list[int]]):
         return left if left < self.feeding.least() and len(theirs) > 1 else 0
 
     def _drawn(self) -> list[list[int]]:
-        """The same on all ranks, whatever their random states: where rank 0's is, its sampler would draw alone."""
+        """Returns rank 0's batches on all ranks, whatever their random states: its sampler would draw there alone."""
         comm = self.feeding.module.comm
         state = torch.random.get_rng_state() if comm.rank == 0 else torch.empty(0, dtype=torch.uint8)
         random_state = comm.broadcast_text(state.numpy().tobytes().hex())
@@ -210,7 +210,7 @@ def _numbers(batch: Iterable[Any]) -> list[int]:
 
 
 def _join(drawn: list[list[int]], least: int) -> None:
-    """A last batch that is too small for the plan's cuts joins the one before."""
+    """Joins a last batch that is too small for the plan's cuts with the one before."""
     if drawn and len(drawn[-1]) < least:
         if len(drawn) < 2:
             raise LayerwiseError(

@@ -57,7 +57,7 @@ class Machine:
 
 
 def named_profile(profile: Profile | str | os.PathLike[str]) -> Machine:
-    """The profile that the user names; LayerwiseError where there is none."""
+    """Returns the profile that the user names; LayerwiseError where there is none."""
     if isinstance(profile, Profile):
         return Machine(profile, f"profile {profile.name}, as given")
     return Machine(load_profile(profile), f"profile {os.fspath(profile)}, as given")
@@ -79,7 +79,7 @@ def built_in(world: World) -> Machine:
 
 
 def cache_file(world: World) -> Path:
-    """The file that has the profile of ranks like these."""
+    """Returns the file that has the profile of ranks like these."""
     shape = [world.nodes, world.gpus_per_node, world.size, "nccl" if world.comm.collectives else "gloo"]
     if world.group:  # others are measured at the same time
         shape.append(world.group)
@@ -142,7 +142,7 @@ def _measured(planner: Planner, base: Machine, budget_s: float) -> Machine:
 
 
 def _measure(planner: Planner, profile: Profile | None, path: Path | None, budget_s: float) -> None:
-    """Links, unless rank 0 has them, then layers; the others (without a path) take part in the first."""
+    """Measures links, unless rank 0 has them, then layers; the others (without a path) take part in the first."""
     comm = planner.world.comm
     if comm.broadcast_text(str(profile is not None and profile.links is not None)) == "False":
         topology = find_topology(comm)
@@ -160,7 +160,7 @@ def _measure(planner: Planner, profile: Profile | None, path: Path | None, budge
 
 
 def _layers(planner: Planner, path: Path, budget_s: float) -> None:
-    """Times of layers, into the file, unless it has enough of them."""
+    """Measures times of layers, into the file, unless it has enough of them."""
     world, graph, options, space = planner.world, planner.graph, planner.options, planner.space
     if graph.whole_modules:  # of random values its code may do anything
         return
@@ -181,12 +181,12 @@ def _layers(planner: Planner, path: Path, budget_s: float) -> None:
 
 
 def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:
-    """The best strategy, the additive optimum and the baselines: whose times matter most."""
+    """Returns the best strategy, the additive optimum and the baselines: whose times matter most."""
     result = search(model, space)
     candidates = [result.best, result.additive, *result.baselines.values()]
     return [{layer.name: c.strategy[layer.name] for layer in model.graph.inner} for c in candidates]
 
 
 def module(plan: Plan, graph: LayerGraph, mode: Mode) -> nn.Module:
-    """The runtime's module of a plan on one device, whose overhead is measured."""
+    """Returns the runtime's module of a plan on one device, whose overhead is measured."""
     return load(plan, graph, comm=SoloComm(mode.device), dtype=mode.dtype, autocast=mode.autocast)

@@ -51,7 +51,7 @@ def check(optimizer: object, scheduler: object) -> None:
 
 
 def build(optimizer: OptimizerLike, model: object, module: ParallelModule) -> Optimizer:
-    """An optimizer over the module's parameters.
+    """Returns an optimizer over the module's parameters.
 
     wanted: a name (its usual learning rate), a function of the parameters, or an optimizer over `model`'s parameters:
     that very one goes on with the module's in their place, so its groups, settings and schedulers stay as they are.
@@ -76,7 +76,7 @@ def build(optimizer: OptimizerLike, model: object, module: ParallelModule) -> Op
 
 
 def planned(optimizer: OptimizerLike) -> str:
-    """The optimizer that memory is planned for: Adam's for those that are not known."""
+    """Returns the optimizer that memory is planned for: Adam's for those that are not known."""
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__.lower()
     if isinstance(optimizer, Optimizer) and name == "sgd" and optimizer.defaults["momentum"]:
         return "momentum"
@@ -93,7 +93,7 @@ def _check_kind(kind: type) -> None:
 
 
 def _moved(optimizer: Optimizer, model: object, module: ParallelModule) -> Optimizer:
-    """A rank that has nothing of a group's parameters steps none in it."""
+    """Returns the optimizer, over the module's parameters in its groups; a rank that has none of a group steps none."""
     names = {id(p): name for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
     parameters, groups = dict(module.named_parameters()), list[list[nn.Parameter]]()
     for group in optimizer.param_groups:

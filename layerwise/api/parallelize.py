@@ -200,7 +200,7 @@ def parallelize(
 
 
 def _loaders(first: object, held_out: tuple[DataLoader[Any], ...], batch: int | None) -> tuple[DataLoader[Any], ...]:
-    """All DataLoaders that were given, the one to train on first. LayerwiseError where they will not do."""
+    """Returns all DataLoaders that were given, the one to train on first. LayerwiseError where they will not do."""
     if not isinstance(first, DataLoader):
         if held_out:
             raise LayerwiseError(
@@ -215,7 +215,7 @@ def _loaders(first: object, held_out: tuple[DataLoader[Any], ...], batch: int | 
 
 
 def _batch(batch: int | None, counted: int, plan: Plan | None) -> int:
-    """Samples of all ranks together. counted: those of the examples, 0 where there are none."""
+    """Returns the samples of all ranks together. counted: those of the examples, 0 where there are none."""
     if batch is None:
         if plan is not None:
             return plan.batch

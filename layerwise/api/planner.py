@@ -69,7 +69,7 @@ class Request:
 
     @property
     def precision(self) -> str:
-        """The element type that a step computes in."""
+        """Returns the element type that a step computes in."""
         return precision(dtype_name(self.autocast or self.dtype))
 
 
@@ -84,7 +84,7 @@ class Planner:
 
     @property
     def options(self) -> CostOptions:
-        """The cost model's options: each rank feeds its own samples where there are enough."""
+        """Returns the cost model's options: each rank feeds its own samples where there are enough."""
         dtype = self.request.precision
         return CostOptions(
             io=self.request.io or ("sample" if self.graph.batch >= self.world.size else "free"),
@@ -96,7 +96,7 @@ class Planner:
 
     @property
     def space(self) -> SearchSpace:
-        """The configurations that are searched."""
+        """Returns the configurations that are searched."""
         rules = parse_constraints(self.request.constraints, self.world.gpus_per_node, (*LABELS, "k"))
         return SearchSpace(
             self.world.size, spread=self.world.nodes > 1, replicas=self.world.replicas, constraints=rules
@@ -104,7 +104,7 @@ class Planner:
 
     @property
     def devices(self) -> DeviceGraph:
-        """The device graph of these ranks, with the memory that they really have."""
+        """Returns the device graph of these ranks, with the memory that they really have."""
         return self._device_graph(self.world.size)
 
     def _device_graph(self, count: int) -> DeviceGraph:
@@ -113,7 +113,7 @@ class Planner:
         return replace(devices, processor=processor)
 
     def choose(self, strategy: Strategy | None) -> Choice:
-        """The best plan; named layers keep what `strategy` says. LayerwiseError for a strategy that cannot be."""
+        """Returns the best plan; named layers keep what `strategy` says. LayerwiseError for one that cannot be."""
         options, space, dtype, notes = self.options, self.space, self.request.precision, list[str]()
         if options.dtype != dtype:
             notes.append(f"profile {self.profile.name} has no rate for {dtype}: planned with float32's")
@@ -138,7 +138,7 @@ class Planner:
         return Choice(plan, best, result.baselines["data"], searched, (*notes, *_unproven(result)), space)
 
     def priced(self, plan: Plan) -> Choice:
-        """A plan of the user's, priced on this machine."""
+        """Returns a plan of the user's, priced on this machine."""
         size = self.world.size
         if plan.gpus != size and self.world.group:
             raise LayerwiseError(
@@ -162,7 +162,7 @@ class Planner:
         return Choice(plan, best, data, None, (), self.space)
 
     def _nothing_fits(self, model: CostModel, result: SearchResult) -> LayerwiseError:
-        """The error for a search that found no plan that fits."""
+        """Returns the error for a search that found no plan that fits."""
         try:
             more = self._device_graph(2 * self.world.size)
         except LayerwiseError:  # the machine cannot have so many
@@ -173,7 +173,7 @@ class Planner:
 
 
 def fixed_layers(model: CostModel, strategy: Strategy | None, replicas: int = 1) -> dict[str, Config]:
-    """The layers that `strategy` gives a configuration: none, all of a named one, or some by hand."""
+    """Returns the layers that `strategy` gives a configuration: none, all of a named one, or some by hand."""
     if strategy is None:
         return {}
     if isinstance(strategy, str):
@@ -204,7 +204,7 @@ def fixed_layers(model: CostModel, strategy: Strategy | None, replicas: int = 1)
 
 
 def _over_memory(model: CostModel, best: Candidate) -> LayerwiseError:
-    """The error for a strategy of the user's that does not fit."""
+    """Returns the error for a strategy of the user's that does not fit."""
     need, have = units(best.price.memory_bytes, "B"), units(model.devices.processor.memory_bytes, "B")
     instead = (
         "use more ranks or a smaller batch" if model.devices.count == 1 else "name another with strategy= or plan="
@@ -222,7 +222,7 @@ def _unproven(result: SearchResult) -> list[str]:
 
 
 def report(choice: Choice, world: World, machine: str) -> Report:
-    """One table, and the lines below it."""
+    """Returns the report of a choice: one table, and the lines below it."""
     nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
     about = f" on {world}{nodes}, {samples(choice.plan.batch)} a step"
     parts: list[Part] = [strategy_table(choice.best), Lines(list(lines(choice, world, machine)))]

@@ -56,7 +56,7 @@ class RaceRun:
 
 
 def contenders(choice: Choice, count: int) -> list[Choice]:
-    """The plan that was chosen, and the next best of its search."""
+    """Returns the plan that was chosen, and the next best of its search."""
     result = choice.searched
     if result is None:
         raise LayerwiseError("race= compares the plans of a search: leave out strategy= and plan=")
@@ -69,7 +69,7 @@ def contenders(choice: Choice, count: int) -> list[Choice]:
 
 
 def next_best(plan: Plan, model: CostModel, space: SearchSpace, count: int) -> list[Plan]:
-    """The plans next to one in its search, which is repeated, or cached."""
+    """Returns the plans next to one in its search, which is repeated, or cached."""
     p = plan.provenance
     limit = memory_limit(plan, model)
     result = search(model, space, memory_limit_bytes=limit, offer=offered(plan), answers=answers())
@@ -83,19 +83,19 @@ def next_best(plan: Plan, model: CostModel, space: SearchSpace, count: int) -> l
 
 
 def runners_up(result: SearchResult, count: int) -> list[Candidate]:
-    """The plans of a search next to its best that fit into memory, the fastest by simulated time first."""
+    """Returns the plans of a search next to its best that fit into memory, the fastest by simulated time first."""
     fitting = [c for c in result.simulated if c.fits and c.key != result.best.key]
     return sorted(fitting, key=timeline_s)[:count]
 
 
 def agreed_plans(comm: Comm, make: Callable[[], list[Plan]]) -> list[Plan]:
-    """The plans that rank 0 makes, on every rank."""
+    """Returns the plans that rank 0 makes, on every rank."""
     texts = comm.broadcast_text(json.dumps([plan.dumps() for plan in alone(comm, make) or ()]))
     return [parse_plan(text, "rank 0's plan") for text in json.loads(texts)]
 
 
 def timed(plans: Sequence[Plan], comm: Comm, steps_s: Callable[[Plan], list[float]]) -> tuple[int, list[RaceRun]]:
-    """The fastest of the plans, of ties the first, and every one's step: the same on all ranks, which call it alike.
+    """Returns the fastest plan, of ties the first, and every plan's step: the same on all ranks, which call it alike.
 
     steps_s: seconds of this rank's steps of a plan.
     """
@@ -121,7 +121,7 @@ def race(
     training: bool,
     autocast: torch.dtype | None = None,
 ) -> tuple[int, list[RaceRun]]:
-    """`timed`, by forward and backward passes on copies of the network's tensors.
+    """Returns what `timed` does, by forward and backward passes on copies of the network's tensors.
 
     call: what one rank calls the model with; its samples are taken as often as a plan needs. autocast: of the
     torch.autocast around it.
@@ -137,7 +137,7 @@ def race(
 
 
 def kept(plan: Plan, runs: Sequence[RaceRun]) -> Plan:
-    """The plan, with the race in its provenance."""
+    """Returns the plan, with the race in its provenance."""
     return replace(plan, provenance={**plan.provenance, "race": [asdict(run) for run in runs]})
 
 
@@ -163,7 +163,7 @@ def _copied(read: Callable[[], object]) -> Callable[[], object]:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Within it, random numbers are drawn that nobody misses."""
+    """Keeps the random state: within it, random numbers are drawn that nobody misses."""
     python, numpy = random.getstate(), np.random.get_state()
     used = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(used, device_type=device.type):
@@ -175,7 +175,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def _steps_s(module: ParallelModule, call: Call, training: bool, autocast: torch.dtype | None) -> list[float]:
-    """Seconds of this rank's steps."""
+    """Returns the seconds of this rank's steps."""
     share = module.share()
     positional, named = _resized(
         call, share.stop - share.start if module.plan.io == "sample" else module.plan.batch, module
@@ -198,7 +198,7 @@ def _steps_s(module: ParallelModule, call: Call, training: bool, autocast: torch
 
 
 def _resized(call: Call, samples: int, module: ParallelModule) -> Call:
-    """The call with so many samples, on the module's device."""
+    """Returns the call with so many samples, on the module's device."""
     tensors = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
     count = tensors[0].shape[0]
 

@@ -48,7 +48,7 @@ ITEMS = "its samples are the items of lists, each of a size of its own"
 
 
 def arguments_of(call: Call) -> list[Any]:
-    """The arguments of a call, those by position first."""
+    """Returns the arguments of a call, those by position first."""
     return [*call[0], *call[1].values()]
 
 
@@ -107,7 +107,7 @@ def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tens
 
 
 def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
-    """The device of the model or its example inputs, else the CPU, as with DistributedDataParallel."""
+    """Returns the device of the model or its example inputs, else the CPU, as with DistributedDataParallel."""
     tensors = list(examples)
     if isinstance(model, nn.Module):
         tensors += [*model.parameters(), *model.buffers()]
@@ -117,7 +117,7 @@ def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
 
 
 def dtype_of(network: Network) -> torch.dtype:
-    """The element type of the parameters (they must have one), else the network's."""
+    """Returns the element type of the parameters (they must have one), else the network's."""
     names: dict[torch.dtype, str] = {}
     for layer in network.graph.layers:
         for name in (name for name, p in layer.own_parameters() if p.trainable or name in layer.frozen):
@@ -135,7 +135,7 @@ def dtype_of(network: Network) -> torch.dtype:
 
 
 def network(model: Model, call: Call, batch: int, whole: Sequence[str] = (), *, partly: bool = False) -> Network:
-    """The network at `batch` samples of all ranks together. call: what one rank calls the model with.
+    """Returns the network at `batch` samples of all ranks together. call: what one rank calls the model with.
 
     whole, partly: as `network_of` has them.
 
@@ -162,7 +162,7 @@ def network(model: Model, call: Call, batch: int, whole: Sequence[str] = (), *, 
 def network_as_written(
     model: nn.Module, call: Call, batch: int, why: LayerwiseError, lists: Unbatched | None
 ) -> Network:
-    """The model as one layer, which is not split: see `importers.as_written`."""
+    """Returns the model as one layer, which is not split: see `importers.as_written`."""
     with without_hooks(model):
         call = _there(model, call)
         if lists is not None:
@@ -171,7 +171,7 @@ def network_as_written(
 
 
 def _there(model: nn.Module, call: Call) -> Call:
-    """The call where the model is: on the meta device, where a part of it is."""
+    """Returns the call where the model is: on the meta device, where a part of it is."""
     call_devices = (x.device for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
     devices = [t.device for t in (*model.parameters(), *model.buffers())] or [next(call_devices, torch.device("cpu"))]
     where = next((device for device in devices if device.type == "meta"), devices[0])

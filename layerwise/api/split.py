@@ -114,7 +114,7 @@ def _part(numbers: Sequence[int], rank: int, size: int, model: ParallelModule | 
 
 
 def seat(model: ParallelModule | None = None) -> tuple[int, int, bool]:
-    """This process's rank, the number of ranks, and whether every rank feeds everything."""
+    """Returns this process's rank, the number of ranks, and whether every rank feeds everything."""
     if model is not None:
         return model.comm.rank, model.comm.size, model.plan.io == "free"
     if dist.is_available() and dist.is_initialized():

@@ -41,7 +41,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return self.comm.size
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ def _here(device: torch.device, ranks: int) -> dict[str, str | int]:
 
 
 def _grid(mesh: DeviceMesh | dist.ProcessGroup, size: int) -> NDArray[np.int64]:
-    """The ranks of a mesh or a process group, of `size` that there are: a row for each replica."""
+    """Returns the ranks of a mesh or a process group, of `size` that there are: a row for each replica."""
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim > 2:
             raise LayerwiseError(

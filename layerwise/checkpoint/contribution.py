@@ -56,7 +56,7 @@ class Entry:
 
 
 def of_model(shards: Iterable[Shard]) -> Iterator[Entry]:
-    """The parameters and buffers that this rank writes."""
+    """Yields the parameters and buffers that this rank writes."""
     for shard in shards:
         if writes(shard):
             yield Entry((MODEL, shard.name), shard.tensor, shard.shape, shard.box.lo, shard.aliases)
@@ -171,7 +171,7 @@ def write_blobs(path: Path, values: Iterable[object]) -> tuple[str, list[Span]]:
 
 
 def _alone(value: object) -> object:
-    """A tensor on the CPU, with memory of its own: torch.save writes all of what it is a part of."""
+    """Returns a tensor on the CPU, with memory of its own: torch.save writes all of what it is a part of."""
     if not isinstance(value, Tensor):
         return value
     copied = value.detach().cpu().contiguous()

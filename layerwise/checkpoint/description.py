@@ -114,12 +114,12 @@ def check_whole(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None
 
 
 def _kind(value: object) -> str:
-    """`Metadata`: the class of a record, without its module."""
+    """Returns the class of a record, without its module: `Metadata`."""
     return value.of.rpartition(".")[2] if isinstance(value, Record) else type(value).__name__
 
 
 def _members(value: Any, kind: str) -> dict[str, Any]:
-    """A record's attributes."""
+    """Returns a record's attributes."""
     if _kind(value) != kind or not isinstance(value.state, Pairs):
         raise ValueError(f"a {_kind(value)} stands where a {kind} belongs")
     return value.state.members()
@@ -132,7 +132,7 @@ def _text(value: Any) -> str:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """The numbers of a torch.Size, or of a tuple."""
+    """Returns the numbers of a torch.Size, or of a tuple."""
     numbers = value.arguments[0] if _kind(value) == "Size" else value
     if type(numbers) is not tuple or len(numbers) > MOST_DIMS or not all(type(number) is int for number in numbers):
         raise ValueError(f"a {_kind(value)} stands where sizes belong")
@@ -182,7 +182,7 @@ class Record:
 
 
 def unpickled(content: bytes, allowed: Collection[str]) -> Any:
-    """The value of a pickle: numbers, text, None, lists, tuples, Pairs, and of what is in `known` Names and Records.
+    """Returns a pickle's value: numbers, text, None, lists, tuples, Pairs; Names and Records of what is `allowed`.
 
     ValueError or IndexError where there is anything else in it, or where it ends early.
     """

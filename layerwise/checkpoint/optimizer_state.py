@@ -32,12 +32,12 @@ class OptimizerFacts(TypedDict):
     numbers: dict[str, dict[str, str]]  # by parameter and name of the state (`step`), as text
 
 
-State = dict[str, object]  # of one parameter, as in Optimizer.state
+ParameterState = dict[str, object]  # of one parameter, as in Optimizer.state
 Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of the model that it is
 
 
 def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[Entry]]:
-    """The facts of the optimizer that this rank has, and the state that it writes.
+    """Returns the facts of the optimizer that this rank has, and the state that it writes.
 
     LayerwiseError for an optimizer of foreign parameters, or with state that cannot be cut as the parameters are.
     """
@@ -70,7 +70,7 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[E
 
 
 def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> list[Entry]:
-    """The groups that one rank writes. LayerwiseError where the ranks' optimizers differ; members: the ranks."""
+    """Returns the groups that one rank writes. LayerwiseError where the optimizers of the ranks `members` differ."""
     if None in ranks:
         raise LayerwiseError(
             f"rank {members[ranks.index(None)]} gave no optimizer, others did: give all ranks the same"
@@ -97,12 +97,12 @@ def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None], memb
 class Prepared:
     """An optimizer's state as it was saved: tensors are still to be filled from the checkpoint's of these names."""
 
-    states: dict[Parameter, State] = field(default_factory=dict)
+    states: dict[Parameter, ParameterState] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     pending: list[tuple[str, Shard, Tensor]] = field(default_factory=list)
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Gives it to the optimizer. Not by its load_state_dict: that would cast to the parameter's type."""
+        """Gives the state to the optimizer. Not by its load_state_dict: that would cast to the parameter's type."""
         for parameter, state in self.states.items():
             optimizer.state.pop(parameter, None)
             if state:
@@ -117,7 +117,7 @@ class Prepared:
 
 
 def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
-    """State for this rank's parameters. Changes nothing.
+    """Returns the saved state for this rank's parameters. Changes nothing.
 
     LayerwiseError where the saved one is another optimizer, or one of other parameters.
     """
@@ -144,7 +144,7 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
         of = {name: str(member) for name, member in zip(names, members, strict=True)}
         for parameter in local:
             shard = owned[parameter]
-            prepared.states[parameter] = state = State()
+            prepared.states[parameter] = state = ParameterState()
             for key in keys.get(of[shard.name], ()):
                 name = ".".join((*STATE, of[shard.name], key))
                 state[key] = _state(reader, name, key, parameter, shard, prepared, on_device=on_device)
@@ -154,7 +154,7 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
 def _state(
     reader: Reader, name: str, key: str, parameter: Parameter, shard: Shard, prepared: Prepared, *, on_device: bool
 ) -> object:
-    """One of a parameter's, where it is as PyTorch's load_state_dict puts it."""
+    """Returns one entry of a parameter's state, on the device where PyTorch's load_state_dict puts it."""
     if name in reader.description.values:
         return reader.value(name)
     shape, dtype = reader.spec(name)
@@ -169,7 +169,7 @@ def _state(
 
 
 def _saved_groups(reader: Reader) -> list[dict[str, Any]]:
-    """The settings of each group of parameters, in order."""
+    """Returns the settings of each group of parameters, in order."""
     groups: dict[int, dict[str, Any]] = {}
     every = (*reader.description.values, *reader.description.tensors)
     for name in every:
@@ -189,7 +189,7 @@ def _saved_groups(reader: Reader) -> list[dict[str, Any]]:
 
 
 def _saved_state(reader: Reader) -> dict[str, list[str]]:
-    """The keys of each parameter's state, by the name that the file has for it."""
+    """Returns the keys of each parameter's state, by the name that the file has for it."""
     keys: dict[str, list[str]] = {}
     prefix = ".".join(STATE) + "."
     for name in (*reader.description.tensors, *reader.description.values):
@@ -200,7 +200,7 @@ def _saved_state(reader: Reader) -> dict[str, list[str]]:
 
 
 def _named(members: Sequence[object], here: Sequence[str], count: int) -> list[str]:
-    """The names of a saved group's parameters; optimizer.state_dict() has numbers instead, in the order of them."""
+    """Returns the names of a saved group's parameters, for which optimizer.state_dict() has numbers, in their order."""
     if not members or not isinstance(members[0], int):
         return [str(member) for member in members]
     if len(members) != len(here) or count != len(here):
@@ -212,7 +212,7 @@ def _named(members: Sequence[object], here: Sequence[str], count: int) -> list[s
 
 
 def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter], dict[str, Any]]]:
-    """The groups of parameters. One without elements that is not the model's stands for a rank that holds nothing."""
+    """Yields the groups. A parameter without elements that is not the model's stands for a rank that holds nothing."""
     for group in optimizer.param_groups:
         foreign = [p for p in group["params"] if p not in owned and p.numel()]
         if foreign:
@@ -224,7 +224,7 @@ def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings: all but its parameters."""
+    """Returns a group's settings: all but its parameters."""
     return {key: value for key, value in group.items() if key not in (MEMBERS, "param_names")}
 
 

@@ -98,7 +98,7 @@ class Reader:
 
     @contextmanager
     def sense(self, name: str) -> Iterator[None]:
-        """Within it, what is not as expected in this file is a LayerwiseError."""
+        """Makes what is not as expected in this file a LayerwiseError, within it."""
         try:
             yield
         except LayerwiseError:
@@ -107,7 +107,7 @@ class Reader:
             raise LayerwiseError(f"{self.where} is damaged: {name} makes no sense ({error!r})") from None
 
     def spec(self, name: str) -> Spec:
-        """Shape and element type of a tensor. KeyError where there is none of that name."""
+        """Returns shape and element type of a tensor. KeyError where there is none of that name."""
         return self.description.tensors[name].spec
 
     def verify(self, files: Iterable[str]) -> None:
@@ -142,14 +142,14 @@ class Reader:
         return tensor
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor: numbers, text, and lists and the like of them."""
+        """Returns a value that is no tensor: numbers, text, and lists and the like of them."""
         place: FileSpan = self.description.values[name]
         content = self._read(place.file, place.offset, place.length)
         with self.sense(place.file):
             return torch.load(io.BytesIO(content), weights_only=True)
 
     def _read(self, name: str, offset: int, most: int) -> bytes:
-        """The bytes of a file from there on, at most so many."""
+        """Returns the bytes of a file from there on, at most so many."""
         try:
             with (self.folder / name).open("rb") as file:
                 left = os.fstat(file.fileno()).st_size - offset
@@ -198,12 +198,12 @@ class Window(io.RawIOBase):
 
 
 def checksum(body: Mapping[str, JSON]) -> str:
-    """SHA-256 of what is written into `checkpoint.json`."""
+    """Returns SHA-256 of what is written into `checkpoint.json`."""
     return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
 
 
 def map_blob(path: Path, span: tuple[int, int], spec: Spec) -> Tensor:
-    """The tensor that torch.save wrote into this span of the file. Its memory is the file: what is used is read.
+    """Returns the tensor that torch.save wrote into this span of the file, which is its memory: what is used is read.
 
     The pickle in its archive is not: it only says type and shape, which a checkpoint's metadata say, too.
     ValueError, zipfile.BadZipFile or OSError where the file has no such tensor there.

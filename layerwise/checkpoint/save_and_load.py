@@ -53,9 +53,26 @@ def save(
 ) -> Path:
     """Writes DIR/step-<module.steps_done>, by all ranks together, and keeps the newest `keep`. Returns its path.
 
-    `progress` (rank 0's is kept) comes back from `load`: epoch, counters, seeds. DIR must be on a file system that
-    all ranks share, and no other run may be saving there. LayerwiseError on every rank where one of them fails;
-    earlier checkpoints are then as they were.
+    Args:
+        directory: DIR, on a file system that all ranks share, into which no other run is saving.
+        module: The parallel module.
+        optimizer: One of torch.optim's over its parameters; None: the module alone is saved.
+        progress: What `load` is to return, such as epoch, counters and seeds; rank 0's is kept.
+        keep: How many checkpoints DIR has afterwards, at most.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        LayerwiseError: It failed on some rank; earlier checkpoints are as they were.
+
+    Examples:
+        >>> import layerwise, tempfile, torch
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = save(folder, model, None, {"epoch": 3})
+        ...     load(folder, model)
+        {'epoch': 3}
     """
     return begin_saving(directory, module, optimizer, progress, keep, beside=False).finish()
 
@@ -160,7 +177,7 @@ def begin_saving(
 
 @contextmanager
 def removed_on_failure(comm: Comm, temporary: Path) -> Iterator[None]:
-    """Within it an error removes the folder that ranks write."""
+    """Removes the folder that ranks write, where there is an error within it."""
     try:
         yield
     except BaseException:
@@ -170,7 +187,7 @@ def removed_on_failure(comm: Comm, temporary: Path) -> Iterator[None]:
 
 
 def _copy(value: object) -> object:
-    """A tensor's copy on the CPU; any other value is itself."""
+    """Returns a tensor's copy on the CPU; of any other value itself."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
@@ -181,9 +198,22 @@ def load(
 
     Whatever plan and number of ranks saved it: each rank reads the parts of saved boxes that fall into its own. Also a
     folder that `torch.distributed.checkpoint.save` wrote, of {"model": ..., "optimizer": ...} or of the model's state
-    dict alone, which has no checksums and no steps.
-    Returns the progress. LayerwiseError on every rank where one finds the checkpoint damaged, or of another model or
-    optimizer; all is checked, the SHA-256 of every file too, before the first value changes.
+    dict alone, which has no checksums and no steps. All is checked, the SHA-256 of every file too, before the first
+    value changes.
+
+    Args:
+        directory: A step's folder, or DIR.
+        module: The parallel module, of the model that was saved.
+        optimizer: One of the kind that was saved, over its parameters; None: the module alone is loaded.
+
+    Returns:
+        The progress that `save` was given.
+
+    Raises:
+        LayerwiseError: Some rank finds the checkpoint damaged, or of another model or optimizer.
+
+    Examples:
+        See `save`.
     """
     comm, shards = module.comm, module.shards()
 
@@ -247,7 +277,7 @@ def resume(
 
 
 def model_digest(graph: LayerGraph) -> str:
-    """SHA-256 of the network, whatever its batch, whether it is fused, reads its cells, and what of it is trained."""
+    """Returns the network's SHA-256, whatever its batch, whether it is fused, reads cells, and what is trained."""
     graph = without_cells(graph.freeze(()))
     try:
         return fuse(graph.rebatch(1)).digest
@@ -256,7 +286,7 @@ def model_digest(graph: LayerGraph) -> str:
 
 
 def owned(module: ParallelModule) -> Owned:
-    """The module's parameters with their shards: empty ones of parameters that only other ranks have a part of.
+    """Returns the module's parameters with their shards: empty ones of parameters that only other ranks have a part of.
 
     (A parameter without elements that is not the model's may stand for a rank that holds nothing.)
     """
@@ -290,7 +320,7 @@ def _check_about(reader: Reader, module: ParallelModule) -> None:
 
 
 def _check_model(reader: Reader, ours: Mapping[str, Any]) -> str:
-    """The prefix of the model's names in the checkpoint. `ours`: every tensor's shape, type and further names.
+    """Returns the prefix of the model's names in the checkpoint. `ours`: every tensor's shape, type and further names.
 
     LayerwiseError unless it is of this model.
     """

@@ -91,7 +91,7 @@ class SaveSignals:
         self._numbers.append(number)
 
     def received(self) -> int | None:
-        """The signal that any rank has got since the last call, SIGTERM first; None: none. Every rank calls this."""
+        """Returns the signal that any rank got since the last call, SIGTERM first; None: none. Every rank calls it."""
         new = list(self._numbers)
         del self._numbers[: len(new)]  # not those that have come meanwhile
         everyone: list[list[int]] = self._comm.all_gather_object(new)

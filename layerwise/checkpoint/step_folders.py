@@ -36,13 +36,13 @@ _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-\w+")
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint of the highest step in DIR; None where there is none."""
+    """Returns the complete checkpoint of the highest step in DIR; None where there is none."""
     steps = _complete(Path(directory))
     return steps[max(steps)] if steps else None
 
 
 def find(checkpoint: str | os.PathLike[str]) -> Path:
-    """The checkpoint that is meant: this folder, or the latest in it. LayerwiseError where neither is one."""
+    """Returns the checkpoint that is meant: this folder, or the latest in it. LayerwiseError where neither is one."""
     path = Path(checkpoint)
     try:
         exists, folder = path.exists(), path if _described(path) else latest(path)
@@ -58,7 +58,7 @@ def find(checkpoint: str | os.PathLike[str]) -> Path:
 
 
 def begin(directory: Path, steps: int) -> Path:
-    """An empty temporary folder for the checkpoint of a step; DIR is made, and what crashes have left is removed."""
+    """Makes an empty temporary folder for a step's checkpoint, and DIR; what crashes have left there is removed."""
     directory.mkdir(parents=True, exist_ok=True)
     _complete(directory)  # a link among them is told before anything is written
     for path in directory.iterdir():
@@ -96,7 +96,7 @@ def _described(path: Path) -> bool:
 
 
 def _complete(directory: Path) -> dict[int, Path]:
-    """Complete checkpoints by step."""
+    """Returns the complete checkpoints by step."""
     complete: dict[int, Path] = {}
     try:
         for path in sorted(directory.iterdir()):  # .step comes before step
@@ -125,7 +125,7 @@ def _temporary(directory: Path, steps: int) -> Path:
 
 
 def _remove(path: Path, steps: int) -> None:
-    """Renamed first: what is removed by halves must not look complete. Nothing depends on its success."""
+    """Removes a checkpoint, renamed first: by halves it must not look complete. Nothing depends on its success."""
     try:
         doomed = path.rename(_temporary(path.parent, steps))
     except OSError:
@@ -164,7 +164,7 @@ def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> I
 
 
 def _lock(mark: Path, directory: str, patience_s: float) -> int:
-    """The descriptor of the locked file. A lock of fcntl's is not handed on to processes forked from this one."""
+    """Returns the descriptor of the locked file. A lock of fcntl's is not handed on to forked processes."""
     began, waits = time.monotonic(), False
     while True:
         try:

@@ -88,7 +88,7 @@ class Comm(ABC):
 
     @property
     def members(self) -> Members:
-        """The ranks as messages name them."""
+        """Returns the ranks as messages name them."""
         return Members(tuple(range(self.size)), self.size)
 
     def at(self, step: int, layer: str) -> None:  # noqa: B027 - most have nothing to tell
@@ -102,7 +102,7 @@ class Comm(ABC):
         """
 
     def device_mesh(self, ranks: NDArray[np.int64]) -> DeviceMesh | None:
-        """A mesh of these ranks for torch's DTensors, ascending along each axis. None: ranks that are no processes.
+        """Returns a mesh of these ranks for DTensors, ascending along each axis; None for ranks that are no processes.
 
         Every rank calls it, also one that is not among them.
         """
@@ -145,9 +145,9 @@ class Comm(ABC):
 
         Counts the rows of the others. (gloo's own is an all-reduce in disguise, which sends twice the bytes.)
         """
-        mine, others = group.index(self.rank), self._others(group)
+        index, others = group.index(self.rank), self._others(group)
         received = list(parts.new_empty((len(group) - 1, *out.shape)))
-        rows = [*received[:mine], parts[mine], *received[mine:]]
+        rows = [*received[:index], parts[index], *received[index:]]
 
         def add_up() -> None:
             out.copy_(rows[0])
@@ -163,13 +163,13 @@ class Comm(ABC):
 
         Counts the rows of the others.
         """
-        mine, others = group.index(self.rank), self._others(group)
-        out[mine] = parts[mine]
+        index, others = group.index(self.rank), self._others(group)
+        out[index] = parts[index]
         sends = [(rank, parts[row]) for row, rank in others]
         return self.exchange(sends, [(rank, out[row]) for row, rank in others], kind, what)
 
     def _others(self, group: Group) -> list[tuple[int, int]]:
-        """The other ranks of a group, each with its number there."""
+        """Returns the other ranks of a group, each with its number there."""
         return [(row, rank) for row, rank in enumerate(group) if rank != self.rank]
 
     @abstractmethod
@@ -178,22 +178,22 @@ class Comm(ABC):
 
     @abstractmethod
     def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, by rank: for agreement at start-up and for reports, not for speed. Not counted."""
+        """Returns every rank's text, by rank: for agreement at start-up and for reports, not for speed. Not counted."""
 
     def tell(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Starts to tell all ranks a few whole numbers of 64 bits, as many on each; what it returns waits for them.
 
         It then has every rank's, by rank. Not counted.
         """
-        told = self.all_gather_object(list(numbers))
-        return lambda: told
+        rows = self.all_gather_object(list(numbers))
+        return lambda: rows
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Every rank's value, by rank, by way of JSON."""
+        """Returns every rank's value, by rank, by way of JSON."""
         return [json.loads(text) for text in self.all_gather_text(json.dumps(value))]
 
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's text, on every rank; what the others give is ignored."""
+        """Returns rank 0's text, on every rank; what the others give is ignored."""
         return self.all_gather_text(text)[0]
 
     def barrier(self) -> None:
@@ -206,10 +206,10 @@ class Comm(ABC):
         A fact that a rank does not state counts as empty.
         """
         everyone = self.all_gather_object(dict(facts))
-        for name in dict.fromkeys(name for one in everyone for name in one):
+        for name in dict.fromkeys(name for facts_of_rank in everyone for name in facts_of_rank):
             holders: dict[str, list[int]] = {}
-            for rank, one in zip(self.members.ranks, everyone, strict=True):
-                holders.setdefault(one.get(name, ""), []).append(rank)
+            for rank, facts_of_rank in zip(self.members.ranks, everyone, strict=True):
+                holders.setdefault(facts_of_rank.get(name, ""), []).append(rank)
             if len(holders) > 1:
                 parts = ", ".join(f"{value or 'none'} on {ranks(who, None)}" for value, who in holders.items())
                 raise CommError(f"the ranks differ in {name}: {parts}; every rank must be given the same")
@@ -218,7 +218,7 @@ class Comm(ABC):
         """Says whether SIGTERM leaves it to the program to end, while no rank is gone."""
 
     def close(self, error: BaseException | None = None) -> None:  # noqa: B027
-        """The end of this rank's run. After an error the others are told of it, else it waits for them."""
+        """Ends this rank's run: after an error the others are told of it, else it waits for them."""
 
     def __enter__(self) -> Self:
         return self
@@ -269,7 +269,7 @@ def all_reduce_bytes(size_bytes: int, members: int, index: int) -> int:
 
 
 def ranks(which: Sequence[int], of_all: Members | int | None) -> str:
-    """`rank 2 of 4`, `ranks 1, 2 and 3 of 4`; without `of 4` where that is None."""
+    """Returns `rank 2 of 4`, `ranks 1, 2 and 3 of 4`; without `of 4` where that is None."""
     of = "" if of_all is None else f" of {of_all}"
     names = [str(rank) for rank in which[:8]]
     if len(which) > 8:
@@ -280,6 +280,6 @@ def ranks(which: Sequence[int], of_all: Members | int | None) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The words of one of torch's errors, without the places in its source and the stack trace."""
+    """Returns the words of one of torch's errors, without the places in its source and the stack trace."""
     first = str(error).partition("\n")[0]
     return re.sub(r"^\[/[^\]]*\] ", "", first) or type(error).__name__

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from layerwise.comm.base import Members, ranks, reason
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass
 
 STOPPED: Final = "stopped from outside (SIGTERM"  # in the words of `stopped_text` alone
 
@@ -51,7 +49,7 @@ class Sign:
 
 
 def unpack(text: bytes | str) -> Sign:
-    """The sign that `pack` made a text of."""
+    """Returns the sign that `pack` made a text of."""
     return Sign(*json.loads(text))
 
 
@@ -133,7 +131,7 @@ class Board:
         self._gone: list[int] = []  # who can no longer hear the verdict
 
     def beat(self, sign: Sign) -> None:
-        """A sign of life; and is there a verdict? Nothing where that is known: the store may go."""
+        """Gives a sign of life, and looks for a verdict. Does nothing where that is known: the store may go."""
 
         def do() -> None:
             self._store.set(f"alive/{self.rank}", sign.pack())
@@ -146,14 +144,14 @@ class Board:
             self._call(do, None)
 
     def signs(self) -> dict[int, Sign]:
-        """The last sign of every other rank that ever gave one."""
+        """Returns the last sign of every other rank that ever gave one."""
         others = [(rank, f"alive/{rank}") for rank in self.members.ranks if rank != self.rank]
         return self._call(
             lambda: {rank: unpack(self._store.get(key)) for rank, key in others if self._store.check([key])}, {}
         )
 
     def ended(self) -> Sign | None:
-        """The last sign of the first rank whose run is over; None while all go on."""
+        """Returns the last sign of the first rank whose run is over; None while all go on."""
         return self._call(lambda: unpack(self._store.get("ended")) if self._store.check(["ended"]) else None, None)
 
     def publish(self, text: str, gone: list[int]) -> None:
@@ -164,7 +162,7 @@ class Board:
             self.verdict = text
 
     def linger(self) -> None:
-        """Before the process ends that serves the store, all others shall have heard the verdict."""
+        """Waits until all others have heard the verdict, where this process serves the store and is about to end."""
         if not self.serves:
             return
         keys = [f"heard/{rank}" for rank in self.members.ranks if rank not in self._gone]

@@ -76,15 +76,15 @@ class ProcessComm(Comm):
 
     @property
     def members(self) -> Members:
-        """The ranks of the default group that this Comm has."""
+        """Returns the ranks of the default group that this Comm has."""
         return self._members
 
     def at(self, step: int, layer: str) -> None:
-        """Notes it for the signs of life."""
+        """Notes what this rank computes, for its signs of life."""
         self._watch.at(step, layer)
 
     def prepare(self, groups: Iterable[Group], kind: TrafficKind) -> None:
-        """Makes a process group of each, 2 to 11 ms long (2 to 8 ranks)."""
+        """Makes a process group of each, which takes 2 to 11 ms (2 to 8 ranks)."""
         stream, groups = self._stream(kind), list(groups)
         if groups and not self.collectives:  # messages go through that of all ranks
             groups.append(self._everyone)
@@ -103,10 +103,10 @@ class ProcessComm(Comm):
         of = "" if self.size == self._members.world else f"of_{'_'.join(map(str, self._ranks))}_"
         names = tuple(f"{of}axis_{axis}" for axis in range(ranks.ndim))
         mesh = torch.from_numpy(np.array(self._ranks)[ranks])
-        mine = [stream[group] for group in groups if self.rank in group]
-        if not mine:
+        joined = [stream[group] for group in groups if self.rank in group]
+        if not joined:
             return DeviceMesh(self.device.type, mesh, mesh_dim_names=names, _init_backend=False)
-        return DeviceMesh.from_group(mine, self.device.type, mesh=mesh, mesh_dim_names=names)
+        return DeviceMesh.from_group(joined, self.device.type, mesh=mesh, mesh_dim_names=names)
 
     def exchange(
         self,
@@ -116,7 +116,7 @@ class ProcessComm(Comm):
         what: str,
         stream: TrafficKind | None = None,
     ) -> Handle:
-        """gloo: one message a peer, receives first. NCCL: one batch."""
+        """Starts one message a peer, receives first, over gloo; one batch over NCCL."""
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         receives = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
         if not sends and not receives:
@@ -160,7 +160,7 @@ class ProcessComm(Comm):
             self.given_up.pop().wait()
 
     def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
-        """NCCL's own, else an exchange."""
+        """Starts NCCL's own, else an exchange."""
         if not self.collectives or len(group) == 1 or not mine.numel():
             return super().all_gather(out, mine, group, kind, what)
         self.sent[kind] += (len(group) - 1) * mine.nbytes
@@ -169,14 +169,14 @@ class ProcessComm(Comm):
     def reduce_scatter(
         self, out: Tensor, parts: Tensor, group: Group, kind: TrafficKind, what: str, stream: TrafficKind | None = None
     ) -> Handle:
-        """NCCL's own, else an exchange and a sum."""
+        """Starts NCCL's own, else an exchange and a sum."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().reduce_scatter(out, parts, group, kind, what, stream)
         self.sent[kind] += (len(group) - 1) * out.nbytes
         return self._collective(_reduce_scatter, out.view(-1), parts.contiguous().view(-1), group, stream or kind, what)
 
     def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
-        """NCCL's own, else an exchange."""
+        """Starts NCCL's own, else an exchange."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().all_to_all(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * parts.nbytes // len(group)
@@ -190,7 +190,7 @@ class ProcessComm(Comm):
         return UnderWay(self, what, [(f"in {what}", work)], [out, x])
 
     def all_reduce(self, tensor: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
-        """torch.distributed's, started here."""
+        """Starts torch.distributed's own."""
         assert tensor.is_contiguous(), what
         if len(group) == 1 or not tensor.numel():
             return Done()
@@ -204,7 +204,7 @@ class ProcessComm(Comm):
         return UnderWay(self, what, [(f"in {what}", work)], [staged], belongs)
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Goes by way of the CPU."""
+        """Goes over gloo, by way of the CPU."""
         texts: list[str] = [""] * self.size
         with self._joint("an agreement of all ranks"):
             dist.all_gather_object(texts, text, group=self._texts)
@@ -212,11 +212,11 @@ class ProcessComm(Comm):
 
     def tell(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Tells all ranks by way of the CPU, beside whatever else is under way."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = mine.new_empty(self.size * len(numbers))
+        local = torch.tensor(numbers, dtype=torch.int64)
+        everyone = local.new_empty(self.size * len(numbers))
         what = "an agreement on the batch"
         with self._joint(what):
-            work = _all_gather(everyone, mine, group=self._texts, async_op=True)
+            work = _all_gather(everyone, local, group=self._texts, async_op=True)
         assert work is not None
 
         def told() -> list[list[int]]:
@@ -228,12 +228,12 @@ class ProcessComm(Comm):
         return told
 
     def barrier(self) -> None:
-        """Goes by way of the CPU."""
+        """Goes over gloo, by way of the CPU."""
         with self._joint("a barrier"):
             dist.barrier(group=self._texts)
 
     def spare(self, spared: bool) -> None:
-        """Tells the watch."""
+        """Says so to the watch."""
         self._watch.spared = spared
 
     def close(self, error: BaseException | None = None) -> None:
@@ -252,7 +252,7 @@ class ProcessComm(Comm):
             self._watch.accuse(f"{self._watch.me} failed {self._watch.where}: {' '.join(text.split())}")
 
     def _joint(self, what: str, group: Group | None = None) -> AbstractContextManager[list[str]]:
-        """`during`. What all ranks do they do in one order: by its number it is known what a rank that has ended never
+        """Returns `during`, of what all ranks do in one order: by its number one knows what a rank that has ended never
         comes to.
         """
         self._watch.joint += group in (None, self._everyone)
@@ -272,21 +272,21 @@ class ProcessComm(Comm):
                 if self.device.type == "cuda":  # a thread has its own
                     torch.cuda.set_device(self.device)
                 if self.size == self._members.world:
-                    made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
-                    return made
+                    process_group: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
+                    return process_group
                 self._made += 1
                 return _group_of_members(global_ranks, timedelta(seconds=seconds), backend, self._ranks, self._made)
 
             try:  # no guard ends a process that made the default group itself
-                made = in_thread(make).result(self._timeout_s + SLACK_S)
+                process_group = in_thread(make).result(self._timeout_s + SLACK_S)
             except TimeoutError:
                 raise RuntimeError("overdue") from None
             if backend == "nccl" and self.rank in group:  # it connects at the first use: now
-                dist.all_reduce(torch.zeros(1, device=self.device), group=made)
-        return made
+                dist.all_reduce(torch.zeros(1, device=self.device), group=process_group)
+        return process_group
 
     def _note(self, work: dist.Work, what: str) -> None:
-        """NCCL: it has been started; only the GPU waits for it."""
+        """Notes what NCCL was given last; only the GPU waits for it."""
         if self.collectives:
             self._last = work, what, time.monotonic()
 
@@ -303,7 +303,7 @@ class ProcessComm(Comm):
 
     @contextmanager
     def during(self, what: str, limit_s: float | None = None) -> Iterator[list[str]]:
-        """torch's errors in here become a CommError that says who is at fault. The list: what it does just now."""
+        """Makes torch's errors within it a CommError that names who is at fault. Yields a list: what it does now."""
         now = [f"in {what}"]
         self._watch.enter(what, LONG * self._timeout_s if limit_s is None else limit_s)
         try:
@@ -317,7 +317,7 @@ class ProcessComm(Comm):
 
 
 def _group_of_members(ranks: Group, timeout: timedelta, backend: str, members: Group, number: int) -> dist.ProcessGroup:
-    """A process group that some ranks of the default group make by themselves: `members`, each of which calls this.
+    """Returns a process group that some ranks of the default group, `members`, make by themselves: each calls this.
 
     `dist.new_group` waits for all ranks or, told not to, names the group by how many groups the process has: of which
     one rank may have more than another.
@@ -328,12 +328,12 @@ def _group_of_members(ranks: Group, timeout: timedelta, backend: str, members: G
         return cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
     name: Any = f"layerwise/{'_'.join(map(str, members))}/{number}"
     local, store = ranks.index(dist.get_rank()), c10d._get_default_store()
-    made: dist.ProcessGroup
-    made, _ = c10d._new_process_group_helper(
+    process_group: dist.ProcessGroup
+    process_group, _ = c10d._new_process_group_helper(
         len(ranks), local, list(ranks), dist.Backend(backend), store, name, timeout=timeout
     )
-    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
-    return made
+    c10d._world.pg_group_ranks[process_group] = {rank: i for i, rank in enumerate(ranks)}
+    return process_group
 
 
 def _sure(work: dist.Work | None) -> dist.Work:
@@ -343,7 +343,7 @@ def _sure(work: dist.Work | None) -> dist.Work:
 
 
 def _on_cpu(tensor: Tensor, *, copy: bool) -> Tensor:
-    """The tensor itself, or (with what is in it) one like it."""
+    """Returns the tensor itself, or (with what is in it) one like it."""
     if tensor.device.type == "cpu":
         return tensor
     return tensor.cpu() if copy else torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -48,12 +48,12 @@ class Seat:
 
     @property
     def address(self) -> str:
-        """The store's."""
+        """Returns the store's address."""
         return f"{self.host}:{self.port}"
 
 
 def read_environment(environment: Mapping[str, str]) -> Seat | None:
-    """torchrun's variables; None where there are none. Raises LayerwiseError where they make no sense."""
+    """Returns torchrun's variables; None where there are none. LayerwiseError where they make no sense."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -107,7 +107,7 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
         torch.cuda.set_device(where)
     stores = connect(seat, timeout_s)
     name = _name(seat, stores[0], timeout_s) if seat.agent else ""
-    store, own = (PrefixStore(f"layerwise/{name}", one) for one in stores)
+    store, own = (PrefixStore(f"layerwise/{name}", connection) for connection in stores)
     watch = _watch(seat, own, timeout_s)
     Guard(watch).start()
     watch.enter("the arrival of all ranks", timeout_s + SLACK_S)
@@ -129,7 +129,7 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
 
 
 def join_default_group(device: torch.device, timeout_s: float = 30.0, members: Group | None = None) -> ProcessComm:
-    """A Comm over the default group that the user has made with torch.distributed. Nothing ends this process for it.
+    """Returns a Comm over the default group that the user has made. Nothing ends this process for it.
 
     members: some of its ranks, ascending, which alone call this; default all.
     """
@@ -165,7 +165,7 @@ def leave(code: int) -> NoReturn:
 
 
 def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
-    """Two connections to the store, for the main thread and for the watch; rank 0 serves it where torchrun does not.
+    """Returns connections to the store for the main thread and the watch; rank 0 serves it where torchrun does not.
 
     CommError where there is none to be had within the time-out (and a second).
     """
@@ -182,18 +182,18 @@ def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
         return in_thread(do).result(timeout_s + CONNECT_SLACK_S)
     except (TimeoutError, RuntimeError) as error:
         if serves:
-            said = f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason(error)}; the port is taken?"
+            what = f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason(error)}; the port is taken?"
         else:
             server = "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
-            said = (
+            what = (
                 f"{server} does not answer at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: it was not "
                 "started, has ended or is stopped, the network is cut, or another program listens there;"
             )
-        raise CommError(f"{said} check MASTER_ADDR and MASTER_PORT") from error
+        raise CommError(f"{what} check MASTER_ADDR and MASTER_PORT") from error
 
 
 def hush() -> None:
-    """torch's C++ logs a stack trace for every connection that fails; the line that says what happened is ours.
+    """Silences torch's C++, which logs a stack trace for every connection that fails; our line says what happened.
 
     Not where the user has chosen with TORCH_CPP_LOG_LEVEL, which torch reads when it is imported.
     """
@@ -214,7 +214,7 @@ def _device(seat: Seat | None, name: str | None) -> torch.device:
 
 
 def default_device(local_rank: int) -> torch.device:
-    """A GPU for this rank of a node, where there is one."""
+    """Returns a GPU for this rank of a node, where there is one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
 
@@ -230,7 +230,7 @@ def _watch(seat: Seat, own: Store, timeout_s: float, members: Group | None = Non
 
 
 def _name(seat: Seat, store: Store, timeout_s: float) -> str:
-    """The name of this start of all ranks: rank 0 makes it, and tells it to every rank that asks.
+    """Returns the name of this start of all ranks: rank 0 makes it, and tells it to every rank that asks.
 
     torchrun's store has the keys of earlier starts, too, and its agents count restarts each by itself.
     """
@@ -271,12 +271,12 @@ def _arrive(
 
     answer: called with the ranks that are still missing.
     """
-    mine = {"WORLD_SIZE": str(seat.size), "torch version": torch.__version__, "backend": backend}
+    facts = {"WORLD_SIZE": str(seat.size), "torch version": torch.__version__, "backend": backend}
     until = time.monotonic() + timeout_s
     try:
         if store.add(f"taken/{seat.rank}", 1) > 1:
             raise watch.error(watch.accuse(f"two processes say that they are rank {seat.rank} of {seat.size}"))
-        store.set(f"arrived/{seat.rank}", json.dumps(mine))
+        store.set(f"arrived/{seat.rank}", json.dumps(facts))
         missing = [rank for rank in range(seat.size) if rank != seat.rank]
         while missing:
             overdue = time.monotonic() > until
@@ -285,7 +285,7 @@ def _arrive(
             for rank in missing[:]:
                 if store.check([f"arrived/{rank}"]):
                     missing.remove(rank)
-                    _compare(seat, watch, mine, rank, json.loads(store.get(f"arrived/{rank}")))
+                    _compare(seat, watch, facts, rank, json.loads(store.get(f"arrived/{rank}")))
                 elif not overdue:
                     break  # one look at a time is enough
             watch.check()
@@ -301,8 +301,8 @@ def _arrive(
         raise watch.error(watch.find(reason(error))) from error
 
 
-def _compare(seat: Seat, watch: Watch, mine: dict[str, str], rank: int, other: dict[str, str]) -> None:
-    for name, value in mine.items():
+def _compare(seat: Seat, watch: Watch, facts: dict[str, str], rank: int, other: dict[str, str]) -> None:
+    for name, value in facts.items():
         if other.get(name) != value:
             text = f"the ranks differ in {name}: {value} on rank {seat.rank}, {other.get(name)} on rank {rank}"
             raise watch.error(watch.accuse(f"{text}; every rank must be started alike"))

@@ -17,14 +17,14 @@ BEAT_S = 1.0  # how often rank 0 tells the others, while it works alone, that it
 
 
 def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tuple[T, list[Any]]:
-    """Every rank acts; returns what was made here and what every rank has to tell, by rank.
+    """Has every rank act. Returns what was made here and what every rank has to tell, by rank.
 
     Where it fails on one rank, every rank raises a LayerwiseError that says whose failure it was (and, first, `what`);
     only a bug is raised as it is, on the rank that has it. `act` must not communicate.
     """
     failure: Exception | None = None
     try:
-        made, answer = act()
+        result, answer = act()
         mine = json.dumps({"answer": answer})
     except Exception as error:
         failure = error
@@ -38,7 +38,7 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
         rank, reason = next(iter(errors.items()))
         alike = len(errors) == comm.size and len(set(errors.values())) == 1
         raise LayerwiseError(": ".join([part for part in (what, "" if alike else f"rank {rank}", reason) if part]))
-    return made, [answer["answer"] for answer in answers]
+    return result, [answer["answer"] for answer in answers]
 
 
 def _understood(rank: int, text: str, what: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _reason(error: Exception) -> str:
 
 
 def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tuple[T, list[Any]]:
-    """`agree`, however long a rank takes: it acts in a thread, while all meet every second, as in `alone`."""
+    """Does what `agree` does, however long a rank takes: it acts in a thread, while all meet every second."""
     future = in_thread(act)
     while True:
         wait([future], timeout=BEAT_S)
@@ -69,7 +69,7 @@ def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> 
 
 
 def alone(comm: Comm, work: Callable[[], T]) -> T | None:
-    """Rank 0 does `work` in a thread, while all ranks meet every second so that none takes another for stuck.
+    """Has rank 0 do `work` in a thread, while all ranks meet every second so that none takes another for stuck.
 
     Returns its result on rank 0, None elsewhere; a LayerwiseError of it is raised on every rank.
     """
@@ -91,7 +91,7 @@ def alone(comm: Comm, work: Callable[[], T]) -> T | None:
 
 
 def in_thread(work: Callable[[], T], name: str = "layerwise") -> Future[T]:
-    """The future of what `work` returns or raises, in a thread of its own: a daemon, as Ctrl-C must not wait for it."""
+    """Returns the future of what `work` returns or raises, in a daemon thread: Ctrl-C must not wait for it."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -55,7 +55,7 @@ class UnderWay:
         self.tensors = self.staged = ()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Calls from gloo's thread, or one that waits for messages; with NCCL at once, on a stream that waits."""
+        """Calls it from gloo's thread, or one that waits for messages; with NCCL at once, on a stream that waits."""
         last = self.works[-1][1] if self.works else None
         if last is None:
             call()

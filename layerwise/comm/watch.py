@@ -81,7 +81,7 @@ class Watch:
             self._questions.put(_Question(beat=True))
 
     def enter(self, what: str, limit_s: float) -> None:
-        """A communication begins, which should not take longer. CommError where the run has already failed."""
+        """Notes a communication, and how long it should take at most. CommError where the run has already failed."""
         self.check()
         self._since_s = time.monotonic()
         self.due_s = self._since_s + limit_s
@@ -103,22 +103,22 @@ class Watch:
 
     @property
     def verdict(self) -> str | None:
-        """The sentence that says what failed, once that is known."""
+        """Returns the sentence that says what failed; None until that is known."""
         return self._board.verdict
 
     @property
     def heard_s(self) -> float:
-        """The time at which that became known, by time.monotonic."""
+        """Returns the time at which that became known, by time.monotonic."""
         return self._board.heard_s
 
     @property
     def me(self) -> str:
-        """`rank 2 of 4`."""
+        """Returns `rank 2 of 4`."""
         return f"rank {self._board.rank} of {self._board.members}"
 
     @property
     def where(self) -> str:
-        """`at step 17 in layer conv3`."""
+        """Returns `at step 17 in layer conv3`."""
         return self._sign().where
 
     def find(self, reason: str) -> str:
@@ -209,7 +209,7 @@ class Watch:
             time.sleep(BEAT_S / 5)
 
     def _stopped_signs(self) -> dict[int, Sign]:
-        """Everybody's signs. Where some were sent SIGTERM, the others may be about to be: whoever stops a run takes a
+        """Returns all signs. Where some were sent SIGTERM, the others may be about to be: whoever stops a run takes a
         moment to reach all of it.
         """
         until = time.monotonic() + BEAT_S
@@ -251,7 +251,7 @@ class Guard:
         self._stopped_s = 0.0
 
     def start(self) -> None:
-        """SIGTERM is taken over where it has no handler yet."""
+        """Starts the thread, and takes over SIGTERM where that has no handler yet."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, noted)
@@ -283,7 +283,7 @@ class Guard:
                 self._look()
 
     def _terminated(self) -> None:
-        """SIGTERM: most often because another rank has died, and torchrun ends the others."""
+        """Ends after a SIGTERM, which comes most often because another rank has died, and torchrun ends the others."""
         watch = self._watch
         twice = watch.stopped and time.monotonic() - self._stopped_s > TWICE_S
         theirs = not watch.spared and signal.getsignal(signal.SIGTERM) is not noted  # set after `start`

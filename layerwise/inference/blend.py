@@ -18,7 +18,7 @@ Profiles = Sequence[Tensor | None]  # by dimension, the weights of a pass's posi
 
 
 def move(comm: Comm, x: Tensor | None, owned: Each, needed: Each, like: Tensor, what: str) -> Tensor | None:
-    """This rank's box of `needed`, of a tensor of which the ranks have the boxes `owned`. Every rank calls it."""
+    """Returns this rank's box of `needed`, of a tensor of which the ranks own boxes `owned`. Every rank calls it."""
     plan = transfer(owned, needed, comm.rank)
     if plan.pattern != "local":
         plan = _as_messages(plan)
@@ -26,12 +26,12 @@ def move(comm: Comm, x: Tensor | None, owned: Each, needed: Each, like: Tensor, 
 
 
 def _as_messages(plan: Transfer) -> Transfer:
-    """A transfer that no collective is prepared for."""
+    """Returns a transfer that no collective is prepared for."""
     return replace(plan, pattern="messages", group=())
 
 
 def slab(full: Box, rank: int, ranks: int, first: int) -> Box | None:
-    """The part of a tensor that a rank has: of its longest dimension from `first` on, that of its positions."""
+    """Returns the part of a tensor that a rank has: of its longest dimension from `first` on, that of its positions."""
     dim = max(range(first, len(full.hi)), key=full.hi.__getitem__)
     lo, hi = list(full.lo), list(full.hi)
     lo[dim], hi[dim] = (full.hi[dim] * (rank + more) // ranks for more in (0, 1))
@@ -78,5 +78,5 @@ class Blend:
         self._weights[place[2:]] += weights
 
     def mean(self) -> Tensor | None:
-        """This rank's box of the mean; None where it owns none."""
+        """Returns this rank's box of the mean; None where it owns none."""
         return None if self.box is None else self._total / self._weights

@@ -40,7 +40,7 @@ class Cases:
 
     @staticmethod
     def of(model: ParallelModule, samples: object, output: int) -> Cases:
-        """Those of a user's `samples`. LayerwiseError where they will not do."""
+        """Returns the cases of a user's `samples`. LayerwiseError where they will not do."""
         layers = [layer for layer in model.layer_graph.layers if layer.role is Role.INPUT]
         outputs = model.layer_graph.layers[-1].specs
         if not 0 <= output < len(outputs):
@@ -52,7 +52,7 @@ class Cases:
                     "predict writes every sample in its place: give a loader that does not shuffle, crop, flip or "
                     "change them"
                 )
-            sources = [one.source for one in samples.inputs]
+            sources = [box_input.source for box_input in samples.inputs]
         elif len(layers) != 1:
             raise LayerwiseError(f"the model takes {len(layers)} inputs: give a BoxLoader of all of them")
         else:
@@ -64,21 +64,21 @@ class Cases:
 
     @property
     def planned(self) -> Sizes:
-        """The shape of a sample of each input that the plan is for."""
-        return tuple(one.spec.shape[1:] for one in self.inputs)
+        """Returns the shape of a sample of each input that the plan is for."""
+        return tuple(box_input.spec.shape[1:] for box_input in self.inputs)
 
     def along(self, number: int = 0) -> tuple[int, ...]:
-        """The dimensions of a sample of an input that are positions."""
+        """Returns the dimensions of a sample of an input that are positions."""
         return tuple(i for i, label in enumerate(self.inputs[number].spec.dims[1:]) if label in POSITIONS)
 
     @property
     def labels(self) -> str:
-        """Of those of the first, such as "dhw"."""
+        """Returns the labels of the first input's positions, such as "dhw"."""
         return "".join(str(self.inputs[0].spec.dims[1 + i]) for i in self.along())
 
     @property
     def follows(self) -> bool:
-        """Whether an output (n, channels, ...) has the first input's positions, one by one.
+        """Returns whether an output (n, channels, ...) has the first input's positions, one by one.
 
         All inputs have those, too, or none.
         """
@@ -95,16 +95,18 @@ class Cases:
         )
 
     def extents(self, shapes: Sizes) -> tuple[int, ...]:
-        """Of the positions of a sample whose inputs have these shapes. LayerwiseError where they differ."""
+        """Returns the extents of a sample's positions, by its inputs' shapes. LayerwiseError where they differ."""
         first = tuple(shapes[0][i] for i in self.along())
-        for number, (shape, one) in enumerate(zip(shapes, self.inputs, strict=True)):
+        for number, (shape, box_input) in enumerate(zip(shapes, self.inputs, strict=True)):
             other = tuple(shape[i] for i in self.along(number))
             if other not in (first, ()):
-                raise LayerwiseError(f"input {one.name!r} has extents {other}, and {self.inputs[0].name!r} has {first}")
+                raise LayerwiseError(
+                    f"input {box_input.name!r} has extents {other}, and {self.inputs[0].name!r} has {first}"
+                )
         return first
 
     def sized(self, extents: Sequence[int]) -> Sizes:
-        """The shape of a sample of each input, with these extents."""
+        """Returns the shape of a sample of each input, with these extents."""
         sizes = []
         for number, planned in enumerate(self.planned):
             at = dict(zip(self.along(number), extents, strict=False))
@@ -112,55 +114,58 @@ class Cases:
         return tuple(sizes)
 
     def regions(self, extents: Sequence[int], place: Sequence[int], mirrored: Sequence[int]) -> list[SampleRegion]:
-        """What of each input's samples a pass reads: these extents from `place` on; dimensions `mirrored` backwards."""
-        made = []
-        for number, (size, one) in enumerate(zip(self.sized(extents), self.inputs, strict=True)):
+        """Returns what a pass reads of each input: these extents from `place` on; dimensions `mirrored` backwards."""
+        regions = []
+        for number, (size, box_input) in enumerate(zip(self.sized(extents), self.inputs, strict=True)):
             along = self.along(number)
             at = dict(zip(along, place, strict=False))
             lo = tuple(at.get(i, 0) for i in range(len(size)))
             box = Box(lo, tuple(a + n for a, n in zip(lo, size, strict=True)))
-            made.append(SampleRegion(one.source, box, frozenset(along[d] for d in mirrored if along)))
-        return made
+            regions.append(SampleRegion(box_input.source, box, frozenset(along[d] for d in mirrored if along)))
+        return regions
 
     def shapes(self, number: int) -> Sizes:
-        """Of a sample's inputs. LayerwiseError where the network takes no such shape, at whatever size."""
-        shapes = tuple(one.source.shape(number) for one in self.inputs)
-        for shape, one in zip(shapes, self.inputs, strict=True):
-            spec = one.spec
+        """Returns the shapes of a sample's inputs. LayerwiseError where the network takes none such, of any size."""
+        shapes = tuple(box_input.source.shape(number) for box_input in self.inputs)
+        for shape, box_input in zip(shapes, self.inputs, strict=True):
+            spec = box_input.spec
             fixed = [n for n, label in zip(shape, spec.dims[1:], strict=False) if label not in POSITIONS]
             wanted = [n for n, label in zip(spec.shape[1:], spec.dims[1:], strict=True) if label not in POSITIONS]
             if len(shape) != len(spec.shape) - 1 or fixed != wanted:
                 raise LayerwiseError(
-                    f"{one.named(number)} has shape {shape}, and the model takes {spec.shape[1:]} of each"
+                    f"{box_input.named(number)} has shape {shape}, and the model takes {spec.shape[1:]} of each"
                 )
         return shapes
 
     def batches(self, numbers: Sequence[int], most: int) -> Iterator[list[int]]:
-        """Samples of equal shapes that follow one another, at most that many together."""
+        """Yields samples of equal shapes that follow one another, at most that many together."""
         for _, alike in groupby(numbers, self._shapes):
             while batch := list(islice(alike, most)):
                 yield batch
 
     def _shapes(self, number: int) -> object:
-        """Of a sample's inputs; of one that cannot be read, its number, as no other has it."""
+        """Returns the shapes of a sample's inputs; of one that cannot be read its number, as no other has it."""
         try:
-            return tuple(one.source.shape(number) for one in self.inputs)
+            return tuple(box_input.source.shape(number) for box_input in self.inputs)
         except LayerwiseError:
             return number
 
     def read(self, numbers: Sequence[int], boxes: Sequence[Box], sources: Sequence[SampleSource]) -> list[Tensor]:
-        """A box of each input of some samples together, checked as a BoxLoader does."""
+        """Returns a box of each input of some samples together, checked as a BoxLoader does."""
         inputs = tuple(
             replace(
-                one, spec=replace(one.spec, shape=(len(numbers), *source.shape(numbers[0]))), box=box, source=source
+                box_input,
+                spec=replace(box_input.spec, shape=(len(numbers), *source.shape(numbers[0]))),
+                box=box,
+                source=source,
             )
-            for one, box, source in zip(self.inputs, boxes, sources, strict=True)
+            for box_input, box, source in zip(self.inputs, boxes, sources, strict=True)
         )
         return BatchReader(inputs, None, "", None, 0).batch(numbers, 0)
 
 
 def _names(files: Sequence[str | None]) -> tuple[str, ...]:
-    """What samples are called: as their files, with as much of the path as tells them apart; else by number."""
+    """Returns the samples' names: those of files, with as much of the path as tells them apart; else numbers."""
     if any(file is None for file in files) or len(set(files)) < len(files):
         return tuple(f"sample_{number:05d}" for number in range(len(files)))
     paths = [Path(str(file).partition("::")[0]).absolute().parts for file in files]

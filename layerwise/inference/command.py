@@ -30,7 +30,7 @@ that fails is named at the end, with exit status 2; the others are written."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Returns the parser of the flags."""
     p = Parser(
         prog="layerwise predict",
         description=(
@@ -93,8 +93,8 @@ def _predict(plan: Plan, args: argparse.Namespace) -> int:
         comm.handshake(flags)
         weights = agree(comm, lambda: (weights_file(args.weights), None))[0]
         dtype, autocast = ARITHMETIC[args.dtype]
-        made = partial(load, plan, args.model, comm=comm, weights=weights, dtype=dtype, autocast=autocast)
-        model = made().eval().requires_grad_(False)
+        load_model = partial(load, plan, args.model, comm=comm, weights=weights, dtype=dtype, autocast=autocast)
+        model = load_model().eval().requires_grad_(False)
         samples = args.data[0] if len(args.data) == 1 and _stacked(args.data[0]) else args.data
         done = predict(
             model,
@@ -118,19 +118,19 @@ def _predict(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _stacked(path: str) -> bool:
-    """Whether a file has all samples (samples, ...), not one."""
+    """Returns whether a file has all samples (samples, ...), not one."""
     return not path.lower().endswith((".nii", ".nii.gz"))
 
 
 def _extents(text: str) -> tuple[int, ...]:
-    """DxHxW as numbers."""
+    """Returns the numbers of DxHxW."""
     try:
-        found = tuple(map(int, text.lower().split("x")))
+        extents = tuple(map(int, text.lower().split("x")))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
+        extents = ()
+    if not extents or min(extents) < 1:
         raise LayerwiseError(f"--window takes extents such as 128x128x64, not {text!r}")
-    return found
+    return extents
 
 
 if __name__ == "__main__":

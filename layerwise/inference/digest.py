@@ -19,8 +19,8 @@ CHUNK = 1 << 20  # elements that are looked at together
 FACTORS = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x27BB2EE687B0B0FD)  # odd, below 2^63 (Steele and Vigna, 2021)
 
 
-def model_digest(model: ParallelModule, *settings: object) -> str:
-    """Of the values of all parameters and buffers, of autocast, and of `settings`, by their text. Every rank calls it.
+def values_digest(model: ParallelModule, *settings: object) -> str:
+    """Returns a digest of all parameters, buffers, autocast, and of the text of `settings`. Every rank calls it.
 
     The sum, modulo 2^64, of a number that each element and its position in the full tensor make: boxes add up.
     """
@@ -49,13 +49,13 @@ def _sum(shard: Shard) -> int:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A tensor's elements as whole numbers, in a row; of a complex one those of both parts."""
+    """Returns a tensor's elements as whole numbers, in a row; of a complex one those of both parts."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return values.contiguous().reshape(-1).view(BITS[values.element_size()])
 
 
 def _places(shard: Shard) -> Iterator[Tensor]:
-    """Where the elements of `_bits` lie in the full tensor, row-major, chunk by chunk."""
+    """Yields where the elements of `_bits` lie in the full tensor, row-major, chunk by chunk."""
     shape, lo, extents = shard.shape, shard.box.lo, shard.box.shape
     if shard.tensor.is_complex():
         shape, lo, extents = (*shape, 2), (*lo, 0), (*extents, 2)

@@ -16,18 +16,19 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.inference.blend import move
 from layerwise.inference.cases import Cases
-from layerwise.inference.digest import model_digest
+from layerwise.inference.digest import values_digest
 from layerwise.inference.predictor import Reduce
 from layerwise.inference.results import results_of
-from layerwise.inference.rounds import compute_round, evaluating, predictor_of, rounds_of, written_before
+from layerwise.inference.rounds import compute_round, predictor_of, rounds_of, written_before
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import DTYPE_OF, dtype_name
+from layerwise.train.score import evaluating
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What `predict` did.
+    """The samples that `predict` wrote, and those that it left.
 
     Attributes:
         written: The names of the samples that it wrote.
@@ -100,9 +101,9 @@ def predict(
     world = model.comm
     cases = agree(world, lambda: (Cases.of(model, samples, output), None))[0]
     results = results_of(out, len(cases.names), cases.files)
-    with evaluating(model):
+    with evaluating(model), torch.inference_mode():
         predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
-        results.digest = model_digest(model, output, _named(reduce), window, overlap, mirror, cases.planned)
+        results.digest = values_digest(model, output, _named(reduce), window, overlap, mirror, cases.planned)
         there = written_before(world, results, [] if overwrite else cases.names)
         numbers = [number for number, name in enumerate(cases.names) if name not in there]
         failed = dict[str, str]()
@@ -145,16 +146,16 @@ def answer(
         LayerwiseError: As `predict`.
     """
     cases = Cases.of(model, x.detach().cpu(), output)
-    made = list[Tensor]()
-    with evaluating(model):
+    outputs = list[Tensor]()
+    with evaluating(model), torch.inference_mode():
         predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
         for numbers in cases.batches(range(len(cases.names)), model.plan.batch):
-            made += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]
-    return torch.stack(made)
+            outputs += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]
+    return torch.stack(outputs)
 
 
 def _named(reduce: object) -> object:
-    """What tells it from another between runs. Of a function that is defined at the top of a module its name; of a
+    """Returns what tells it from another between runs. Of a function at the top of a module that is its name; of a
     module its text; of any other function its code, and what it closes over.
     """
     if not callable(reduce):
@@ -170,18 +171,18 @@ def _named(reduce: object) -> object:
 
 
 def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, str]) -> Predicted:
-    """What became of the samples. LayerwiseError where some failed: it names them, and says why."""
+    """Returns what became of the samples. LayerwiseError where some failed: it names them, and says why."""
     written = tuple(name for name in names if name not in there and name not in failed)
     if failed:
-        told = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
-        raise LayerwiseError(f"{len(failed)} of {len(names)} samples failed, {len(written)} are written: {told}")
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
+        raise LayerwiseError(f"{len(failed)} of {len(names)} samples failed, {len(written)} are written: {reasons}")
     return Predicted(written, tuple(there))
 
 
 def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
-    """All of a tensor of which the ranks have boxes, on every rank."""
-    held = [box for box in boxes if box is not None]
-    full = Box.full(map(max, *(box.hi for box in held), held[0].hi))
+    """Returns all of a tensor of which the ranks have boxes, on every rank."""
+    owned = [box for box in boxes if box is not None]
+    full = Box.full(map(max, *(box.hi for box in owned), owned[0].hi))
     dtype = next(filter(None, comm.all_gather_text("" if x is None else dtype_name(x.dtype))))
     like = torch.empty(0, dtype=DTYPE_OF[dtype], device=comm.device)
     gathered = move(comm, x, boxes, (full,) * comm.size, like, "an answer")

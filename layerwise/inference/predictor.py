@@ -33,7 +33,7 @@ Boxed = tuple[Each, Tensor | None]  # the box of every rank, and what this one h
 
 @dataclass(frozen=True)
 class Predictor:
-    """How samples are computed.
+    """The way in which samples are computed.
 
     Attributes:
         model: The network, in evaluation.
@@ -74,31 +74,32 @@ class Predictor:
             )
 
     def batch(self, numbers: Sequence[int]) -> Iterator[Boxed]:
-        """Predictions of samples of equal shapes, reduced, one by one. Every rank of `comm` calls it alike."""
+        """Yields predictions of samples of equal shapes, reduced, one by one. Every rank of `comm` calls it alike."""
 
         def seen() -> tuple[Sizes, JSON]:
-            made = self.cases.shapes(numbers[0])
-            return made, [list(numbers), *map(list, made)]
+            shapes_here = self.cases.shapes(numbers[0])
+            return shapes_here, [list(numbers), *map(list, shapes_here)]
 
-        shapes, told = agree(self.comm, seen)
-        if any(other != told[0] for other in told):
-            raise LayerwiseError(f"the ranks see other samples, or of other shapes: {told[0]} and others")
-        made = self._mean(numbers, shapes) if self.cases.follows else self._full(numbers, shapes)
-        boxes, x = self._reduced(*made)
+        shapes, ranks = agree(self.comm, seen)
+        if any(other != ranks[0] for other in ranks):
+            raise LayerwiseError(f"the ranks see other samples, or of other shapes: {ranks[0]} and others")
+        passed = self._mean(numbers, shapes) if self.cases.follows else self._full(numbers, shapes)
+        boxes, x = self._reduced(*passed)
         for place in range(len(numbers)):
             here = tuple(None if b is None or not b.lo[0] <= place < b.hi[0] else b for b in boxes)
             box = here[self.comm.rank]
-            one = None if x is None or box is None else x[place - box.lo[0]]
-            yield tuple(None if b is None else Box(b.lo[1:], b.hi[1:]) for b in here), one
+            sample = None if x is None or box is None else x[place - box.lo[0]]
+            yield tuple(None if b is None else Box(b.lo[1:], b.hi[1:]) for b in here), sample
 
     def _full(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
         regions = [
-            SampleRegion(one.source, Box.full(shape)) for one, shape in zip(self.cases.inputs, shapes, strict=True)
+            SampleRegion(box_input.source, Box.full(shape))
+            for box_input, shape in zip(self.cases.inputs, shapes, strict=True)
         ]
         return self._pass(numbers, self.model.sized(shapes, len(numbers)), regions)
 
     def _mean(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
-        """One pass over samples and what pads them, or the mean of passes over windows and mirrored samples."""
+        """Returns one pass over samples and what pads them, or the mean of passes over windows and mirrored samples."""
         cases, count = self.cases, len(numbers)
         extents = cases.extents(shapes)
         size, places = self._passes(extents, count)
@@ -125,7 +126,7 @@ class Predictor:
         return blend.owned, blend.mean()
 
     def _passes(self, extents: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-        """The extents of what each pass reads of samples with these, and where it begins."""
+        """Returns the extents of what each pass reads of samples with these, and where it begins."""
         plan, planned = self.model.plan, self.cases.extents(self.cases.planned)
         samples = plan.batch if self.comm is self.model.comm else max(1, plan.batch // plan.gpus)  # on a device
         needed = plan.predicted.get("memory_bytes", 0.0) * prod(extents) * count
@@ -137,7 +138,7 @@ class Predictor:
         return size, [tuple(a - b for a, b in zip(place, before, strict=True)) for place in places]
 
     def _taken(self, extents: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The least extents from these on that the network takes, and returns the positions of."""
+        """Returns the least extents from these on that the network takes, and returns the positions of."""
         refused: object = "its output has other positions than its input"
         for multiple in MULTIPLES:
             size = tuple(-(-n // multiple) * multiple for n in extents)
@@ -159,7 +160,7 @@ class Predictor:
 
     @contextmanager
     def _enough_memory(self) -> Iterator[None]:
-        """torch's errors of too little memory become a sentence; ranks that compute together all end with it."""
+        """Makes torch's errors of too little memory a sentence, with which ranks that compute together all end."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -171,19 +172,19 @@ class Predictor:
             ) from error
 
     def _reduced(self, boxes: Each, x: Tensor | None) -> Boxed:
-        """What is written of a prediction: float32 where it is no whole number."""
+        """Returns what is written of a prediction: float32 where it is no whole number."""
         if x is not None and x.is_floating_point():
             x = x.float()
         if self.reduce is None:
             return boxes, x
-        held = [box for box in boxes if box is not None and box.volume]
-        if len({(box.lo[1], box.hi[1]) for box in held}) > 1:
+        owned = [box for box in boxes if box is not None and box.volume]
+        if len({(box.lo[1], box.hi[1]) for box in owned}) > 1:
             raise LayerwiseError(
                 "the plan splits the classes of the output, and reduce= needs all of them: reduce them in the model"
             )
         if self.reduce in ("softmax", "sigmoid"):
             return boxes, x if x is None else (x.softmax(1) if self.reduce == "softmax" else x.sigmoid())
-        classes = held[0].hi[1]
+        classes = owned[0].hi[1]
         if self.reduce == "argmax":
             x = x if x is None else x.argmax(1).to(torch.uint8 if classes <= 256 else torch.int32)
             return tuple(None if b is None else Box((b.lo[0], *b.lo[2:]), (b.hi[0], *b.hi[2:])) for b in boxes), x
@@ -192,23 +193,23 @@ class Predictor:
         return self._by_user(self.reduce, boxes, x)
 
     def _by_user(self, reduce: Callable[[Tensor], Tensor], boxes: Each, x: Tensor | None) -> Boxed:
-        """A function of the user's, which may return classes of its own number, or none."""
+        """Returns what a function of the user's makes of a box: classes of its own number, or none."""
 
         def act() -> tuple[Tensor | None, list[int] | None]:
             if x is None:
                 return None, None
             with foreign("reduce= cannot be taken"):
-                made = reduce(x)
-            if isinstance(made, Tensor) and made.is_floating_point():
-                made = made.float()
+                reduced = reduce(x)
+            if isinstance(reduced, Tensor) and reduced.is_floating_point():
+                reduced = reduced.float()
             if (
-                not isinstance(made, Tensor)
-                or made.shape[:1] + made.shape[made.dim() - x.dim() + 2 :] != x.shape[:1] + x.shape[2:]
+                not isinstance(reduced, Tensor)
+                or reduced.shape[:1] + reduced.shape[reduced.dim() - x.dim() + 2 :] != x.shape[:1] + x.shape[2:]
             ):
                 raise LayerwiseError(
                     "reduce= must return a tensor (n, classes, ...) or (n, ...) of the positions it is given"
                 )
-            return made, list(made.shape[1 : made.dim() - x.dim() + 2])
+            return reduced, list(reduced.shape[1 : reduced.dim() - x.dim() + 2])
 
         made, classes = agree(self.comm, act)
         middle = tuple(next(shape for shape in classes if shape is not None))
@@ -220,7 +221,7 @@ class Predictor:
 
 
 def _placed(box: Box, region: Box, mirrored: Sequence[int]) -> Box:
-    """The box of a pass's output in the sample's own positions. mirrored: the dimensions that it read backwards."""
+    """Returns the box of a pass's output in the sample's positions. mirrored: dimensions that it read backwards."""
     lo, hi = list(box.lo), list(box.hi)
     for dim in mirrored:
         lo[dim], hi[dim] = region.shape[dim] - box.hi[dim], region.shape[dim] - box.lo[dim]
@@ -229,7 +230,7 @@ def _placed(box: Box, region: Box, mirrored: Sequence[int]) -> Box:
 
 
 def _cut(boxes: Each, x: Tensor | None, full: Box, rank: int) -> Boxed:
-    """Without what was padded."""
+    """Returns boxes and this rank's tensor without what was padded."""
     cut = tuple(None if box is None or not (box & full).volume else box & full for box in boxes)
-    box, kept = boxes[rank], cut[rank]
-    return cut, None if x is None or box is None or kept is None else x[kept.slices(box)]
+    box, rest = boxes[rank], cut[rank]
+    return cut, None if x is None or box is None or rest is None else x[rest.slices(box)]

@@ -19,7 +19,7 @@ Indices = NDArray[np.int64]
 
 
 def taps(extent: int, wanted: int, order: int) -> tuple[Indices, Indices, NDArray[Any]]:
-    """The two positions that each of `wanted` new ones is between, and the second's weight.
+    """Returns the two positions that each of `wanted` new ones is between, and the second's weight.
 
     Positions are the middles of equal cells, as scipy.ndimage.zoom(grid_mode=True, mode="nearest") has them. order: 1,
     linear, or 0, the nearest.
@@ -36,7 +36,7 @@ def taps(extent: int, wanted: int, order: int) -> tuple[Indices, Indices, NDArra
 def resampled(
     comm: Comm, boxes: Each, x: Tensor | None, like: Tensor, shape: Sequence[int], orders: Sequence[int]
 ) -> tuple[Each, Tensor | None]:
-    """Slabs of a tensor (classes, ...) at `shape` positions: the box of every rank, and what this one has in its own.
+    """Returns slabs of a tensor (classes, ...) at `shape` positions: every rank's box, and what is in this one's.
 
     No rank has more than its slab and what that is interpolated from. Every rank calls it.
 

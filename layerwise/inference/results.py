@@ -34,7 +34,7 @@ MOST_CHUNK = 128
 
 
 class Results(ABC):
-    """Where predictions go. The ranks that compute a sample together call the methods alike."""
+    """A place for predictions. The ranks that compute a sample together call the methods alike."""
 
     separate = True  # whether each sample has an array of its own, and is complete where others are not
     digest = ""  # of the model and of what is made of its outputs
@@ -42,16 +42,16 @@ class Results(ABC):
 
     @contextmanager
     def open(self, comm: Comm) -> Iterator[None]:
-        """Within it samples are written."""
+        """Opens the place, within which samples are written."""
         self.comm = comm
         yield
 
     def complete(self, name: str) -> bool:
-        """Whether an earlier run has written this sample. LayerwiseError where that was of another digest."""
+        """Returns whether an earlier run has written this sample. LayerwiseError where that was of another digest."""
         return False
 
     def _check(self, name: str, recorded: object) -> bool:
-        """`complete`, of a sample that is there."""
+        """Returns what `complete` does, of a sample that is there."""
         if recorded != self.digest:
             raise LayerwiseError(
                 f"the result {name!r} that is there is not known to be of these weights and options: give --overwrite "
@@ -64,13 +64,13 @@ class Results(ABC):
         """Writes a sample: of its array rank r has the box boxes[r], and `x` is this rank's."""
 
     def _array(self, boxes: Each, x: Tensor | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Shape and element type of the array whose boxes the ranks have."""
-        held = [box for box in boxes if box is not None]
-        told = self.comm.all_gather_text("" if x is None else str(x.dtype).removeprefix("torch."))
-        return tuple(map(max, *(box.hi for box in held), held[0].hi)), np.dtype(next(filter(None, told)))
+        """Returns shape and element type of the array whose boxes the ranks have."""
+        owned = [box for box in boxes if box is not None]
+        types = self.comm.all_gather_text("" if x is None else str(x.dtype).removeprefix("torch."))
+        return tuple(map(max, *(box.hi for box in owned), owned[0].hi)), np.dtype(next(filter(None, types)))
 
     def _first(self, act: Callable[[], object], what: str) -> None:
-        """Rank 0 does this, however long it takes, while the others wait."""
+        """Has rank 0 do this, however long it takes, while the others wait."""
 
         def guarded() -> None:
             with foreign(what):
@@ -79,7 +79,7 @@ class Results(ABC):
         alone(self.comm, guarded)
 
     def _in_turns(self, act: Callable[[], object], what: str, turn: str) -> None:
-        """Ranks of one `turn` do this together, after those of a turn before; where it fails on one, all raise."""
+        """Has ranks of one `turn` do this together, after those of a turn before; where it fails on one, all raise."""
 
         def guarded() -> tuple[None, None]:
             with foreign(what):
@@ -90,7 +90,7 @@ class Results(ABC):
             agree(self.comm, guarded if turn == each else lambda: (None, None))
 
     def _rank(self) -> str:
-        """The turn of this rank alone."""
+        """Returns the turn of this rank alone."""
         return f"{self.comm.rank:09d}"
 
 
@@ -107,7 +107,7 @@ class NpyFolder(Results):
         return file.exists() and self._check(name, record.read_text() if record.exists() else None)
 
     def _files(self, name: str) -> tuple[Path, Path]:
-        """A sample's file, and that of its digest."""
+        """Returns a sample's file, and that of its digest."""
         return self.folder / f"{name}{self.suffix}", self.folder / ".layerwise" / f"{name}{self.suffix}"
 
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
@@ -151,7 +151,7 @@ class NiftiFolder(NpyFolder):
             self._first(save, f"{name} cannot be written")
 
     def volume(self, number: int, array: NDArray[Any]) -> NDArray[Any]:
-        """A sample's result as NIfTI has it, (x, y, z) or (x, y, z, channels)."""
+        """Returns a sample's result as NIfTI has it, (x, y, z) or (x, y, z, channels)."""
         return np.moveaxis(array, 0, -1) if array.ndim > 3 else array
 
 
@@ -179,12 +179,12 @@ class ZarrGroup(Results):
 
         def create() -> None:
             zarr.open_group(self.folder, mode="a")
-            zarr.create_array(made, shape=shape, dtype=dtype, chunks=chunks, attributes={"layerwise": self.digest})
+            zarr.create_array(path, shape=shape, dtype=dtype, chunks=chunks, attributes={"layerwise": self.digest})
 
-        with _beside(self, self.folder / name) as made:
+        with _beside(self, self.folder / name) as path:
             self._first(create, what)
             turn = "" if apart else self._rank()
-            self._in_turns(lambda: _put(zarr.open_array(made, mode="r+"), boxes[self.comm.rank], x), what, turn)
+            self._in_turns(lambda: _put(zarr.open_array(path, mode="r+"), boxes[self.comm.rank], x), what, turn)
 
 
 class StackedResults(Results):
@@ -234,7 +234,7 @@ class StackedResults(Results):
 
 
 def results_of(out: object, samples: int, files: Sequence[str | None]) -> Results:
-    """Where `out` says that predictions go. files: of the samples. LayerwiseError where it will not do."""
+    """Returns the place that `out` names. files: of the samples. LayerwiseError where it will not do."""
     if not isinstance(out, str | os.PathLike):
         if not hasattr(out, "__setitem__") or not hasattr(out, "shape") or isinstance(out, Tensor):
             raise LayerwiseError(
@@ -255,7 +255,7 @@ def results_of(out: object, samples: int, files: Sequence[str | None]) -> Result
 
 @contextmanager
 def _beside(results: Results, target: Path, record: Path | None = None, *, folders: bool = True) -> Iterator[Path]:
-    """A path beside `target`, the same on all ranks, which rank 0 renames to it at the end, and removes on an error.
+    """Yields a path beside `target`, alike on all ranks; rank 0 renames it to that, or removes it on an error.
 
     record: the file that then has the digest; meanwhile there is none. folders: those above `target` are made.
     """
@@ -317,12 +317,12 @@ def _put_into_file(file: Path, box: Box | None, x: Tensor | None, *before: int) 
 
 
 def _host() -> str:
-    """The turn of the ranks of a node: those of two may hold the same page of a file on a disk that they share."""
+    """Returns the turn of a node's ranks: those of two may hold the same page of a file on a disk that they share."""
     return socket.gethostname()
 
 
 def _chunks(shape: tuple[int, ...], boxes: Each) -> tuple[tuple[int, ...], bool]:
-    """The chunks of a Zarr array, and whether no two boxes share one."""
+    """Returns the chunks of a Zarr array, and whether no two boxes share one."""
     common = [gcd(extent, *(box.lo[dim] for box in boxes if box is not None)) for dim, extent in enumerate(shape)]
     cut = [any(box is not None and box.lo[dim] for box in boxes) for dim in range(len(shape))]
     apart = all(n >= LEAST_CHUNK for n, there in zip(common, cut, strict=True) if there)

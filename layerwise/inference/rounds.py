@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,19 +22,6 @@ from layerwise.quantities import parse_bytes
 from layerwise.run.parallel import ParallelModule
 
 
-@contextmanager
-def evaluating(model: ParallelModule) -> Iterator[None]:
-    """Within it all of the model is in evaluation mode, and nothing is differentiated."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def predictor_of(
     model: ParallelModule,
     cases: Cases,
@@ -47,7 +33,7 @@ def predictor_of(
     memory_limit: float | str | None,
     gaussian: Gaussian = "monai",
 ) -> Predictor:
-    """How samples are computed here: by all ranks together, or by each rank alone where samples alone are split."""
+    """Returns the way samples are computed: by all ranks together, or by each alone where samples alone are split."""
     alone = model.sized(cases.planned).alone
     if memory_limit is not None and window is None and "memory_bytes" not in model.plan.predicted:
         raise LayerwiseError(
@@ -60,12 +46,12 @@ def predictor_of(
 
 
 def written_before(world: Comm, results: Results, names: Sequence[str]) -> list[str]:
-    """Which of these samples an earlier run has written, as rank 0 sees them. Every rank calls it."""
+    """Returns which of these samples an earlier run has written, as rank 0 sees them. Every rank calls it."""
     return list(agree(world, lambda: (None, [] if world.rank else list(filter(results.complete, names))))[1][0])
 
 
 def rounds_of(predictor: Predictor, world: Comm, numbers: Sequence[int]) -> list[list[int]]:
-    """The samples of each round: of all ranks together, or one a rank. All ranks have those of rank 0."""
+    """Returns the samples of each round: of all ranks together, or one a rank. All ranks have those of rank 0."""
     alone = predictor.comm is not world
 
     def planned() -> tuple[None, list[list[int]]]:
@@ -82,10 +68,10 @@ def compute_round(predictor: Predictor, world: Comm, results: Results, numbers: 
     together = predictor.comm is world
     try:
         if together:
-            made = [*zip(numbers, predictor.batch(numbers), strict=True)]
+            computed = [*zip(numbers, predictor.batch(numbers), strict=True)]
         else:
-            made = _one_each(predictor, world, numbers, failed)
-        for number, boxed in made:
+            computed = _one_each(predictor, world, numbers, failed)
+        for number, boxed in computed:
             results.write(number, names[number], *boxed)
     except CommError:
         raise
@@ -99,7 +85,7 @@ def compute_round(predictor: Predictor, world: Comm, results: Results, numbers: 
 def _one_each(
     predictor: Predictor, world: Comm, numbers: Sequence[int], failed: dict[str, str]
 ) -> list[tuple[int, Boxed]]:
-    """Each rank computes a sample of its own; the boxes that the ranks have of each, and what this one has."""
+    """Computes a sample a rank. Returns the boxes that the ranks have of each, and what this one has."""
 
     def act() -> tuple[Tensor | None, JSON]:
         if world.rank >= len(numbers):
@@ -111,21 +97,21 @@ def _one_each(
         assert x is not None
         return x, list(x.shape)
 
-    x, told = agree(world, act)
-    made = list[tuple[int, Boxed]]()
+    x, ranks = agree(world, act)
+    computed = list[tuple[int, Boxed]]()
     for rank, number in enumerate(numbers):
-        shape = told[rank]
+        shape = ranks[rank]
         if isinstance(shape, str):
             failed[predictor.cases.names[number]] = shape
         else:
             box = Box.full(shape)
             owned = tuple(box if other == rank else None for other in range(world.size))
-            made.append((number, (owned, x if rank == world.rank else None)))
-    return made
+            computed.append((number, (owned, x if rank == world.rank else None)))
+    return computed
 
 
-def _limit(given: float | str | None, device: torch.device) -> float:
-    """Bytes that a pass may take on a device."""
-    if given is not None:
-        return parse_bytes(given, "memory_limit")
+def _limit(wanted: float | str | None, device: torch.device) -> float:
+    """Returns bytes that a pass may take on a device."""
+    if wanted is not None:
+        return parse_bytes(wanted, "memory_limit")
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else float("inf")

@@ -22,7 +22,7 @@ Gaussian = Literal["monai", "nnunet"]
 
 
 def starts(shape: Sequence[int], window: Sequence[int], overlap: float) -> list[tuple[int, ...]]:
-    """Where each window begins, by dimension: evenly spaced, neighbours share at least `overlap` of it.
+    """Returns where each window begins, by dimension: evenly spaced, neighbours share at least `overlap` of it.
 
     >>> starts((10, 4), (4, 4), 0.5)
     [(0, 0), (2, 0), (4, 0), (6, 0)]
@@ -36,7 +36,7 @@ def starts(shape: Sequence[int], window: Sequence[int], overlap: float) -> list[
 
 
 def profile(size: int, gaussian: Gaussian = "monai") -> Floats:
-    """The weights of a window's numbers along one dimension, (size,): around its middle; nnU-Net's is a number."""
+    """Returns the weights of a window along one dimension, (size,), around its middle; nnU-Net's is a number."""
     middle = size // 2 if gaussian == "nnunet" else (size - 1) / 2
     distance = (np.arange(size) - middle) / max(1.0, size * SIGMA)
     weights: Floats = np.exp(-0.5 * distance**2)

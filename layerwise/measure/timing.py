@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from layerwise.comm.base import Comm
-from layerwise.run.trace import now_s
+from layerwise.trace import now_s
 
 STAT = Path("/proc/stat")
 ROUNDS = 5

@@ -48,20 +48,20 @@ def settings_of(compile: bool | Settings) -> Settings | None:
             f"compile is {compile!r}; it must be True, False, or a dict of torch.compile's keyword arguments, such as "
             "{'mode': 'max-autotune'}"
         )
-    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
-    unknown = next((name for name in compile if name not in known), None)
+    accepted = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    unknown = next((name for name in compile if name not in accepted), None)
     if unknown is not None:
-        raise LayerwiseError(f"torch.compile has no argument {unknown!r}, but {', '.join(known)}")
+        raise LayerwiseError(f"torch.compile has no argument {unknown!r}, but {', '.join(accepted)}")
     return dict(compile)
 
 
-def compiled(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
-    """torch.compile of a function or a module. LayerwiseError where the settings are no such."""
+def compile_with(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
+    """Returns torch.compile of a function or a module. LayerwiseError where PyTorch refuses the settings."""
     try:
-        made: Callable[..., Any] = torch.compile(function, **settings)
+        result: Callable[..., Any] = torch.compile(function, **settings)
     except (RuntimeError, TypeError, ValueError) as error:  # the first also of an unknown mode or option
         raise LayerwiseError(f"torch.compile refuses compile={dict(settings)}: {error}") from error
-    return made
+    return result
 
 
 def limits(parts: int) -> AbstractContextManager[object]:

@@ -56,9 +56,9 @@ def apply_to_full(state: State, run: Callable[[], object]) -> None:
                 "does, or change the model before it is made parallel"
             )
         tree.fill(parts)
-        given = {name: tensor.detach() for name, tensor in lent.items()}
-        broadcast_values({**state.extra, **given}, state.comm)
-        state.load(given, strict=False)
+        values_given = {name: tensor.detach() for name, tensor in lent.items()}
+        broadcast_values({**state.extra, **values_given}, state.comm)
+        state.load(values_given, strict=False)
         for name, part in parts.items():
             if isinstance(part, nn.Parameter):
                 part.requires_grad_(lent[name].requires_grad)
@@ -83,7 +83,7 @@ class SplitFacade(ParallelModule):
     _applying = False  # whether a function sees full parameters now
 
     def _hold(self, state: State) -> None:
-        """The state's modules are this module's."""
+        """Makes the state's modules this module's."""
         me: Any = weakref.proxy(self)  # no cycles: memory goes when this goes
         self._state = state
         self._share(state.tree.root)
@@ -107,7 +107,7 @@ class SplitFacade(ParallelModule):
         return self
 
     def _apply_to(self, module: weakref.ref[nn.Module], fn: Function) -> nn.Module:
-        """`apply` of one of the modules."""
+        """Returns one of the modules, after its `apply`."""
         part = module()
         assert part is not None
         if self._applying or self.comm.size == 1:
@@ -122,17 +122,17 @@ class SplitFacade(ParallelModule):
         return part
 
     def _initialised(self) -> None:
-        """Parameters have values of one device."""
+        """Notes that parameters have values of one device, as `apply` gives them."""
 
     def __getattr__(self, name: str) -> Any:
         try:
-            found = super().__getattr__(name)
+            attribute = super().__getattr__(name)
         except AttributeError as error:
             if "_made" not in self.__dict__:
                 raise
             what, instead = f"{name!r} of the parallel module", "let the model return what its forward pass keeps"
             raise AttributeError(str(unsupported(what, instead))) from error
-        return self._save_pretrained if name == "save_pretrained" else found
+        return self._save_pretrained if name == "save_pretrained" else attribute
 
     def _set(self, name: str, value: Any) -> None:
         """LayerwiseError for what the layers would not follow: another module or parameter, another flag."""

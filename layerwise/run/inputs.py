@@ -1,9 +1,8 @@
-"""Inputs: this rank's samples, checked, and the network's constants; Batch: how many samples all ranks feed."""
+"""Inputs: this rank's samples, checked, and the network's constants."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,9 +12,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
-from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.schedule import Schedule, samples
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.tensorfile import dtype_name
 
 
@@ -57,7 +55,7 @@ class Inputs:
         return next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
 
     def differentiated(self, inputs: Sequence[Tensor], scales: Sequence[float]) -> frozenset[str]:
-        """The inputs of which gradients are wanted. scales: of the outputs' gradients.
+        """Returns the inputs of which gradients are wanted. scales: of the outputs' gradients.
 
         LayerwiseError where they would not be those of this rank's own loss.
         """
@@ -78,14 +76,14 @@ class Inputs:
 
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns each layer's box, constants too, on the device. LayerwiseError for a wrong shape or element type."""
-        given = {
+        fed = {
             layer.name: self._checked(schedule, layer.name, x.to(self.options.device))
             for layer, x in zip(self._layers, inputs, strict=True)
         }
         for name, value in self._constants.items():
             shape = schedule.graph[name].out.shape
-            given[name] = value if tuple(value.shape) == shape else _repeated(name, value, shape)
-        return given
+            fed[name] = value if tuple(value.shape) == shape else _repeated(name, value, shape)
+        return fed
 
     def _checked(self, schedule: Schedule, name: str, x: Tensor) -> Tensor:
         spec = schedule.graph[name].out
@@ -109,105 +107,7 @@ def _constant(network: Network, name: str) -> Tensor:
 
 
 def _repeated(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A constant with a row a sample, at another batch: all rows must be alike."""
+    """Returns a constant with a row a sample at another batch. LayerwiseError where its rows differ."""
     if value.dim() != len(shape) or not bool((value == value[:1]).all()):
         raise LayerwiseError(f"constant {name!r} of shape {tuple(value.shape)} does not follow the batch to {shape}")
     return value[:1].expand(shape)
-
-
-class Batch:
-    """The samples of one call of the model. All ranks make one, in the same calls.
-
-    What the ranks have been given travels while they compute; `total` waits for it.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        comm: Comm,
-        fed: int,
-        given: int | None,
-        sizes: tuple[tuple[int, ...], ...] | None = None,
-        *,
-        as_planned: bool = True,
-        training: bool | None = None,
-        alike: RankComparison | None = None,
-        step: int = 0,
-    ) -> None:
-        """fed: this rank's samples. given: `batch=`, or None. sizes: what all ranks must have alike, if anything.
-
-        as_planned: each must feed its share of the batch, because the plan moves samples between ranks. training: the
-        mode, where all must have one. alike: what else the ranks compare in a training `step` (0: none).
-        """
-        self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
-        self._agreement: tuple[int, slice] | None = None
-        digest = 0 if sizes is None else hash(sizes)  # of whole numbers: alike in all processes
-        self._told = comm.tell((fed, given or 0, digest, int(bool(training)), *(alike.numbers(step) if alike else ())))
-        self._alike = alike
-
-    @property
-    def total(self) -> int:
-        """The samples of all ranks. LayerwiseError, on every rank, where one has another number than its share."""
-        return self._agreed()[0]
-
-    @property
-    def share(self) -> slice:
-        """This rank's of them."""
-        return self._agreed()[1]
-
-    def _agreed(self) -> tuple[int, slice]:
-        # No cached_property: until Python 3.12 ranks that are threads share its lock, and this communicates.
-        if self._agreement is None:
-            self._agreement = self._checked()
-        return self._agreement
-
-    def _checked(self) -> tuple[int, slice]:
-        told = self._told()
-        counts, given, sizes, modes = (list(column) for column in zip(*(row[:4] for row in told), strict=True))
-        if len(set(modes)) > 1:
-            which = [rank for rank, training in zip(self._comm.members.ranks, modes, strict=True) if training]
-            raise LayerwiseError(
-                f"the model is in training mode on ranks {_listed(which)} and in evaluation mode on the others: call "
-                "train() or eval() on all of them"
-            )
-        if self._alike is not None:
-            self._alike.check([row[4:] for row in told])
-        if len(set(given)) > 1:
-            said = ", ".join(f"batch={number}" if number else "no batch=" for number in given)
-            raise LayerwiseError(
-                f"the ranks called the model with {said}: give all of them the number of samples that they have "
-                "together, or none"
-            )
-        if len(set(sizes)) > 1:
-            shapes = sorted(set(self._comm.all_gather_text(str(self._sizes))))
-            raise LayerwiseError(
-                f"the ranks were given samples of unlike shapes, {' and '.join(shapes)}: pad all of a batch alike"
-            )
-        free = self._plan.io != "sample"
-        fed = counts[0] if free else sum(counts)
-        total = given[0] or fed
-        any_will_do = total == fed and not self._as_planned
-        slices = self._one_after_the_other(counts) if any_will_do else samples(self._plan, total)
-        shares = [share.stop - share.start for share in slices]
-        if not free and total < len(counts):
-            raise LayerwiseError(
-                f"a batch of {total} samples does not give each of {len(counts)} ranks one: leave it out "
-                "(drop_last=True), or pad it"
-            )
-        if counts != shares or not all(counts):
-            each = f"their shares of a batch of {total} are {_listed(shares)}"
-            raise LayerwiseError(
-                f"the ranks were given {_listed(counts)} samples, and {'all must feed the same' if free else each}: "
-                "give each rank x[model.share(B)], where B is the number of samples of all ranks (model(..., batch=B))"
-            )
-        return total, slices[self._comm.rank]
-
-    def _one_after_the_other(self, counts: list[int]) -> tuple[slice, ...]:
-        """Returns slices of as many samples as each rank has, in the order of the plan's devices."""
-        order = self._plan.device_order
-        ends = dict(zip(order, accumulate(counts[rank] for rank in order), strict=True))
-        return tuple(slice(ends[rank] - count, ends[rank]) for rank, count in enumerate(counts))
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -18,6 +18,7 @@ from layerwise.importers.load import Network
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
+from layerwise.run.batch import Batch
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
@@ -25,14 +26,13 @@ from layerwise.run.execute.reducer import Gradients
 from layerwise.run.execute.working_parameters import WorkingParameters
 from layerwise.run.facade import SplitFacade
 from layerwise.run.guards.compare_ranks import RankComparison
-from layerwise.run.guards.hooks import OutsideGradients, check_call, check_hooks_of_all, take_hooks
+from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.original import OriginalModel
 from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, check_values, versions
-from layerwise.run.inputs import Batch
 from layerwise.run.local_tensor import Version
+from layerwise.run.mean_loss import LossFunction, MeanLoss, mean_loss
 from layerwise.run.options import RuntimeOptions, check_types
-from layerwise.run.outputs import MeanLoss, check_classes, global_loss, mean_loss, returned
-from layerwise.run.parallel import LossFunction
+from layerwise.run.outputs import check_classes, global_loss, returned
 from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
@@ -59,10 +59,8 @@ class LayeredModule(SplitFacade):
         self._tried: MeanLoss | None = None
         self._all_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
-        boxes, shared_out = (
-            parameter_boxes(self.layer_graph, places(self.layer_graph, plan)),
-            shardings(self.layer_graph, plan),
-        )
+        boxes = parameter_boxes(self.layer_graph, places(self.layer_graph, plan))
+        shared_out = shardings(self.layer_graph, plan)
         held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._hold(State(network, held, plan.device_order, comm, options))
         # For other sizes, copies, and other element types.
@@ -116,7 +114,7 @@ class LayeredModule(SplitFacade):
 
     @property
     def rank_schedule(self) -> Schedule:
-        """This rank's schedule at the plan's batch and sizes."""
+        """Returns this rank's schedule at the plan's batch and sizes."""
         return self._executor(self.layer_graph.batch, self._shapes.first).schedule
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
@@ -126,20 +124,20 @@ class LayeredModule(SplitFacade):
         executor = self._executor(samples, shaped)
         schedule = executor.schedule
 
-        def run(given: Sequence[Tensor]) -> Returned:
-            made = self._run(executor, shaped.inputs.fed(schedule, given), (), [1.0] * len(schedule.sinks))
-            return list(zip(map(tuple, schedule.sinks), made, strict=True))
+        def run(local_inputs: Sequence[Tensor]) -> Returned:
+            outputs = self._run(executor, shaped.inputs.fed(schedule, local_inputs), (), [1.0] * len(schedule.sinks))
+            return list(zip(map(tuple, schedule.sinks), outputs, strict=True))
 
         shapes = tuple(spec.shape for spec in schedule.graph.layers[-1].specs)
         return Sized(tuple(schedule.input_boxes().values()), shapes, run, alone=False)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Outputs of this rank's samples (io sample), or see the class. `batch`: those of all ranks, to be checked.
+        """Returns outputs of this rank's samples (io sample), or see the class. `batch`: those of all, to be checked.
 
         They are returned as the model does: one, a tuple, a dict, a dataclass; those of a file: one, or a tuple.
         """
         check_call()
-        self._check_around()
+        check_around(self.parameters())
         self._check_device()
         check_hooks_of_all()
         self._working.check_hooks()
@@ -187,9 +185,9 @@ class LayeredModule(SplitFacade):
             self.steps_done += 1
             self._state.count()
         first = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
-        known, gathers = self._working.begin(executor.constants)
+        parameters, gathers = self._working.begin(executor.constants)
         token, options = self._begins(first), executor.schedule.options
-        run = Pass(known, self.training, seed, self.steps_done, token, self.comm, options, self._spans, gathers)
+        run = Pass(parameters, self.training, seed, self.steps_done, token, self.comm, options, self._spans, gathers)
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
             run.token, *tensors = ordered(run.token, *(fed[name] for name in differentiated))
             fed |= dict(zip(differentiated, tensors, strict=True))
@@ -197,13 +195,13 @@ class LayeredModule(SplitFacade):
         at_backward = partial(self._backward_begins, executor.schedule.graph, versions_then)
         try:
             outputs = executor.forward(run, fed)
-            known.finish()
+            parameters.finish()
             return ends(run.token, outputs, scales, self.dtype, at_backward)
         finally:
             run.token = first  # functions of the graph remember the pass, so it must not hold the graph
 
     def _begins(self, token: Tensor) -> Tensor:
-        """The token, which a backward pass that asks for parameters' gradients comes to."""
+        """Returns the token, which a backward pass that asks for parameters' gradients comes to."""
         if not (self._outside and token.requires_grad):
             return token
         named = [(name, p) for name, p in self._reducer.parameters.items() if p.requires_grad]
@@ -215,7 +213,7 @@ class LayeredModule(SplitFacade):
         return begins(token, [p for _, p in named], see)
 
     def _mean_loss(self, loss: LossFunction, target: Tensor) -> MeanLoss:
-        """The loss, tried when it is called first."""
+        """Returns the loss, which is tried when it is called first."""
         if self._tried is None or self._tried.loss is not loss:
             self._tried = mean_loss(loss, self.layer_graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
         return self._tried
@@ -231,7 +229,7 @@ class LayeredModule(SplitFacade):
     def _backward_begins(
         self, graph: LayerGraph, versions_then: Mapping[str, Version], has_gradient: Sequence[bool]
     ) -> None:
-        """A backward pass comes to the outputs of a call. versions_then: versions of its parameters."""
+        """Begins a backward pass at the outputs of a call. versions_then: versions of its parameters."""
         self._original.make_stale()
         check_unwritten(self._reducer.parameters, versions_then)
         self.begin_backward()
@@ -256,7 +254,7 @@ class LayeredModule(SplitFacade):
         return self
 
     def _retype(self, dtype: torch.dtype) -> None:
-        """The parameters have another element type from now on. LayerwiseError where the model has several."""
+        """Gives the parameters another element type. LayerwiseError where the model has several."""
         check_types(self.layer_graph, dtype)
         self.dtype, self.runtime_options = dtype, replace(self.runtime_options, dtype=dtype)
         self._state.options = self.runtime_options
@@ -271,12 +269,12 @@ class LayeredModule(SplitFacade):
             executor.compile(settings)
 
     def replaces(self, original: nn.Module) -> None:
-        """This module is trained in the place of the model that it was made of."""
+        """Notes the model that this module was made of, in whose place it is trained."""
         if self._network.module is not original:  # else it is traced again, as it cannot be copied
             self._original = OriginalModel(original, self.parameters())
 
     def _may_change(self) -> None:
-        """The loop may write to parameters."""
+        """Notes that the loop may write to parameters."""
         self._initial = {}
         self._original.make_stale()
 
@@ -295,21 +293,21 @@ class LayeredModule(SplitFacade):
 
     @property
     def module(self) -> UnwrappedModule:
-        """This one, where DistributedDataParallel's users look for theirs."""
+        """Returns this one, where DistributedDataParallel's users look for their model."""
         return UnwrappedModule.of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
         """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
-        made = LayeredModule(self._network, self.plan, self.comm, self.runtime_options, self.called_loss)
-        memo[id(self)] = made
-        made.load_state_dict(self.state_dict())
-        for mine, theirs in zip(self.parameters(), made.parameters(), strict=True):
-            theirs.requires_grad_(mine.requires_grad)
-        made.steps_done, made._initial = self.steps_done, {}
-        made._forward_hooks.update(self._forward_hooks)
-        made._forward_pre_hooks.update(self._forward_pre_hooks)
-        return made.train(self.training)
+        copied = LayeredModule(self._network, self.plan, self.comm, self.runtime_options, self.called_loss)
+        memo[id(self)] = copied
+        copied.load_state_dict(self.state_dict())
+        for original, copy_of_it in zip(self.parameters(), copied.parameters(), strict=True):
+            copy_of_it.requires_grad_(original.requires_grad)
+        copied.steps_done, copied._initial = self.steps_done, {}
+        copied._forward_hooks.update(self._forward_hooks)
+        copied._forward_pre_hooks.update(self._forward_pre_hooks)
+        return copied.train(self.training)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns tensors by the model's names; DTensors where the plan splits them, which dcp saves."""
@@ -321,7 +319,7 @@ class LayeredModule(SplitFacade):
         return {prefix + name: tensor for name, tensor in self._state.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes a full state dict, also one of DTensors."""
+        """Loads a full state dict, also one of DTensors."""
         self._may_change()
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)
@@ -336,10 +334,10 @@ class UnwrappedModule(LayeredModule):
     @classmethod
     def of(cls, wrapped: LayeredModule) -> UnwrappedModule:
         """Returns one that shares all attributes with `wrapped`."""
-        made = cls.__new__(cls)
-        object.__setattr__(made, "__dict__", wrapped.__dict__)
-        object.__setattr__(made, "_wrapped", wrapped)  # whose modules know it by a weak reference
-        return made
+        view = cls.__new__(cls)
+        object.__setattr__(view, "__dict__", wrapped.__dict__)
+        object.__setattr__(view, "_wrapped", wrapped)  # whose modules know it by a weak reference
+        return view
 
     @property
     def module(self) -> Never:

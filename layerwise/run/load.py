@@ -25,8 +25,9 @@ from layerwise.run.data_parallel.module import DataParallelModule, Facts
 from layerwise.run.data_parallel.replacements import replacements
 from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
 from layerwise.run.layered import LayeredModule
+from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
-from layerwise.run.parallel import LossFunction, ParallelModule
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.model_state import settle_values
 from layerwise.run.state.tree import collect
@@ -49,18 +50,44 @@ def load(
     compare_ranks: bool = True,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> ParallelModule:
-    """This rank's part of a planned network; all ranks call it alike.
+    """Returns this rank's part of a planned network; all ranks call it alike.
 
-    model: what the plan is for, also by name as on the command line (default: what the plan names; a plan may not name
-    `package.module:callable` by itself, see `planned_call`). A module that is on the meta device, or a built-in
-    network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes more than it owns.
-    Where the ranks have built modules of different values, rank 0's win. `example_inputs` are needed, to trace one.
-    weights: a state dict, possibly lazy, instead of the model's values. comm: default torch.distributed's group, if
-    there is one; one of a single rank runs any plan on one device. device: default the communicator's, or the CPU.
-    local_batch_norm: statistics of each rank's own samples; default: what the plan was searched with.
-    `loss` is for io "free" and "boxes": see LayeredModule. autocast: a type such as torch.bfloat16 for mixed precision.
-    checkpoint_activations: all layers that hold less so are recomputed in the backward pass, beside those of the plan.
-    compile, compare_ranks: as `parallelize` has them.
+        module = layerwise.run.load.load("plan.json", model, example_inputs=(x,))
+
+    Args:
+        plan: A plan, or its file.
+        model: What the plan is for, also by name as on the command line. A module that is on the meta device, or a
+            built-in network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes
+            more than it owns. Where the ranks have built modules of different values, rank 0's win. None: what the plan
+            names, unless that is `package.module:callable`, which a file may not name by itself.
+        comm: How ranks talk; one of a single rank runs any plan on one device. None: torch.distributed's group, if
+            there is one, else a single rank.
+        device: Where this rank computes. None: the communicator's, or the CPU.
+        dtype: Of parameters and, without autocast, of activations.
+        loss: For io "free" and "boxes": a function of an output and a target, which `module(*inputs, target)` then
+            returns the global mean of; see `LayeredModule`.
+        weights: A state dict, possibly lazy, instead of the model's values.
+        seed: Of initial values that are drawn, and of dropout.
+        local_batch_norm: Statistics are of each rank's own samples. None: what the plan was searched with.
+        autocast: A type such as torch.bfloat16, for mixed precision.
+        checkpoint_activations: All layers that hold less so are recomputed in the backward pass, beside the plan's.
+        compile: What a rank computes by itself goes through torch.compile; a dict has its arguments.
+        compare_ranks: Ranks that have the same parameters compare a sample of them now and then.
+        example_inputs: What a module is called with, (samples, ...) each, in order or by name; it is traced with them.
+
+    Returns:
+        The parallel module, with its parameters on `device`.
+
+    Raises:
+        LayerwiseError: The plan is of another network or number of ranks, or an argument will not do.
+        CommError: The ranks were given different plans or arguments, or have built different models.
+
+    Examples:
+        >>> import layerwise
+        >>> model, x = nn.Linear(4, 2), torch.randn(8, 4)
+        >>> plan = layerwise.parallelize(model, x, verbose=False).plan
+        >>> load(plan, model, example_inputs=(x,))(x).shape
+        torch.Size([8, 2])
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     if device is None:
@@ -101,7 +128,7 @@ def build_module(
     loss: LossFunction | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> ParallelModule:
-    """`load` of a network that has been imported."""
+    """Returns what `load` does, of a network that has been imported."""
     arguments = f"{options.dtype}, seed {options.seed}" + ", checkpoint_activations" * options.recompute
     arguments += ", compare_ranks=False" * (not options.compare_ranks)
     comm.handshake({"plan": plan_digest(plan), "torch": torch.__version__, "arguments of load": arguments})
@@ -129,7 +156,7 @@ def build_module(
 def _module(
     network: Network, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None
 ) -> ParallelModule:
-    """The network's own module where it can run the plan, else one that goes through the plan's layers."""
+    """Returns the network's own module where it can run the plan, else one that goes through the plan's layers."""
     to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)
     if to_replace is None:
         check_traced(graph)
@@ -138,10 +165,10 @@ def _module(
         itself = network.module if network.itself else None
         if itself is not None:
             check_modules(itself)
-        made = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
+        layered = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
         if itself is not None:
-            made.replaces(itself)
-        return made
+            layered.replaces(itself)
+        return layered
     assert network.module is not None
     module = network.module if network.itself else copy.deepcopy(network.module)
     settle_values(module, network, graph, options)

@@ -18,7 +18,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in the same memory and outside autograd; any other tensor is itself."""
+    """Returns this rank's part of a DTensor, in the same memory and outside autograd; of any other tensor itself."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
@@ -29,10 +29,10 @@ def version(tensor: Tensor) -> Version:
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """The DTensor that lies as this one does, and has this part on this rank."""
+    """Returns the DTensor that lies as this one does, and has this local tensor on this rank."""
     kind: Any = type(tensor)  # as FSDP2 makes them; `from_local` goes through autograd
-    made: Tensor = kind(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
-    return made
+    dtensor: Tensor = kind(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return dtensor
 
 
 def place_gradient(p: nn.Parameter) -> None:

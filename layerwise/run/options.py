@@ -43,7 +43,7 @@ class RuntimeOptions:
         return self if ambient == self.autocast else replace(self, autocast=ambient)
 
     def typed(self, graph: LayerGraph) -> LayerGraph:
-        """`graph` with the element types that its tensors have in this run, its own type for `dtype`."""
+        """Returns `graph` with the element types that its tensors have in this run, its own type for `dtype`."""
         autocast = None if self.autocast is None else dtype_name(self.autocast)
         return mixed(graph, autocast, self.device.type, dtype_name(self.dtype))
 
@@ -69,7 +69,7 @@ def check_types(graph: LayerGraph, dtype: torch.dtype) -> None:
 
 
 def searched_with(plan: Plan, option: str) -> object:
-    """One of the cost model's options that the plan was searched with; None where it does not say."""
+    """Returns one of the cost model's options that the plan was searched with; None where it does not say."""
     options = plan.provenance.get("cost_options")
     return options.get(option) if isinstance(options, dict) else None
 
@@ -80,11 +80,11 @@ def uses_local_batch_norm(plan: Plan, wanted: bool | None = None) -> bool:
 
 
 def planned_types(plan: Plan, graph: LayerGraph) -> LayerGraph:
-    """`graph` with the element types that the plan's predictions are of."""
+    """Returns `graph` with the element types that the plan's predictions are of."""
     types = plan.provenance.get("mixed_precision")
     return mixed(graph, types["autocast"], str(types["device"])) if isinstance(types, dict) else graph
 
 
 def plan_digest(plan: Plan) -> str:
-    """12 hex digits of the plan's SHA-256: tells plans apart where ranks meet."""
+    """Returns 12 hex digits of the plan's SHA-256, by which ranks that meet tell plans apart."""
     return hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]

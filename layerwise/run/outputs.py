@@ -1,14 +1,10 @@
-"""What a training loop gets of a plan's outputs: as the model returns them, or the loss of the global batch.
-
-Each rank takes the loss of its box. So it must be a mean over samples and positions, which is tried once.
-"""
+"""What a training loop gets of a plan's outputs: as the model returns them, or the loss of the global batch."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from math import isfinite
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -24,132 +20,16 @@ from layerwise.ops.base import Role
 from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.schedule.schedule import Schedule
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-MOST = 64  # integers that are tried of one target
-SAMPLES, POSITIONS = 4, 5  # of what it is tried on, which is cut into parts of other sizes, (1, 3) and (2, 3)
-ROUNDING = 1e-3  # of a loss that computes in float32, and adds few numbers
-
-
-@dataclass(frozen=True, slots=True)
-class MeanLoss:
-    """A loss that was found to be such a mean."""
-
-    loss: Loss
-    predicted: Tensor  # what it was tried on
-    target: Tensor
-    others: set[int]  # integers that are none of its classes, and were tried, too
-
-    def __call__(self, out: Tensor, target: Tensor) -> Tensor:
-        """Returns the loss of a box. LayerwiseError where the target has positions that the loss leaves out."""
-        if not target.is_floating_point() and target.numel():
-            for other in self._new(target):
-                self._try(other)
-        made: Tensor = self.loss(out, target)
-        return made
-
-    def _new(self, target: Tensor) -> list[int]:
-        """Returns integers of the target that are no classes, and were not tried yet."""
-        classes = self.predicted.shape[1] if self.predicted.dim() > 1 else 0
-        if target.min() >= 0 and target.max() < classes:
-            return []
-        found: list[int] = target[(target < 0) | (target >= classes)].unique().tolist()  # type: ignore[no-untyped-call]
-        return [i for i in found if i not in self.others][:MOST]
-
-    def _try(self, other: int) -> None:
-        """LayerwiseError where the loss is no mean if the first sample has this all along."""
-        target = self.target.clone()
-        target[0] = other
-        if not _is_mean(self.loss, self.predicted, target):
-            raise LayerwiseError(
-                f"the target has positions of {other}, which the loss leaves out, so it is no mean over all: "
-                "return the loss from the model, where it is split as the layers are"
-            )
-        self.others.add(other)
-
-
-def mean_loss(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> MeanLoss:
-    """The loss, tried on random numbers: the whole's must be the mean of the parts'. Alike on all ranks.
-
-    out: the output's shape, (samples, classes, positions, ...); target: any of it, for its dimensions and type.
-    LayerwiseError where it is none, as of a Dice, or of cross entropy with class weights.
-    """
-    y, t = _tried(out, target, dtype, device)
-    wide = torch.promote_types(dtype, torch.float32)  # in which a Dice is not taken for rounding
-    wider = t.to(torch.promote_types(t.dtype, wide)) if t.is_floating_point() else t
-    known = [(y.to(wide), wider), (y.to(wide).sigmoid(), wider), (y, t), (y.sigmoid(), t)]  # also of probabilities
-    y, t = next((pair for pair in known if _takes(loss, *pair)), (y, t))
-    if not _is_mean(loss, y, t):
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise LayerwiseError(
-            f"loss {name} is no mean over samples and positions, so it cannot be taken of each rank's part: return "
-            "it from the model, its target an input, where it is split as the layers are"
-        )
-    return MeanLoss(loss, y, t, set())
-
-
-def _is_mean(loss: Loss, y: Tensor, t: Tensor) -> bool:
-    """True if the loss of the whole is the mean of its parts', along each dimension."""
-    for dim in (0, *range(2, y.dim())):
-        whole = _value(loss, y, t)
-        first = 1 if dim == 0 else 2
-        of_target = dim if dim == 0 or t.dim() == y.dim() else dim - 1
-        rest = y.shape[dim] - first
-        pairs = zip(torch.split(y, [first, rest], dim), torch.split(t, [first, rest], of_target), strict=True)
-        parts = [_value(loss, *pair) * pair[0].shape[dim] / y.shape[dim] for pair in pairs]
-        if not abs(whole - sum(parts)) <= ROUNDING * max(abs(whole), ROUNDING):
-            return False
-    return True
-
-
-def _tried(out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Predictions and a target whose parts have other losses and other classes: larger, and further on."""
-    shape = (SAMPLES, *out[1:2], *(POSITIONS for _ in out[2:]))
-    drawn = torch.Generator().manual_seed(0)
-    y = torch.randn(shape, generator=drawn, dtype=torch.float64)
-    further = torch.zeros((), dtype=torch.int64)  # (samples, positions, ...), whole numbers
-    for extent in (shape[0], *shape[2:]):
-        further = further[..., None] + torch.arange(extent)
-    y = y * (1 + (further.unsqueeze(1) if len(out) > 1 else further))
-    wanted = shape if target.dim() == len(shape) else (*shape[:1], *shape[2:])
-    if target.is_floating_point():
-        t = torch.rand(wanted, generator=drawn, dtype=torch.float64).to(target.dtype)
-    else:
-        classes = max(out[1], 1) if len(out) > 1 else 2
-        t = torch.randint(0, classes, wanted, generator=drawn)
-        t = (further if t.dim() == further.dim() else further.unsqueeze(1)).where(t > 0, t).clamp(max=classes - 1)
-        t = t.expand(wanted).to(target.dtype)
-    return y.to(device, dtype), t.to(device)
-
-
-def _takes(loss: Loss, y: Tensor, t: Tensor) -> bool:
-    """True if the loss of these is a number."""
-    try:
-        return isfinite(_value(loss, y, t))
-    except LayerwiseError:
-        return False
-
-
-def _value(loss: Loss, y: Tensor, t: Tensor) -> float:
-    with torch.no_grad():
-        try:
-            return float(loss(y, t))
-        except Exception as error:  # the user's own code
-            said = " ".join(str(error).split())[:200]
-            raise LayerwiseError(
-                f"the loss of an output {tuple(y.shape)} and a target {tuple(t.shape)} raises {type(error).__name__}: "
-                f"{said}; return it from the model, its target an input"
-            ) from error
-
 
 def returned(
     schedule: Schedule, outputs: Sequence[Tensor], structure: OutputStructure | None, samples: int | None
 ) -> Any:
-    """This rank's outputs as the model returns them; of a loss in the model, its reduction over this rank's samples.
+    """Returns this rank's outputs as the model does; of a loss in the model, its reduction over this rank's samples.
 
     samples: how many it was given; None: outputs are boxes. LayerwiseError where an output has those of others, too.
     """
-    made, batch = list(outputs), schedule.graph.batch
-    for x, spec in zip(made, schedule.graph.layers[-1].specs, strict=True):
+    tensors, batch = list(outputs), schedule.graph.batch
+    for x, spec in zip(tensors, schedule.graph.layers[-1].specs, strict=True):
         along = spec.index("n")
         if samples is not None and along is not None and x.shape[along] * batch != spec.shape[along] * samples:
             raise LayerwiseError(
@@ -159,39 +39,39 @@ def returned(
     for i, name in enumerate(schedule.graph.layers[-1].inputs):
         loss = schedule.graph.losses.get(name)
         if loss is not None:
-            made[i] = made[i].sum() if loss == "sum" else made[i].mean()
+            tensors[i] = tensors[i].sum() if loss == "sum" else tensors[i].mean()
         if _has_no_gradient(schedule.graph, schedule.graph[name]):
-            made[i] = made[i].detach()
+            tensors[i] = tensors[i].detach()
     if structure is not None:
-        return structure.of(made)
-    return made[0] if len(made) == 1 else tuple(made)
+        return structure.of(tensors)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _has_no_gradient(graph: LayerGraph, layer: Layer) -> bool:
-    """Whether no tensor that the model returns of this layer has a gradient: it is detached, or a constant."""
+    """Returns whether no tensor that the model returns of this layer has a gradient: it is detached, or a constant."""
     sources = {graph[source].role for source in layer.inputs}
     return layer.stages[-1].op.detaches or (sources == {Role.CONSTANT} and not [*layer.own_parameters()])
 
 
 def map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Returns a value with `act` of each tensor in it: in what PyTorch's trees know, and in dataclasses."""
-    made: dict[int, Any] = {}  # by the id of a dataclass, which may be in several places
+    copies: dict[int, Any] = {}  # by the id of a dataclass, which may be in several places
 
     def mapped(x: Any) -> Any:
         if isinstance(x, Tensor):
             return act(x)
         if not is_dataclass(x) or isinstance(x, type):
             return x
-        if id(x) not in made:
-            made[id(x)] = x
-            held = {f.name: getattr(x, f.name) for f in fields(x) if hasattr(x, f.name)}
-            for name, value in held.items():
+        if id(x) not in copies:
+            copies[id(x)] = x
+            values = {f.name: getattr(x, f.name) for f in fields(x) if hasattr(x, f.name)}
+            for name, value in values.items():
                 leaves, tree = pytree.tree_flatten(value)
                 new = [mapped(leaf) for leaf in leaves]
                 if any(a is not b for a, b in zip(leaves, new, strict=True)):
-                    made[id(x)] = copy.copy(x) if made[id(x)] is x else made[id(x)]
-                    object.__setattr__(made[id(x)], name, pytree.tree_unflatten(new, tree))
-        return made[id(x)]
+                    copies[id(x)] = copy.copy(x) if copies[id(x)] is x else copies[id(x)]
+                    object.__setattr__(copies[id(x)], name, pytree.tree_unflatten(new, tree))
+        return copies[id(x)]
 
     return pytree.tree_map(mapped, value)
 
@@ -215,7 +95,7 @@ def check_classes(schedule: Schedule) -> None:
 def global_loss(
     loss: Callable[[Tensor, Tensor], Tensor], schedule: Schedule, outputs: Sequence[Tensor], target: Tensor
 ) -> Tensor:
-    """The mean of the losses of all boxes, by their numbers of positions, on every rank.
+    """Returns the mean of the losses of all boxes, by their numbers of positions, on every rank.
 
     target: of the whole batch; with io "boxes" of this rank's box. It may lack dimension 1, that of the classes.
     """
@@ -226,13 +106,13 @@ def global_loss(
     box, shape = schedule.sinks[0][comm.rank], schedule.graph.layers[-1].specs[0].shape
     total = Box.full(shape).volume
     if box is None:
-        mine = out.sum()
+        local_loss = out.sum()
     else:
         its = box if target.dim() == len(shape) else without_classes(box)
         if not schedule.boxes:
             target = target[its.slices()]
         elif tuple(target.shape) != its.shape:
             raise LayerwiseError(f"the target must have shape {its.shape} on this rank, not {tuple(target.shape)}")
-        mine = loss(out, target) * (box.volume / total)
+        local_loss = loss(out, target) * (box.volume / total)
     # One type on all ranks, whatever the loss makes of 16 bits: those without a box do not know it.
-    return sum_of_losses(mine.to(torch.promote_types(schedule.options.dtype, torch.float32)), comm)
+    return sum_of_losses(local_loss.to(torch.promote_types(schedule.options.dtype, torch.float32)), comm)

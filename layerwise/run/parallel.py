@@ -10,7 +10,6 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from layerwise.comm.base import Comm, Group, TrafficKind
 from layerwise.errors import LayerwiseError
@@ -21,14 +20,14 @@ from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.local_tensor import local_tensor
+from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.run.state.model_state import ModelState
 from layerwise.run.state.state import Shard, State
-from layerwise.run.trace import Spans, Trace
+from layerwise.trace import Spans, Trace
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
 SHARED_NAMES = {"device", "dtype", "module", "training"}  # that say the same of the model and of the parallel one
 
 
@@ -78,7 +77,7 @@ class ParallelModule(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's."""
+        """Returns the model's mode."""
         return self._wrapped_model.training
 
     @training.setter
@@ -103,7 +102,7 @@ class ParallelModule(nn.Module):
             self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
-        """Sets what is not this class's own."""
+        """Sets an attribute that is not this class's own."""
         setattr(self._wrapped_model, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -122,17 +121,17 @@ class ParallelModule(nn.Module):
         return True
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The model and all in it."""
+        """Yields the model and all modules in it, by path."""
         yield from self._wrapped_model.named_modules(*args, **kwargs)
 
     @property
     @abstractmethod
     def rank_schedule(self) -> Schedule:
-        """This rank's schedule at the plan's batch."""
+        """Returns this rank's schedule at the plan's batch."""
 
     @property
     def trace(self) -> Trace | None:
-        """Collects spans of what this rank does, where set."""
+        """Returns the trace that collects spans of what this rank does, where one is set."""
         return self._spans.trace
 
     @trace.setter
@@ -141,17 +140,26 @@ class ParallelModule(nn.Module):
         self._traced()
 
     def _traced(self) -> None:
-        """Another trace was set, or none."""
+        """Is called when another trace was set, or none."""
 
     def _prepare(self, kind: TrafficKind, groups: set[Group]) -> None:
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
 
     def share(self, batch: int | None = None) -> slice:
-        """Returns the samples of a global batch (default: the plan's) that this rank feeds."""
+        """Returns the samples of a global batch that this rank feeds.
+
+        Args:
+            batch: Samples of all ranks together. None: the plan's.
+
+        Examples:
+            >>> import layerwise
+            >>> layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False).share()
+            slice(0, 8, None)
+        """
         return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
 
     def begin_backward(self) -> None:
-        """A backward pass begins; `_finish` ends it. Called again within it, nothing happens."""
+        """Begins a backward pass, which `_finish` ends. Called once more within it, nothing happens."""
         number = torch._C._current_graph_task_id()
         if self._pass is None or self._pass[0] != number:
             gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
@@ -168,10 +176,10 @@ class ParallelModule(nn.Module):
 
     @abstractmethod
     def _begun(self) -> None:
-        """A backward pass has begun."""
+        """Is called when a backward pass has begun."""
 
     def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
-        """differentiable: the pass was asked for a graph of the gradients (`create_graph=True`)."""
+        """Ends a backward pass. differentiable: it was asked for a graph of the gradients (`create_graph=True`)."""
         self._pass = None
         with torch.no_grad():
             gradients.finish()
@@ -180,7 +188,7 @@ class ParallelModule(nn.Module):
             gradients.call_hooks()
 
     def _failed(self) -> None:
-        """A backward pass was ended by an error."""
+        """Is called when an error has ended a backward pass."""
         self._pass = None
 
     @property
@@ -191,8 +199,13 @@ class ParallelModule(nn.Module):
     def predicted_bytes(self, batches: int = 1) -> dict[TrafficKind, float | None]:
         """Returns the bytes that the plan says all ranks together send in a step, at this module's element types.
 
-        By kind; None where the plan says nothing of it. Every rank calls this. batches: of a step; all but the last
-        are within no_sync().
+        Every rank calls this.
+
+        Args:
+            batches: Of a step; all but the last are within no_sync().
+
+        Returns:
+            Bytes by kind of traffic; None where the plan says nothing of it.
         """
         planned = dict(self.plan.predicted)
         if self.runtime_options.local_batch_norm != uses_local_batch_norm(self.plan):
@@ -234,7 +247,7 @@ class ParallelModule(nn.Module):
         )
 
     def _note_device(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Sees where `to()` and the like bring the parameters."""
+        """Notes where `to()` and the like bring the parameters."""
         self._parameters_on = fn(torch.zeros((), device=self._parameters_on)).device
 
     def _check_device(self) -> None:
@@ -245,26 +258,12 @@ class ParallelModule(nn.Module):
                 f"them back with .to({str(self.device)!r}), or give parallelize the model where it is to run"
             )
 
-    def _check_around(self) -> None:
-        """LayerwiseError where DistributedDataParallel calls a module that holds this one, and averages the same."""
-        around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-        if around is None:
-            return
-        named, left_out = around.module.named_parameters(), around.parameters_to_ignore
-        averaged = {id(p) for name, p in named if p.requires_grad and name not in left_out}
-        if any(id(p) in averaged for p in self.parameters()):
-            raise LayerwiseError(
-                "DistributedDataParallel is around a module that holds the parallel one, and would average its "
-                "gradients once more: leave it out, or, where that module has other parameters, name those of the "
-                "parallel module in its `_ddp_params_and_buffers_to_ignore` first"
-            )
-
     def read_boxes(self) -> dict[str, Box]:
         """Returns the box of each input that this rank is to be given: with io "boxes" what its layers need."""
         return self.rank_schedule.input_boxes()
 
     def output_boxes(self) -> tuple[Box | None, ...]:
-        """The box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
+        """Returns the box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
         sink, graph = self.rank_schedule.graph.layers[-1], self.rank_schedule.graph
         pairs = zip(sink.inputs, self.rank_schedule.sinks, strict=True)
         return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
@@ -278,27 +277,45 @@ class ParallelModule(nn.Module):
         """
 
     def shards(self) -> list[Shard]:
-        """Every parameter and buffer that this rank holds; their tensors may be written to."""
+        """Returns every parameter and buffer that this rank holds; their tensors may be written to."""
         return self._state.shards()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
         return self._state.full_state_dict()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales all gradients so that the norm of the full model's is at most `max_norm`; returns what it was.
 
-        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it. norm_type: above 0, also inf.
-        LayerwiseError where `error_if_nonfinite` and the norm is nan or infinite.
+        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it.
+
+        Args:
+            max_norm: The largest norm that is left as it is.
+            norm_type: The p of the p-norm, above 0, also inf.
+            error_if_nonfinite: Whether a norm that is nan or infinite is refused.
+
+        Returns:
+            The norm of all gradients before, a tensor without dimensions.
+
+        Raises:
+            LayerwiseError: The norm is refused, or `norm_type` is not above 0.
+
+        Examples:
+            >>> import layerwise
+            >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+            >>> model(torch.ones(8, 4)).sum().backward()
+            >>> round(float(model.clip_grad_norm_(1.0)), 3)  # 8 in each of 2 x 5 places
+            25.298
         """
         if not float(norm_type) > 0:
             raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
         norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
-        held = [(name, p, local_tensor(p.grad)) for name, p in self._state.parameters().items() if p.grad is not None]
-        mine = [g for name, _, g in held if self._state.sharing(name)[:1] == (self.comm.rank,)]
-        if mine:
-            each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]
+        parameters = self._state.parameters()
+        gradients = {name: local_tensor(p.grad) for name, p in parameters.items() if p.grad is not None}
+        first_here = [g for name, g in gradients.items() if self._state.sharing(name)[:1] == (self.comm.rank,)]
+        if first_here:
+            each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in first_here]
             norms[self.comm.rank] = torch.linalg.vector_norm(torch.stack(each), norm_type)
         if self.comm.size > 1:
             self.comm.all_reduce(norms, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
@@ -306,7 +323,7 @@ class ParallelModule(nn.Module):
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise LayerwiseError(f"the norm of the gradients is {float(norm)}: they are not clipped")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for _, _, gradient in held:
+        for gradient in gradients.values():
             gradient *= scale.to(gradient.dtype)
         return norm
 

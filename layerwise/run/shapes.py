@@ -66,13 +66,13 @@ class Shaped:
     network: Network | None = None  # None: the one that the parallel module's state is of
 
     def constants(self, schedule: Schedule) -> dict[str, Tensor]:
-        """This rank's boxes of what the forward pass makes for layers to compute with, such as masks.
+        """Returns this rank's boxes of what the forward pass makes for layers to compute with, such as masks.
 
         At other sizes and in the other mode they are others; the names may be the same.
         """
         if self.network is None:
             return {}
-        boxes, options, made = parameter_boxes(self.graph, schedule.places), schedule.options, dict[str, Tensor]()
+        boxes, options, constants = parameter_boxes(self.graph, schedule.places), schedule.options, dict[str, Tensor]()
         for layer in self.graph.layers:
             for name, p in layer.own_parameters():
                 box = boxes[name][schedule.comm.rank]
@@ -80,8 +80,9 @@ class Shaped:
                     value = stored(self.network, name, box, p.shape)
                     if value is None:
                         raise LayerwiseError(f"constant {name!r} has no value (the model is on the meta device)")
-                    made[name] = value.to(options.device, options.element_type(dtype_name(value.dtype), self.graph))
-        return made
+                    dtype = options.element_type(dtype_name(value.dtype), self.graph)
+                    constants[name] = value.to(options.device, dtype)
+        return constants
 
 
 def is_made(network: Network, name: str) -> bool:
@@ -92,7 +93,7 @@ def is_made(network: Network, name: str) -> bool:
 
 
 class Shapes:
-    """Traces the model again for sizes and modes that it has not seen yet. The plan's degrees stay.
+    """The networks of a model by sizes and mode, each traced when it is met first. The plan's degrees stay.
 
     network: it is referred to, so one without memory (`state.tree.without_memory`). planned: whether it is the plan's,
     of which the module's state is; else that of another call, in evaluation.
@@ -105,8 +106,8 @@ class Shapes:
         self._layers = [layer for layer in network.graph.layers if layer.role is Role.INPUT]
         self.sizes: Sizes = tuple(_size(layer, layer.out.shape) for layer in self._layers)
         inputs = Inputs(network, plan, comm, options)
-        made = None if planned else network
-        first = Shaped(network.graph, inputs, network.structure, plan, self.sizes, made)
+        traced = None if planned else network
+        first = Shaped(network.graph, inputs, network.structure, plan, self.sizes, traced)
         self._of_calls: dict[frozenset[tuple[object, ...]], Shapes] = {}
         module = network.module
         self._traced = planned and (module is None or module.training)  # the mode of this network
@@ -120,19 +121,19 @@ class Shapes:
 
     @cached_property
     def _skeleton(self) -> nn.Module | None:
-        """The copy that is traced, whose mode is set for it."""
+        """Returns the copy that is traced, whose mode is set for it."""
         with torch.inference_mode(False):  # of a first call in it, its buffers would be inference tensors
             return None if self._module is None else skeleton(self._module)
 
     def of_call(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Shapes:
         """Returns the shapes of an evaluation with other arguments than the example's: without labels, for one."""
-        given = self.arguments.named(inputs, named)
+        leaves = self.arguments.named(inputs, named)
         planned = self.arguments.leaves.keys()
-        if given.keys() == planned or self._skeleton is None or self.plan.io == "boxes":
+        if leaves.keys() == planned or self._skeleton is None or self.plan.io == "boxes":
             return self
         if any(isinstance(x, Mapping) for x in inputs) and not any("[" in path for path in planned):
             return self  # a batch in the place of its items: `tensors_of` says so
-        key = frozenset((path, *_kind(leaf)) for path, leaf in given.items())
+        key = frozenset((path, *_kind(leaf)) for path, leaf in leaves.items())
         if key not in self._of_calls:
             with torch.inference_mode(False):
                 self._of_calls[key] = self._of_call((inputs, dict(named)))
@@ -169,25 +170,25 @@ class Shapes:
 
     @property
     def inputs(self) -> Inputs:
-        """The inputs at the plan's sizes."""
+        """Returns the inputs at the plan's sizes."""
         return self.first.inputs
 
     @property
     def first(self) -> Shaped:
-        """The network that the plan is for."""
+        """Returns the network that the plan is for."""
         return self._known[self.sizes, self._traced]
 
     def tensors_of(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The tensors of a call, in the order of the network's inputs."""
-        given = self.arguments.tensors(inputs, named)
-        return tuple(given[layer.name] for layer in self._layers)
+        """Returns the tensors of a call, in the order of the network's inputs."""
+        tensors = self.arguments.tensors(inputs, named)
+        return tuple(tensors[layer.name] for layer in self._layers)
 
-    def sizes_of(self, given: Sequence[Tensor]) -> Sizes:
+    def sizes_of(self, inputs: Sequence[Tensor]) -> Sizes:
         """Returns the sizes of a call's inputs, which must be as many as the model takes."""
-        return tuple(_size(layer, tuple(x.shape)) for layer, x in zip(self._layers, given, strict=True))
+        return tuple(_size(layer, tuple(x.shape)) for layer, x in zip(self._layers, inputs, strict=True))
 
     def at(self, sizes: Sizes, *, training: bool) -> Shaped:
-        """The network at these sizes. LayerwiseError where it is another one there, or cannot be traced."""
+        """Returns the network at these sizes. LayerwiseError where it is another one there, or cannot be traced."""
         key = sizes, training if self._modes else self._traced
         if key not in self._known:
             with torch.inference_mode(False):  # its constants may be used in training
@@ -195,7 +196,7 @@ class Shapes:
         return self._known[key]
 
     def fitted(self, batch: int, shaped: Shaped, *, few: bool) -> tuple[LayerGraph, Plan]:
-        """The network and its plan at this batch. LayerwiseError where it cannot be cut so.
+        """Returns the network and its plan at this batch. LayerwiseError where it cannot be cut so.
 
         few: without gradients, where a layer that has more cells along samples than there are has one a sample.
         """
@@ -216,7 +217,7 @@ class Shapes:
         return graph, replace(shaped.plan, strategy=strategy)
 
     def _shaped(self, sizes: Sizes, training: bool) -> Shaped:
-        known, same_mode = self.first.graph, training == self._traced
+        planned, same_mode = self.first.graph, training == self._traced
         if any(len(a) != len(b) for a, b in zip(sizes, self.sizes, strict=True)):
             raise LayerwiseError(self._unlike(sizes, training, "give it as many dimensions"))
         if self._skeleton is None:
@@ -240,19 +241,19 @@ class Shapes:
             inputs = Inputs(network, self.plan, self.comm, self.options)
         except LayerwiseError as error:
             raise LayerwiseError(self._unlike(sizes, training, str(error))) from None
-        plan = self._extended(graph, known, network, sizes, training=training)
+        plan = self._extended(graph, planned, network, sizes, training=training)
         return Shaped(graph, inputs, network.structure, plan, sizes, network)
 
     def _extended(
-        self, graph: LayerGraph, known: LayerGraph, network: Network, sizes: Sizes, *, training: bool
+        self, graph: LayerGraph, planned: LayerGraph, network: Network, sizes: Sizes, *, training: bool
     ) -> Plan:
-        """The plan for this network: layers that the plan's does not have, or cannot cut so, split samples."""
-        held = {name: p.shape for layer in known.layers for name, p in layer.own_parameters()}
-        where = {name: layer.name for layer in known.layers for name, _ in layer.own_parameters()}
+        """Returns the plan for this network: layers that the plan's has not, or cannot cut so, split samples."""
+        shapes = {name: p.shape for layer in planned.layers for name, p in layer.own_parameters()}
+        layers = {name: layer.name for layer in planned.layers for name, _ in layer.own_parameters()}
         strategy = dict(self.plan.strategy)
         for layer in graph.inner:
             for name, p in layer.own_parameters():
-                if not is_made(network, name) and (held.get(name) != p.shape or where[name] != layer.name):
+                if not is_made(network, name) and (shapes.get(name) != p.shape or layers[name] != layer.name):
                     raise LayerwiseError(
                         self._unlike(sizes, training, f"layer {layer.name!r} uses {name!r} there only")
                     )
@@ -295,13 +296,12 @@ def _fewer(config: Config, batch: int, layer: Layer) -> Config:
 
 def _samples(module: nn.Module, sizes: Sizes) -> int:
     """Returns how many to trace: a number that no size of the network is a multiple of, to be told from these."""
-    held = (x.shape for x in (*module.parameters(), *module.buffers()))
-    known = {extent for shape in (*sizes, *held) for extent in shape}
-    return next((n for n in (11, 13, 17, 19, 23, 29, 31, 37) if not any(extent % n == 0 for extent in known)), 41)
+    shapes = (x.shape for x in (*module.parameters(), *module.buffers()))
+    extents = {extent for shape in (*sizes, *shapes) for extent in shape}
+    return next((n for n in (11, 13, 17, 19, 23, 29, 31, 37) if not any(extent % n == 0 for extent in extents)), 41)
 
 
 def _example(layer: Layer, size: tuple[int, ...], samples: int, device: torch.device) -> Tensor:
     shape = (samples, *size) if layer.out.index("n") == 0 else size
-    return torch.zeros((), dtype=getattr(torch, layer.out.dtype), device=device).expand(
-        shape
-    )  # one number: a volume fits no rank
+    number = torch.zeros((), dtype=getattr(torch, layer.out.dtype), device=device)
+    return number.expand(shape)  # a volume fits no rank

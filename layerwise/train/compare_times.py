@@ -16,7 +16,7 @@ from layerwise.quantities import units
 from layerwise.report.content import Column, Table, Value, filled
 from layerwise.run.execute.reducer import WAITING
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.trace import Trace, clock_offset
+from layerwise.trace import Trace, clock_offset
 
 WARM = 2  # steps that are left out: buffers, connections, kernels that are chosen at the first call
 OFF = 0.1  # what is off by more than this is explained

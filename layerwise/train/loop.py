@@ -22,7 +22,7 @@ from layerwise.comm.base import TrafficKind
 from layerwise.plan import Plan
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.trace import now_s
+from layerwise.trace import now_s
 from layerwise.train.data import StepSampler
 from layerwise.train.straggler import Stragglers
 

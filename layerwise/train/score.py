@@ -74,14 +74,16 @@ class TaskObjective:
 
 @contextmanager
 def evaluating(module: ParallelModule) -> Iterator[None]:
-    """Returns a context in which the module is in evaluation mode and makes no gradients."""
-    training = module.training
+    """Returns a context in which all of the module is in evaluation mode and makes no gradients."""
+    training, modes = module.training, [(m, m.training) for m in module.modules()]
     module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        module.train(training)
+        module.train(training)  # by the model's own method, which may do more than set modes
+        for m, mode in modes:
+            m.training = mode
 
 
 def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -22,8 +22,8 @@ from layerwise.importers.load import Network, load_network, planned_call
 from layerwise.plan import Plan
 from layerwise.run.load import build_module
 from layerwise.run.options import RuntimeOptions, plan_digest
-from layerwise.run.trace import Trace
 from layerwise.tensorfile import fingerprint, weights_file
+from layerwise.trace import Trace
 from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler

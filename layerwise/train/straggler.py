@@ -11,7 +11,7 @@ from statistics import median
 from layerwise.run.guards.hooks import is_compiled
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.schedule import places
-from layerwise.run.trace import Span, Trace
+from layerwise.trace import Span, Trace
 
 EVERY, FIRST, STEPS = 50, 10, 3  # of 50 steps, those from the tenth to the twelfth are timed, and the fastest counts
 LOOKS = 3  # in a row that name the same rank

@@ -14,8 +14,8 @@ import torch.utils.data
 
 import layerwise.api.fit
 import layerwise.measure.__main__
-import layerwise.run.__main__
 import layerwise.search.__main__
+import layerwise.train.command
 import tests.comm.pool
 from layerwise.importers.load import network_of
 

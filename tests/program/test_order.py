@@ -18,7 +18,7 @@ from layerwise.plan import Plan
 from layerwise.program import Program, program
 from layerwise.program.instructions import Begin, Compute, Fill, Move
 from layerwise.run.load import load
-from layerwise.run.trace import Trace
+from layerwise.trace import Trace
 from tests.comm.thread import run_threads
 from tests.run.plans import SMALL, Case, random_plan, recomputed, small
 from tests.run.small_modules import loss

@@ -24,7 +24,7 @@ from layerwise.run.execute.autograd import IssuedTransfer
 from layerwise.run.load import load
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.schedule.work import LayerWork
-from layerwise.run.trace import Trace
+from layerwise.trace import Trace
 from tests.comm.pool import run_ranks
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, Trained, case, check_equal, difference, random_plan, train

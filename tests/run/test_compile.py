@@ -16,7 +16,7 @@ from layerwise.ops.nn.linear import Linear
 from layerwise.run.execute.segments import segments
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.trace import Trace
+from layerwise.trace import Trace
 from tests.comm.pool import run_ranks
 from tests.comm.thread import run_threads
 from tests.run import compile_ranks

@@ -11,7 +11,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.with_loss import dice
 from layerwise.run.load import load
-from layerwise.run.outputs import mean_loss
+from layerwise.run.mean_loss import mean_loss
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan, small
 

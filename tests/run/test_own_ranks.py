@@ -17,7 +17,7 @@ from layerwise.run.data_parallel.module import DataParallelModule
 from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.trace import Trace
+from layerwise.trace import Trace
 from tests.comm.thread import run_threads
 from tests.run.own_modules import IMAGES, Net, alone, loss, net, same_on_ranks, state_and_gradients
 from tests.run.plans import difference

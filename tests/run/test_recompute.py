@@ -23,7 +23,7 @@ from layerwise.partition.blocks import AGAIN
 from layerwise.run.execute import saved as room
 from layerwise.run.load import load
 from layerwise.run.schedule.redistribute import Redistribution
-from layerwise.run.trace import Trace
+from layerwise.trace import Trace
 from tests.comm.thread import run_threads
 from tests.run.plans import (
     SMALL,

@@ -15,7 +15,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_network
 from layerwise.plan import Plan
 from layerwise.run.load import load
-from layerwise.run.trace import Trace
+from layerwise.trace import Trace
 from layerwise.train.compare_times import PARTS, Comparison, Part, _together, check, compare_times, tables
 from tests.comm.thread import ThreadComm, run_threads
 from tests.run.plans import optimised_plan

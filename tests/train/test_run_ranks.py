@@ -12,8 +12,8 @@ from layerwise.cli import run_main
 from layerwise.comm.base import Comm, CommError
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
-from layerwise.run.__main__ import _flags, _hushed
 from layerwise.tensorfile import fingerprint
+from layerwise.train.command import _flags, _hushed
 from layerwise.train.flags import parser
 from tests.comm.launch import ROOT, launch, torchrun
 from tests.comm.thread import run_threads
@@ -143,7 +143,7 @@ def test_rank_0_alone_plans_for_the_ranks_there_are(here: Path, capsys: pytest.C
     (here / "slowly.py").write_text(
         "import os, sys, time\n"
         "from layerwise.cli import run_main\n"
-        "from layerwise.run import __main__ as room\n"
+        "from layerwise.train import command as room\n"
         "quick = room.replan\n"
         "def replan(*args, **options):\n"
         "    assert os.environ['RANK'] == '0'\n"
@@ -162,7 +162,7 @@ def test_ranks_of_which_one_saves(here: Path) -> None:
     (here / "own_flags.py").write_text(
         "import os, sys\n"
         "from layerwise.cli import run_main\n"
-        "from layerwise.run.__main__ import main\n"
+        "from layerwise.train.command import main\n"
         "own = ['--checkpoint', 'ck'] if os.environ['RANK'] == '0' else []\n"
         "sys.exit(run_main(main, ['two.json', '--steps', '1', *own]))\n"
     )
@@ -204,7 +204,7 @@ def test_a_mistake_of_one_rank_is_told_by_all(here: Path) -> None:
     (here / "own_plan.py").write_text(
         "import os, sys\n"
         "from layerwise.cli import run_main\n"
-        "from layerwise.run import __main__ as room\n"
+        "from layerwise.train import command as room\n"
         "room.PATIENCE_S = 2.0\n"
         "if os.environ['RANK'] == '1':\n"
         "    sys.argv[1] = 'missing.json'\n"
@@ -235,7 +235,7 @@ def test_a_difference_ends_with_1(here: Path) -> None:
         "from layerwise.cli import run_main\n"
         "from layerwise.train import compare\n"
         "compare.ALLOWED['float32'] = 1e-15\n"
-        "from layerwise.run.__main__ import main\n"
+        "from layerwise.train.command import main\n"
         "sys.exit(run_main(main))\n"
     )
     done = launch(["strict_run.py", "two.json", "--data", "synthetic", "--steps", "3", "--compare-single"])

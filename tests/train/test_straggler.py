@@ -14,7 +14,7 @@ SLOW = """
 import os, sys, time
 import torch.nn.functional as F
 from layerwise.cli import run_main
-from layerwise.run.__main__ import main
+from layerwise.train.command import main
 
 if os.environ["RANK"] == "1":
     linear = F.linear

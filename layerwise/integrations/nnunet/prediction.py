@@ -25,14 +25,15 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.inference.cases import Cases
-from layerwise.inference.digest import model_digest
+from layerwise.inference.digest import values_digest
 from layerwise.inference.predict import Predicted, predicted
 from layerwise.inference.resample import resampled
 from layerwise.inference.results import NiftiFolder
-from layerwise.inference.rounds import compute_round, evaluating, predictor_of, rounds_of, written_before
+from layerwise.inference.rounds import compute_round, predictor_of, rounds_of, written_before
 from layerwise.integrations.nnunet.cases import PreparedCase, Volume, prepare
 from layerwise.integrations.nnunet.folder import TrainedFolder
 from layerwise.partition.place import Each
+from layerwise.train.score import evaluating
 from layerwise.volumes.sources import foreign
 
 ENDINGS = (".nii.gz", ".nii")
@@ -100,14 +101,14 @@ def predict(
     world = model.comm
     results = LabelFolder(os.fspath(out), [files[0] for files in cases.values()], trained)
     extents = trained.patch if window == "patch" else window
-    results.digest = model_digest(model, extents, overlap, mirror, trained.plans, trained.regions, trained.mirror)
+    results.digest = values_digest(model, extents, overlap, mirror, trained.plans, trained.regions, trained.mirror)
     there = written_before(world, results, [] if overwrite else list(cases))
     todo = [name for name in cases if name not in there]
     failed = dict[str, str]()
     bar = Progress(console=Console(stderr=True), transient=True)
     bar.disable = world.rank > 0 or not (bar.console.is_terminal if progress is None else progress)
     together = [todo[i : i + world.size] for i in range(0, len(todo), world.size)]  # a rank prepares one of them
-    with evaluating(model), results.open(world), _beside(world, Path(out)) as folder, bar:
+    with evaluating(model), torch.inference_mode(), results.open(world), _beside(world, Path(out)) as folder, bar:
         for names in bar.track(together, description="predict"):
             ready = _prepared(world, trained, {name: cases[name] for name in names}, folder, failed)
             if ready:

@@ -45,14 +45,14 @@ class AveragedParameters:
         summed: Callable[[], bool],
         bucket_bytes: int,
     ) -> None:
-        """compare: whether the ranks' values are."""
-        everyone, held = tuple(range(comm.size)), module.state_dict(keep_vars=True)
+        """compare: whether the ranks' values are compared."""
+        everyone, tensors = tuple(range(comm.size)), module.state_dict(keep_vars=True)
         order = [name for layer in reversed(graph.layers) for name in reversed(layer.parameters)]
         order += [layer.name for layer in reversed(graph.layers) if layer.role is Role.TIED]
-        last = dict.fromkeys(reversed([name for name in order if isinstance(held.get(name), nn.Parameter)]))
+        last = dict.fromkeys(reversed([name for name in order if isinstance(tensors.get(name), nn.Parameter)]))
         untrained = {name for layer in graph.layers for name in layer.frozen}
-        names = [name for name in reversed(last) if held[name].requires_grad and name not in untrained]
-        self.parameters: dict[str, nn.Parameter] = {name: held[name] for name in names}
+        names = [name for name in reversed(last) if tensors[name].requires_grad and name not in untrained]
+        self.parameters: dict[str, nn.Parameter] = {name: tensors[name] for name in names}
         groups = dict.fromkeys(names, everyone)
         self.reducer = GradientReducer(self.parameters, names, groups, scale=1 / comm.size, bucket_bytes=bucket_bytes)
         followed = {id(p) for p in self.parameters.values()}
@@ -61,7 +61,7 @@ class AveragedParameters:
         self.comparison = RankComparison(self.parameters, holders, comm.members) if compare else None
         self.comm, self.summed = comm, summed
         self._structure = Structure(module, buffers=False)
-        self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
+        self._frozen = [(name, p) for name, p in tensors.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
         self._before: dict[str, Tensor | None] = {}  # what parameters had when the pass began, and have not yet again
         self._gradients: Gradients | None = None
         self._astray: list[str] = []  # had a gradient before a pass through the model's call began
@@ -85,7 +85,7 @@ class AveragedParameters:
         check_parameters(self.parameters.items())
 
     def begin(self, gradients: Gradients) -> None:
-        """A backward pass comes through the model."""
+        """Begins a backward pass through the model."""
         if self._gradients is not None:
             raise LayerwiseError(
                 "a backward pass goes through the model within another one, as torch.utils.checkpoint with "
@@ -96,7 +96,7 @@ class AveragedParameters:
             self._before[name], p.grad = p.grad, None
 
     def made(self, name: str) -> None:
-        """Autograd has added to a parameter's `.grad`."""
+        """Takes the gradient that autograd has added to a parameter's `.grad`."""
         if self._gradients is None or name in self.unknown:
             self._stray(name)
             return
@@ -117,7 +117,7 @@ class AveragedParameters:
             self._gradients.add(name, gradient)
 
     def finish(self) -> None:
-        """The pass has ended: parameters that it made no gradient of have what they had."""
+        """Ends the pass: parameters that it made no gradient of get back what they had."""
         rest = list(self._before)
         self._restore()
         for name in rest:
@@ -128,14 +128,14 @@ class AveragedParameters:
                 )
 
     def fail(self) -> None:
-        """The pass was ended by an error: parameters have what they had."""
+        """Gives parameters back what they had, as an error has ended the pass."""
         earlier = {} if self._gradients is None else self._gradients.earlier
         for name, gradient in earlier.items():
             self.parameters[name].grad = gradient
         self._restore()
 
     def release(self) -> None:
-        """Autograd calls the user's hooks itself again."""
+        """Gives autograd the user's hooks back, which it then calls itself."""
         for p in (*self.parameters.values(), *self.unknown.values()):
             if isinstance(p._post_accumulate_grad_hooks, Hooks):
                 p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks.users
@@ -146,7 +146,7 @@ class AveragedParameters:
         self._before, self._gradients = {}, None
 
     def _stray(self, name: str) -> None:
-        """A gradient of something else than the model's call: a weight penalty, or a part of the model alone."""
+        """Notes a gradient that is not of the model's call, but of a weight penalty or a part of the model alone."""
         if not self.summed():
             raise outside_while_waiting(name)
         if not self._astray:
@@ -156,24 +156,24 @@ class AveragedParameters:
     def _check_strays(self) -> None:
         """LayerwiseError unless they are the same on all ranks."""
         names, self._astray = self._astray, []
-        held = {**self.parameters, **self.unknown}
+        parameters = {**self.parameters, **self.unknown}
         ranks = self.comm.all_gather_object(
-            {name: g if (g := held[name].grad) is None else digest(g.to_dense()) for name in names}
+            {name: g if (g := parameters[name].grad) is None else digest(g.to_dense()) for name in names}
         )
         for name in names:
-            if any(one.get(name) != ranks[0].get(name) for one in ranks):
+            if any(digests.get(name) != ranks[0].get(name) for digests in ranks):
                 raise LayerwiseError(
                     f"parameter {name!r} was given a gradient that is another one on every rank, by a part of the "
                     "model that was called alone, or was not run when the model was made parallel: call the model "
                     "itself, which averages over the ranks, and make it parallel as it is to be trained"
                 )
-            call_hooks(held[name])
+            call_hooks(parameters[name])
 
 
 def _made(leaves: weakref.ref[AveragedParameters], name: str, _: nn.Parameter) -> None:
-    held = leaves()
-    if held is not None:
-        held.made(name)
+    averaged = leaves()
+    if averaged is not None:
+        averaged.made(name)
 
 
 def _only_returned(node: Any) -> bool:

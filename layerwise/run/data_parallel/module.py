@@ -24,21 +24,22 @@ from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
-from layerwise.run.compiling import compiled, limits
+from layerwise.run.batch import Batch
+from layerwise.run.compiling import compile_with, limits
+from layerwise.run.data_parallel.calls import Calls, FedSamples, ModelCall
 from layerwise.run.data_parallel.gradients import AveragedParameters
-from layerwise.run.data_parallel.replaced_modules import Calls, FedSamples, GlobalBatchNorm, ModelCall, replaced_modules
+from layerwise.run.data_parallel.module_spans import ModuleSpans
+from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, replaced_modules
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.hooks import check_transforms, in_backward
-from layerwise.run.inputs import Batch
+from layerwise.run.guards.hooks import check_around, check_transforms, in_backward
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.state.model_state import Buffers, ModelState, map_kept_losses
-from layerwise.run.trace import ModuleSpans
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace
@@ -92,13 +93,14 @@ class DataParallelModule(ParallelModule):
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
         # Not registered: it is not another part of this module.
-        self.__dict__["_called"] = module if facts.options.compile is None else compiled(module, facts.options.compile)
+        settings = facts.options.compile
+        self.__dict__["_called"] = module if settings is None else compile_with(module, settings)
         self._average()
         self._made = True
 
     @property
     def module(self) -> nn.Module:
-        """The user's."""
+        """Returns the user's module."""
         return self._wrapped_model
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
@@ -107,11 +109,11 @@ class DataParallelModule(ParallelModule):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's module's."""
+        """Returns that of the user's module."""
         return self.module.state_dict(*args, **kwargs)
 
     def _average(self) -> None:
-        """Gradients are averaged from now on."""
+        """Has gradients averaged from now on."""
         self._averaged: AveragedParameters | None = None
         if self.comm.size > 1:
             compare, summed, size = self.runtime_options.compare_ranks, lambda: self.summed, self.plan.bucket_bytes
@@ -159,11 +161,11 @@ class DataParallelModule(ParallelModule):
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
         boxes = tuple(Box.full((samples, *size)) for size in sizes)
 
-        def run(given: Sequence[Tensor]) -> Returned:
-            inputs = given if self._moved is None else list(map(self._moved, given))
+        def run(local_inputs: Sequence[Tensor]) -> Returned:
+            inputs = local_inputs if self._moved is None else list(map(self._moved, local_inputs))
             with self._autocast():
-                made = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
-            return [((Box.full(x.shape),), x) for x in made]
+                outputs = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
+            return [((Box.full(x.shape),), x) for x in outputs]
 
         layers = [layer for layer in self.layer_graph.layers if layer.role is Role.INPUT]
         types = [self.runtime_options.element_type(layer.out.dtype, self.layer_graph) for layer in layers]
@@ -178,7 +180,7 @@ class DataParallelModule(ParallelModule):
             return self._called(*inputs, **named)
 
     def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> ModelCall:
-        """This call of the model."""
+        """Returns this call of the model, which the ranks agree on."""
         if self.training and in_backward():
             return self._calls.recomputed()
         seed = combine(self.runtime_options.seed, self.steps_done)
@@ -191,7 +193,7 @@ class DataParallelModule(ParallelModule):
             return ModelCall(seed)
         if self._released:
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
-        self._check_around()
+        check_around(self.parameters())
         self._averaged.check()
         self.comm.at(self.steps_done, "the model")
         if not (drawn or torch.is_grad_enabled()):
@@ -200,8 +202,8 @@ class DataParallelModule(ParallelModule):
         if any(norm.active for norm in self._norms):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
-        told = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
-        return ModelCall(seed, told(alike=self._averaged.comparison, step=self.steps_done * training))
+        batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
+        return ModelCall(seed, batch_of_ranks(alike=self._averaged.comparison, step=self.steps_done * training))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
@@ -219,7 +221,7 @@ class DataParallelModule(ParallelModule):
         return 1.0 if self.comm.size == 1 else factors(self.layer_graph, call.samples / call.total)[0] * self.comm.size
 
     def _entering(self, x: Tensor, call: ModelCall) -> Tensor:
-        """An input. Where its gradient is differentiated again, the pass that does begins there."""
+        """Returns an input. Where its gradient is differentiated once more, the pass that does so begins there."""
         if not x.requires_grad:
             return x
         if self._scale(call) != 1:
@@ -237,7 +239,7 @@ class DataParallelModule(ParallelModule):
         return x
 
     def _leaving(self, x: Tensor, call: ModelCall, scale: float) -> Tensor:
-        """An output, whose gradient comes first in a backward pass."""
+        """Returns an output, whose gradient begins the backward pass."""
         if not x.requires_grad:
             return x
         if x.is_leaf or scale != 1:
@@ -273,7 +275,7 @@ class DataParallelModule(ParallelModule):
 
     @property
     def rank_schedule(self) -> Schedule:
-        """This rank's schedule at the plan's batch: for reports."""
+        """Returns this rank's schedule at the plan's batch, for reports."""
         if self._schedule is None:
             self._schedule = Schedule(self.layer_graph, self.plan, self.comm, self.runtime_options, all_classes=False)
         return self._schedule
@@ -298,8 +300,8 @@ class DataParallelModule(ParallelModule):
         return self._state.load(state_dict, strict=strict, assign=assign)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModule:
-        made = memo[id(self)] = _made(copy.deepcopy(self.module, memo), self._facts, self.steps_done)
-        return made
+        copied = memo[id(self)] = _made(copy.deepcopy(self.module, memo), self._facts, self.steps_done)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.comm.size > 1:
@@ -307,14 +309,14 @@ class DataParallelModule(ParallelModule):
         return _made, (self.module, self._facts, self.steps_done)
 
     def compile(self, **settings: Any) -> None:
-        """The model from now on, with torch.compile's arguments; what communicates is between the compiled parts."""
-        self.__dict__["_called"] = compiled(self.module, settings)
+        """Compiles the model, with torch.compile's arguments; what communicates is between the compiled parts."""
+        self.__dict__["_called"] = compile_with(self.module, settings)
         self.runtime_options = replace(self.runtime_options, compile=settings)
         self._facts = replace(self._facts, options=self.runtime_options)
         self._traced()  # of the whole model from now on
 
     def release(self) -> None:
-        """The user's module is as it was, but for its values: this one is not to be called any more."""
+        """Makes the user's module as it was, but for its values; this one refuses to be called from then on."""
         self.__dict__["_released"] = True
         for replaced in self._replaced:
             replaced.remove()
@@ -325,17 +327,17 @@ class DataParallelModule(ParallelModule):
 def _returned_shapes(
     module: nn.Module, device: torch.device, shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype]
 ) -> tuple[tuple[int, ...], ...]:
-    """The shapes of what a module returns, without computing it. LayerwiseError where it takes no such inputs."""
+    """Returns the shapes of what a module returns, not computed. LayerwiseError where it takes no such inputs."""
     try:  # what the model keeps of a call goes: it has no values
         with as_it_was(module), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            made = module(*(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, types, strict=True)))
+            outputs = module(*(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, types, strict=True)))
     except Exception as error:  # the model's own code, which may raise anything
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LayerwiseError(f"the model takes no input of shape {shapes[0]}: {told}") from None
-    return tuple(tuple(x.shape) for x in pytree.tree_leaves(made) if isinstance(x, Tensor))
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LayerwiseError(f"the model takes no input of shape {shapes[0]}: {reason}") from None
+    return tuple(tuple(x.shape) for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor))
 
 
 def _made(module: nn.Module, facts: Facts, steps: int) -> DataParallelModule:
-    made = DataParallelModule(module, facts)
-    made.__dict__["steps_done"] = steps
-    return made
+    parallel = DataParallelModule(module, facts)
+    parallel.__dict__["steps_done"] = steps
+    return parallel

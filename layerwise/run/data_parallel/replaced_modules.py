@@ -1,4 +1,4 @@
-"""Calls of the model, and modules that compute otherwise in one: batch norms of all ranks, dropouts by position.
+"""Modules that compute otherwise in a call of the model: batch norms of all ranks, dropouts by position.
 
 A replacement stands on its module as the instance's `forward`. So the module stays of its class, with its parameters,
 hooks and names, and no state dict has a word of it. A copy, or a pickle, of the module alone is plain PyTorch again.
@@ -6,8 +6,7 @@ hooks and names, and no state dict has a word of it. A copy, or a pickle, of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -17,130 +16,28 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.read.arguments import Arguments, listed_samples
-from layerwise.ops.base import Role
 from layerwise.ops.nn.statistics import normalised, update
-from layerwise.ops.opaque import AsWritten
-from layerwise.ops.random import Seed, drop, signed
+from layerwise.ops.random import Seed, drop
+from layerwise.run.data_parallel.calls import Calls, ModelCall
 from layerwise.run.data_parallel.replacements import Draws, Replacements
-from layerwise.run.guards.hooks import in_backward
-from layerwise.run.inputs import Batch
 from layerwise.run.schedule.work import summing
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelCall:
-    """One call of the model on this rank, by its samples of the global batch."""
-
-    seed: int  # of its random numbers
-    batch: Batch | None = None  # None: nothing depends on the others' samples
-
-    @property
-    def first(self) -> int:
-        """The first of this rank's samples."""
-        return 0 if self.batch is None else self.batch.share.start
-
-    @property
-    def samples(self) -> int:
-        """The number of this rank's samples."""
-        return 1 if self.batch is None else self.batch.share.stop - self.batch.share.start
-
-    @property
-    def total(self) -> int:
-        """The number of all ranks' samples. On one device 1 of 1, whatever the batch."""
-        return 1 if self.batch is None else self.batch.total
-
-
-class FedSamples:
-    """Counts the samples of a call: rows of the input that has one a sample, or items of the first list.
-
-    Where neither is known each rank counts as one.
-    """
-
-    def __init__(self, graph: LayerGraph, arguments: Arguments) -> None:
-        as_written = (layer.op for layer in graph.layers if isinstance(layer.op, AsWritten))
-        self._counted = next((op.counted for op in as_written), "rows")
-        rows = {layer.name for layer in graph.layers if layer.role is Role.INPUT and layer.out.index("n") == 0}
-        self._arguments = arguments
-        self._paths = [path for path, leaf in arguments.leaves.items() if leaf.name in rows]
-
-    def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-        """Returns this rank's number. LayerwiseError where no tensor, or no list, is given."""
-        if self._counted == "ranks":
-            return 1
-        if self._counted == "items":
-            samples = listed_samples((*inputs, *named.values()))
-            if samples is None:
-                raise LayerwiseError(
-                    "the model is called without a list of tensors or dicts, so its number of samples is not known"
-                )
-            return len(samples)
-        flat = self._arguments.named(inputs, named)
-        known = (*(flat.get(path) for path in self._paths), *flat.values())
-        x = next((x for x in known if isinstance(x, Tensor) and x.dim()), None)
-        if x is None:
-            raise LayerwiseError("the model is called without a tensor, so its number of samples is not known")
-        return x.shape[0]
-
-
-class Calls:
-    """The call under way. Activation checkpointing computes modules again in the backward pass: for the same call."""
-
-    def __init__(self) -> None:
-        self.forward: ModelCall | None = None
-        self.seeds: Tensor | None = None  # of its dropouts, as compiled ones read them: one int64 for each
-        self._draws: list[Draws] = []
-        self._backward: tuple[int, ModelCall | None] = (-1, None)  # of which pass; None: of several calls
-
-    def draw(self, draws: Draws) -> int:
-        """A dropout draws in every call. Which of `seeds` is its."""
-        self._draws.append(draws)
-        return len(self._draws) - 1
-
-    def seed(self, call: ModelCall, device: torch.device) -> None:
-        """Makes `seeds` those of a call. A new tensor: the backward pass of an earlier call reads its own."""
-        if self._draws:
-            self.seeds = torch.tensor([signed(draws.seed(call.seed)) for draws in self._draws], device=device)
-
-    def begin_backward(self, call: ModelCall) -> None:
-        """A backward pass comes to the outputs of this call."""
-        task, (last, known) = torch._C._current_graph_task_id(), self._backward
-        self._backward = (task, call if task != last or known == call else None)
-
-    def now(self) -> ModelCall | None:
-        """The call under way, None where a module is called by itself."""
-        if self.forward is not None or not in_backward():
-            return self.forward
-        return self.recomputed()
-
-    def recomputed(self) -> ModelCall:
-        """The call that a backward pass computes once more. LayerwiseError where it cannot be known."""
-        call = self._backward[1]
-        if call is None:
-            raise LayerwiseError(
-                "torch.utils.checkpoint computes the model once more, and it is not known for which call: give each "
-                "call a backward pass of its own, and checkpoint with use_reentrant=False"
-            )
-        return call
-
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class Replacement(Generic[M]):
-    """A module's `forward` within a call of the model, in training; otherwise its class's own."""
+    """A `forward` that stands in for a module's own within a call of the model, in training."""
 
     def __init__(self, module: M, calls: Calls) -> None:
         self.module, self.calls = module, calls
         self._uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def place(self) -> None:
-        """Puts it there."""
+        """Makes it the module's `forward`."""
         self.module.__dict__["forward"] = self
 
     def remove(self) -> None:
-        """The module is as it was."""
+        """Makes the module as it was."""
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
 
@@ -168,15 +65,15 @@ class Replacement(Generic[M]):
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        made: Callable[..., Any] = memo[id(self.module)].forward  # its class's own, as it has no other yet
-        return made
+        forward: Callable[..., Any] = memo[id(self.module)].forward  # its class's own, as it has no other yet
+        return forward
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")
 
 
 class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
-    """Draws as the layers of a plan do: the numbers follow from the seed and an element's place in the global batch."""
+    """A dropout that draws as a plan's layers do, by the seed and an element's place in the global batch."""
 
     def __init__(self, module: nn.modules.dropout._DropoutNd, calls: Calls, draws: Draws) -> None:
         super().__init__(module, calls)
@@ -201,12 +98,12 @@ class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
             first[self.draws.samples], shape[self.draws.samples] = call.first * rows, call.total * rows
         rank = min(2, x.dim()) if self.channels else x.dim()
         last = [a + n for a, n in zip(first, x.shape, strict=True)]
-        made = drop(x, self.module.p, seed, Box(tuple(first[:rank]), tuple(last[:rank])), shape[:rank])
-        return x.copy_(made) if self.module.inplace else made
+        dropped = drop(x, self.module.p, seed, Box(tuple(first[:rank]), tuple(last[:rank])), shape[:rank])
+        return x.copy_(dropped) if self.module.inplace else dropped
 
 
 class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
-    """Normalises by the statistics of all ranks' samples."""
+    """A batch norm that normalises by the statistics of all ranks' samples."""
 
     def __init__(
         self, module: nn.modules.batchnorm._BatchNorm, calls: Calls, all_reduce: Callable[[Tensor], Tensor]
@@ -237,7 +134,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         return y
 
     def _count(self, x: Tensor, call: ModelCall) -> int:
-        """Numbers of each channel, of all ranks."""
+        """Returns how many numbers each channel has on all ranks."""
         return _rows_a_sample(x, 0, call) * call.total * (x.numel() // (x.shape[0] * x.shape[1]))
 
     def _remember(self, count: int, *moments: Tensor) -> None:

@@ -110,18 +110,18 @@ def as_written(module: nn.Module, size: int, options: RuntimeOptions) -> Replace
 
 def _has_values(network: Network, module: nn.Module) -> bool:
     """True if all that is on the meta device can be given values: what the state dict has."""
-    kept = set(network.keys)
-    constants = (tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name not in kept)
+    keys = set(network.keys)
+    constants = (tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name not in keys)
     attributes = (value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor))
     return not any(tensor.is_meta for tensors in (constants, attributes) for tensor in tensors)
 
 
 def _constants_known(network: Network) -> bool:
     """True if what the forward pass makes by itself has values: no random numbers, nothing of the meta device."""
-    kept = set(network.keys.values())
-    made = [layer.name for layer in network.graph.layers if layer.role is Role.CONSTANT]
-    made += [name for layer in network.graph.layers for name, _ in layer.own_parameters() if name not in kept]
-    for name in made:
+    keys = set(network.keys.values())
+    constants = [layer.name for layer in network.graph.layers if layer.role is Role.CONSTANT]
+    constants += [name for layer in network.graph.layers for name, _ in layer.own_parameters() if name not in keys]
+    for name in constants:
         try:
             value = network.constant(name)
         except LayerwiseError:
@@ -173,12 +173,12 @@ def _shared(layer: Layer, where: Mapping[str, Place], size: int, options: Runtim
 
 
 def _module_of(name: str) -> str:
-    """The path in a layer's name: further calls of a module are called `path:2`."""
+    """Returns the path in a layer's name: further calls of a module are called `path:2`."""
     return name.partition(":")[0]
 
 
 def _path_of_parameters(layer: Layer, stage: Stage) -> str | None:
-    """The module that has all parameters and buffers of a stage."""
+    """Returns the path of the module that has all parameters and buffers of a stage; None where several have them."""
     paths = {name.rpartition(".")[0] for name in layer.parameters[stage.parameters]}
     return paths.pop() if len(paths) == 1 else None
 

@@ -34,12 +34,12 @@ class Communication(NamedTuple):
 
 
 def at_once(there: TimedTransfer, back: TimedTransfer) -> Communication:
-    """A tensor that is sent and awaited at one place of the order."""
+    """Returns the communication of a tensor that is sent and awaited at one place of the order."""
     return Communication(there, lambda: at_once(back, there))
 
 
 class IssuedTransfer:
-    """A tensor that is sent ahead: it leaves at one place of the order, and is awaited at a later one.
+    """A tensor that is issued early: it leaves at one place of the order, and is awaited at a later one.
 
     The way back begins where it was awaited, and ends where it left.
     """
@@ -50,19 +50,19 @@ class IssuedTransfer:
         self._flight: Flight | None = None
 
     def leaving(self) -> Communication:
-        """The first of the two: it makes nothing."""
+        """Returns the first of its two communications, which makes no tensor."""
         return Communication(self.begin, self._gradient_arriving)
 
     def arriving(self) -> Communication:
-        """The second: it is given nothing."""
+        """Returns the second, which is given no tensor."""
         return Communication(self.finish, self._gradient_leaving)
 
     def begin(self, x: Tensor | None) -> None:
-        """Sends it."""
+        """Sends the tensor."""
         self._flight = self._there.begin(x)
 
     def finish(self, _: Tensor | None) -> Tensor | None:
-        """Waits for it."""
+        """Waits for the tensor, and returns what this rank receives."""
         flight, self._flight = self._flight, None
         assert flight is not None
         return self._there.finish(flight)
@@ -78,7 +78,7 @@ class IssuedTransfer:
 
 
 def begins(token: Tensor, parameters: Sequence[Tensor], at_end: Callable[[], None]) -> Tensor:
-    """The order token, a leaf of autograd's, as it is. Back: a pass for some tensors only must not ask for parameters.
+    """Returns the order token, a leaf of autograd's. Back: a pass for some tensors only must not ask for parameters.
 
     Working parameters stand in for these, so PyTorch would find no way to them, and give None, or nothing at all.
     at_end: called when a backward pass has come by all that communicates; then it comes to the parameters.
@@ -93,7 +93,7 @@ def ordered(
     at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
     saved: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, ...]:
-    """The token and the tensors as they are; back, the token waits for the gradients of all these tensors.
+    """Returns the token and the tensors; back, the token waits for the gradients of all these tensors.
 
     at_backward: called when the backward pass comes by, with what is `saved` until then, as what autograd saves is: a
     backward pass frees it, and PyTorch refuses one after it was written to. What it returns is saved likewise by the
@@ -104,13 +104,13 @@ def ordered(
 
 
 def communicated(token: Tensor, x: Tensor | None, way: Communication) -> tuple[Tensor, Tensor | None]:
-    """The token, and what `way` makes of x. Back: what its adjoint makes of the gradient."""
+    """Returns the token, and what `way` makes of x. Back: what its adjoint makes of the gradient."""
     result: tuple[Tensor, Tensor | None] = _Communicated.apply(token, x, way, False)  # type: ignore[no-untyped-call]
     return result
 
 
 def zeros_for(token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """The token as it is. Back: parameters of which other ranks have all get a gradient of no elements, in their turn.
+    """Returns the token. Back: parameters of which other ranks have all get a gradient of no elements, in their turn.
 
     What a rank has computed and no rank reads gets zeros: it takes its part in what that layer sums over the ranks.
     """
@@ -125,24 +125,24 @@ def ends(
     dtype: torch.dtype,
     begin: Callable[[Sequence[bool]], None],
 ) -> tuple[Tensor, ...]:
-    """The outputs, of no elements and of type `dtype` where there are none. Back: gradients are scaled.
+    """Returns the outputs, of no elements and of type `dtype` where there are none. Back: gradients are scaled.
 
     begin: called when a backward pass comes by, with whether it has a gradient of each output.
     """
-    made = (token.new_zeros(0, dtype=dtype) if out is None else out for out in outputs)
-    result: tuple[Tensor, ...] = _Ends.apply(token, scales, begin, *made)  # type: ignore[no-untyped-call]
+    present = (token.new_zeros(0, dtype=dtype) if out is None else out for out in outputs)
+    result: tuple[Tensor, ...] = _Ends.apply(token, scales, begin, *present)  # type: ignore[no-untyped-call]
     return result
 
 
 def _token(ctx: Any, token: Tensor | None) -> Tensor:
-    """A pass's token at a function; where it begins there, another, or that of the pass whose graph the function is in.
+    """Returns a pass's token at a function; where it begins there, another, or that of the pass whose graph it is in.
 
     The latter is an output of the function, so that whoever differentiates both passes comes by this one first.
     """
     if token is not None:
         return token
-    found: Tensor = ctx.saved_tensors[-1].clone() if ctx.in_backward else torch.zeros(())
-    return found
+    another: Tensor = ctx.saved_tensors[-1].clone() if ctx.in_backward else torch.zeros(())
+    return another
 
 
 class _Begins(torch.autograd.Function):
@@ -176,9 +176,9 @@ class _Ordered(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.at_backward, ctx.in_backward = at_backward, in_backward
         ctx.set_materialize_grads(False)
-        made = tuple(None if x is None else x.view_as(x) for x in tensors)
-        ctx.save_for_backward(*saved, *made[: int(in_backward)])
-        return made
+        outputs = tuple(None if x is None else x.view_as(x) for x in tensors)
+        ctx.save_for_backward(*saved, *outputs[: int(in_backward)])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -235,9 +235,9 @@ class _Ends(torch.autograd.Function):
         ctx.scales, ctx.begin = scales, begin
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)  # so that PyTorch refuses a second backward pass here, alike on all ranks
-        made = tuple(out.clone() for out in outputs)
-        ctx.mark_non_differentiable(*(out for out in made if not (out.is_floating_point() or out.is_complex())))
-        return made
+        clones = tuple(out.clone() for out in outputs)
+        ctx.mark_non_differentiable(*(out for out in clones if not (out.is_floating_point() or out.is_complex())))
+        return clones
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -259,13 +259,13 @@ def factors(graph: LayerGraph, part: float) -> list[float]:
 
 
 def sum_of_losses(loss: Tensor, comm: Comm) -> Tensor:
-    """All ranks' losses added up, on every rank."""
+    """Returns the sum of all ranks' losses, on every rank."""
     total: Tensor = _SumOfLosses.apply(loss, comm)  # type: ignore[no-untyped-call]
     return total
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """Back: every rank has the same gradient already."""
+    """The sum of a number over the ranks, of which every rank has the same gradient already."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, comm: Comm) -> Tensor:

@@ -21,7 +21,7 @@ from layerwise.run.local_tensor import local_tensor
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One parameter on this rank."""
+    """The layout of one parameter on this rank, of which each of a group keeps a shard."""
 
     group: Group  # the ranks that compute with the same box of it
     shape: tuple[int, ...]  # of that box
@@ -31,7 +31,7 @@ class ShardLayout:
 
     @property
     def dimension(self) -> int | None:
-        """The dimension cut into equal parts in the group's order; None where they are unequal, or otherwise."""
+        """Returns the dimension that is cut into equal shards in the group's order; None where there is none such."""
         first, last = self.boxes[0], self.boxes[-1]
         cut = next(k for k in range(len(self.shape)) if first.shape[k] < self.shape[k])
         size = first.shape[cut]
@@ -41,13 +41,14 @@ class ShardLayout:
 
 def shard_layout(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> ShardLayout:
     """Returns the layout of a parameter with these boxes by rank. gathered: as ShardLayout has it."""
-    group, mine, held = sharing(computed, rank), computed[rank], sharding.boxes.each
-    assert mine is not None
-    kept = [box for member in group if (box := held[member]) is not None]
+    group, computed_box, owned = sharing(computed, rank), computed[rank], sharding.boxes.each
+    assert computed_box is not None
+    shards = [box for member in group if (box := owned[member]) is not None]
     boxes = (
-        Box(*(tuple(a - b for a, b in zip(ends, mine.lo, strict=True)) for ends in (box.lo, box.hi))) for box in kept
+        Box(*(tuple(a - b for a, b in zip(ends, computed_box.lo, strict=True)) for ends in (box.lo, box.hi)))
+        for box in shards
     )
-    return ShardLayout(group, mine.shape, tuple(boxes), int(sharding.rows[rank]), gathered)
+    return ShardLayout(group, computed_box.shape, tuple(boxes), int(sharding.rows[rank]), gathered)
 
 
 class BucketSlots:
@@ -59,13 +60,13 @@ class BucketSlots:
     def __init__(self, names: Sequence[str], layouts: Mapping[str, ShardLayout]) -> None:
         self.layouts = {name: layouts[name] for name in names}
         self.group = layouts[names[0]].group
-        self.members, self.size = len(self.group), sum(one.row for one in self.layouts.values())
+        self.members, self.size = len(self.group), sum(layout.row for layout in self.layouts.values())
         starts, start = {}, 0
-        for name, one in self.layouts.items():
+        for name, layout in self.layouts.items():
             starts[name] = start
-            start += one.row
+            start += layout.row
         self._starts = starts
-        self._dimension = {name: one.dimension for name, one in self.layouts.items()}
+        self._dimension = {name: layout.dimension for name, layout in self.layouts.items()}
 
     def shard(self, row: Tensor, name: str, member: int) -> Tensor:
         """Returns one parameter's shard in the slot of a member."""
@@ -75,16 +76,16 @@ class BucketSlots:
 
     def pairs(self, slots: Tensor, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns one parameter's shards in all slots, each with the same elements of its box."""
-        one, cut = self.layouts[name], self._dimension[name]
+        layout, cut = self.layouts[name], self._dimension[name]
         if cut is None:
-            return [(self.shard(slots[i], name, i), full[box.slices()]) for i, box in enumerate(one.boxes)]
-        start, shape = self._starts[name], one.boxes[0].shape
-        there = slots[:, start : start + one.row].view(self.members, *shape)
+            return [(self.shard(slots[i], name, i), full[box.slices()]) for i, box in enumerate(layout.boxes)]
+        start, shape = self._starts[name], layout.boxes[0].shape
+        there = slots[:, start : start + layout.row].view(self.members, *shape)
         split: Tensor = full.unflatten(cut, (self.members, shape[cut]))  # type: ignore[no-untyped-call]
         return [(there, split.movedim(cut, 0))]
 
     def new(self, like: Tensor, *, slots: int | None = None) -> Tensor:
-        """Memory for all slots, or for one of a member (slots=1)."""
+        """Returns memory for all slots, or for one of a member (slots=1)."""
         shape = (self.size,) if slots == 1 else (self.members, self.size)
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
@@ -119,13 +120,13 @@ class GradientBucket:
         if self.slots is not None:  # it lives for a pass only, and this one was ended by an error
             self.flat = None
             return
-        kept = False
+        referenced = False
         for name in self.names:
             gradient = parameters[name].grad
             part = None if gradient is None else local_tensor(gradient)
             if part is None or not same_memory(part, self.views[name]):
-                kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
-        if kept or tensors_in(self.flat) > self.tensors:
+                referenced |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
+        if referenced or tensors_in(self.flat) > self.tensors:
             self.forget()
 
     def forget(self) -> None:
@@ -133,13 +134,13 @@ class GradientBucket:
         self.flat, self.views = None, {}
 
     def allocate(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Makes its memory, unless it has it."""
+        """Allocates its memory, unless it has it."""
         if self.flat is not None:
             return
-        held, start = {name: local_tensor(parameters[name]) for name in self.names}, 0
-        first = held[self.names[0]]
-        self.flat = torch.empty(sum(p.numel() for p in held.values()), dtype=first.dtype, device=first.device)
-        for name, p in held.items():
+        parts, start = {name: local_tensor(parameters[name]) for name in self.names}, 0
+        first = parts[self.names[0]]
+        self.flat = torch.empty(sum(p.numel() for p in parts.values()), dtype=first.dtype, device=first.device)
+        for name, p in parts.items():
             self.views[name] = self.flat[start : start + p.numel()].view_as(p)
             start += p.numel()
         self.tensors = tensors_in(self.flat)
@@ -158,7 +159,7 @@ class GradientBucket:
         return self.handle
 
     def end(self) -> None:
-        """Waits for it, where it is under way. What other ranks keep is given up."""
+        """Waits for the sum, where it is under way. What other ranks keep is given up."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
@@ -166,7 +167,7 @@ class GradientBucket:
             self.flat = None
 
     def put(self, name: str, gradient: Tensor, scale: float, zero: Tensor) -> None:
-        """The gradient of a parameter of which each rank keeps a part, times `scale`."""
+        """Writes the gradient of a parameter of which each rank keeps a shard, times `scale`."""
         assert self.slots is not None
         if self.flat is None:
             self.flat = self.slots.new(zero)
@@ -174,7 +175,7 @@ class GradientBucket:
             torch.add(zero, part, alpha=scale, out=there)
 
     def put_none(self, name: str, zero: Tensor) -> None:
-        """Puts in what stands for no gradient on any rank: zeros with a sign."""
+        """Writes what stands for no gradient on any rank: zeros with a sign."""
         assert self.slots is not None
         if self.flat is None:
             self.flat = self.slots.new(zero)
@@ -182,13 +183,13 @@ class GradientBucket:
             self.slots.shard(self.flat[member], name, member).fill_(-0.0)
 
     def summed(self, name: str, rank: int) -> Tensor:
-        """This rank's part of the sum."""
+        """Returns this rank's shard of the sum."""
         assert self.slots is not None
         assert self.local is not None
         return self.slots.shard(self.local, name, self.group.index(rank))
 
 
-def full(buckets: Iterable[GradientBucket]) -> Iterator[GradientBucket]:
+def ready(buckets: Iterable[GradientBucket]) -> Iterator[GradientBucket]:
     """Yields the buckets to send now: full ones, behind nothing that is not."""
     return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.sent)
 

@@ -52,18 +52,18 @@ class DeferredWeights:
         self._deferred = gradient, x, weight, settings
 
     def make(self) -> Tensor | None:
-        """The gradient of the weights; None where the backward pass has not come by the convolution."""
+        """Returns the gradient of the weights; None where the backward pass has not come by the convolution."""
         deferred, self._deferred = self._deferred, None
         if deferred is None:
             return None
         gradient, x, weight, settings = deferred
         with self._span():
-            made: Tensor = _backward(gradient, x, weight, None, settings, [False, True, False])[1]
-            return made.to(self._dtype)
+            of_weight: Tensor = _backward(gradient, x, weight, None, settings, [False, True, False])[1]
+            return of_weight.to(self._dtype)
 
 
 def defer_weights(token: Tensor, weight: Tensor, deferred: DeferredWeights) -> tuple[Tensor, Tensor]:
-    """The order token and the weight as they are. Back: the gradient is made when the token comes by."""
+    """Returns the order token and the weight. Back: its gradient is made when the token comes by."""
     result: tuple[Tensor, Tensor] = _Deferred.apply(token, weight, deferred)  # type: ignore[no-untyped-call]
     return result
 
@@ -79,10 +79,10 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if token is None:
             token = torch.zeros(())
-        made = ctx.deferred.make()
+        of_weight = ctx.deferred.make()
         if gradient is not None:  # in the backward pass of a backward pass the weight is used there, too
-            made = gradient if made is None else made + gradient
-        return token, made, None
+            of_weight = gradient if of_weight is None else of_weight + gradient
+        return token, of_weight, None
 
 
 class _Convolution(torch.autograd.Function):
@@ -109,6 +109,6 @@ class _Convolution(torch.autograd.Function):
 def _backward(
     gradient: Tensor, x: Tensor, weight: Tensor, bias: Sequence[int] | None, settings: Settings, mask: Sequence[bool]
 ) -> Sequence[Any]:
-    """Gradients of x, weight and bias as far as `mask` wants them."""
-    made: Sequence[Any] = torch.ops.aten.convolution_backward(gradient, x, weight, bias, *settings, mask)
-    return made
+    """Returns the gradients of x, weight and bias, as far as `mask` wants them."""
+    gradients: Sequence[Any] = torch.ops.aten.convolution_backward(gradient, x, weight, bias, *settings, mask)
+    return gradients

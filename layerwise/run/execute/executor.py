@@ -25,15 +25,14 @@ from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
 from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
-from layerwise.run.schedule.redistribute import Flight, landed
-from layerwise.run.schedule.redistribute import TimedTransfer as Way
+from layerwise.run.schedule.redistribute import Flight, TimedTransfer, landed
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 
 Steps = list[tuple[str, list[Instruction]]]  # by layer
 
 
 class Executor:
-    """Runs one rank's schedule. constants: this rank's boxes of parameters that are others than the module's."""
+    """The interpreter of one rank's schedule. constants: this rank's boxes of parameters that the module has not."""
 
     def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor]) -> None:
         self.schedule, self.constants = schedule, constants
@@ -54,11 +53,11 @@ class Executor:
         self._compiled = CompiledSegments(self.schedule, settings)
 
     def forward(self, run: Pass, fed: Mapping[str, Tensor]) -> list[Tensor | None]:
-        """This rank's boxes of the outputs, from those of the inputs (constants are in `fed`)."""
+        """Returns this rank's boxes of the outputs, from those of the inputs (constants are in `fed`)."""
         return _Forward(self, run, fed).outputs()
 
     def steps(self, run: Pass) -> Steps:
-        """The instructions of a forward pass."""
+        """Returns the instructions of a forward pass, by layer."""
         kind: StepKind = "training" if run.training or run.differentiate else "inference"
         if kind not in self._steps:
             program = self.schedule.program(kind)
@@ -67,7 +66,7 @@ class Executor:
         return self._steps[kind]
 
     def segments(self, run: Pass) -> Mapping[str, CompiledSegment]:
-        """The compiled segment that each layer is in."""
+        """Returns the compiled segment that each layer is in, by name."""
         return {} if self._compiled is None else self._compiled.by_layer(training=run.training)
 
 
@@ -121,29 +120,29 @@ class _Forward:
             self.run.gathers[instruction.layer].finish()
 
     def release(self, instruction: Release) -> None:
-        """Back, the parameters come once more before the layer is differentiated.
+        """Frees a layer's parameters. Back, they are gathered once more before the layer is differentiated.
 
         A rank without a part of the layer passes the turn on: the ranks gather in one order, each when its turn comes.
         """
         run, name = self.run, instruction.layer
         if run.differentiate and self.layers[name].backward:
-            again, self.gathered = partial(gather_once_more, run.gathers, name, self.gathered), name
-            made = [self.values.get(name)]
-            run.order(made, [0], again)
-            self.values[name] = made[0]
+            gather, self.gathered = partial(gather_once_more, run.gathers, name, self.gathered), name
+            output = [self.values.get(name)]
+            run.order(output, [0], gather)
+            self.values[name] = output[0]
         if name in run.gathers:
             run.gathers[name].drop(self.values.get(name))
 
     # ---- inputs ----
 
     def begin(self, instruction: Begin | Move) -> None:
-        """Sends an input early."""
+        """Issues an input early."""
         edge = self.layers[instruction.layer].edges[instruction.slot]
         link = self.issued[instruction.layer, instruction.slot] = IssuedTransfer(*self._ways(edge))
         self._communicate(edge, self.values[edge.source], link.leaving())
 
     def end(self, instruction: End | Move) -> None:
-        """Waits for it."""
+        """Waits for an input that was issued early."""
         scheduled, slot = self.layers[instruction.layer], instruction.slot
         if slot == 0:
             self._defer_weights(scheduled)
@@ -182,13 +181,13 @@ class _Forward:
         run, x = self.run, self.values[edge.source]
         full = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same of it
         if not (edge.travels or full):
-            kept = edge.redistribution.kept(x, self.run.empty(self.types[edge.source]))
-            if kept is not None and not kept.numel() and run.differentiate and edge.backward and not kept.requires_grad:
-                kept.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
-            return kept
+            part = edge.redistribution.kept(x, self.run.empty(self.types[edge.source]))
+            if part is not None and not part.numel() and run.differentiate and edge.backward and not part.requires_grad:
+                part.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
+            return part
         return self._communicate(edge, x, at_once(*self._ways(edge, alike=full and not self.schedule.all_classes)))
 
-    def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[Way, Way]:
+    def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[TimedTransfer, TimedTransfer]:
         """Returns the ways there and back. alike: nothing is added up, as all ranks have the same gradient."""
         like, way = self.run.empty(self.types[edge.source]), edge.redistribution
         run, name = self.run, f"{edge.what} (backward)"
@@ -202,10 +201,10 @@ class _Forward:
             return landed(None if box is None or gradient is None else gradient[box.slices()])
 
         there, adjoint = (lambda x: way.begin(x, like)), own if alike else back
-        return Way(edge.what, there, run.spans), Way(name, adjoint, run.spans)
+        return TimedTransfer(edge.what, there, run.spans), TimedTransfer(name, adjoint, run.spans)
 
     def _defer_weights(self, scheduled: ScheduledLayer) -> None:
-        """The gradient of a layer's weights is made when the backward pass comes back to here, if it is deferred."""
+        """Defers the gradient of a layer's weights, where it is to be, until the backward pass comes back to here."""
         run, name = self.run, scheduled.deferred_weight
         if name is None or not run.differentiate:
             return
@@ -256,7 +255,7 @@ class _Forward:
         self.values.pop(instruction.value, None)  # none within a compiled segment
 
     def _layer(self, scheduled: ScheduledLayer, received: Sequence[Tensor | None]) -> Tensor | None:
-        """The rank's box of a layer's output; None where it has no part of it."""
+        """Returns this rank's box of a layer's output; None where it has no part of it."""
         run, name, work, parameters = self.run, scheduled.layer.name, scheduled.work, scheduled.parameters
         if scheduled.layer.role is not Role.COMPUTE:
             return self._source(scheduled)
@@ -288,14 +287,14 @@ class _Forward:
         return out
 
     def _source(self, scheduled: ScheduledLayer) -> Tensor | None:
-        """This rank's part of what is not computed: a parameter that is used twice, an input, a constant."""
+        """Returns this rank's part of what is not computed: a tied parameter, an input, a constant."""
         name = scheduled.layer.name
         if scheduled.layer.role is Role.TIED:
             return None if scheduled.elsewhere else self.run.parameters[name]
         return self.fed.get(name)
 
     def _segment(self, segment: CompiledSegment, received: Sequence[Tensor | None]) -> None:
-        """The outputs of a segment, of whose first layer the inputs were received."""
+        """Computes the outputs of a segment, of whose first layer the inputs were received."""
         run, inputs = self.run, list[Tensor | None]()
         for source, slot in segment.inputs:
             if slot is not None:
@@ -311,7 +310,7 @@ class _Forward:
                 return [*segment(all_there(tensors[:count]), all_there(tensors[count:]), seeds)]
 
         tensors = [*inputs, *(run.parameters[name] for name in segment.parameters)]
-        made = run.in_turn(segment.name, tensors, compute, backward=segment.backward)
-        for name, out in zip(segment.outputs, made, strict=True):
+        outputs = run.in_turn(segment.name, tensors, compute, backward=segment.backward)
+        for name, out in zip(segment.outputs, outputs, strict=True):
             assert out is not None
             self.values[name], self.types[name] = out, out.dtype

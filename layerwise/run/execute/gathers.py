@@ -35,17 +35,17 @@ class ParameterGather:
         self._flight: tuple[Handle, Tensor] | None = None
 
     def begin(self) -> None:
-        """Starts it."""
+        """Starts the all-gather."""
         with torch.no_grad():
             parts = {name: local_tensor(p).detach() for name, p in self._parameters.items()}
             first = parts[self.names[0]]
-            mine, out = self._slots.new(first, slots=1), self._slots.new(first)
+            shards, out = self._slots.new(first, slots=1), self._slots.new(first)
             for name, part in parts.items():
-                self._slots.shard(mine, name, self._member).copy_(part)
-            self._flight = self._comm.all_gather(out, mine, self._slots.group, "gathers", self._what), out
+                self._slots.shard(shards, name, self._member).copy_(part)
+            self._flight = self._comm.all_gather(out, shards, self._slots.group, "gathers", self._what), out
 
     def finish(self) -> None:
-        """Waits for it, and fills the working parameters. Autograd hears of that only where values may be others."""
+        """Waits, and fills the working parameters. Autograd hears of that only where values may be others."""
         if self._flight is None:
             return
         (handle, out), self._flight = self._flight, None
@@ -78,7 +78,7 @@ class LayerGathers:
         self.drop()
 
     def begin(self) -> None:
-        """Starts it, once."""
+        """Starts the gathers, once."""
         if not self._begun:
             for name, working in self._working.items():
                 working.untyped_storage().resize_(self._sizes[name])
@@ -87,14 +87,14 @@ class LayerGathers:
             self._begun = True
 
     def finish(self) -> None:
-        """The layer may compute."""
+        """Waits until the layer may compute."""
         self.begin()
         for gather in self._gathers:
             gather.finish()
         self._begun = False
 
     def finish_once_more(self) -> None:
-        """The layer's backward pass may begin, or its forward pass once more.
+        """Waits until the layer may be differentiated, or recomputed.
 
         LayerwiseError where parameters are others than in the forward pass.
         """
@@ -107,17 +107,17 @@ class LayerGathers:
         return self._mark.detach()
 
     def give_up(self) -> None:
-        """A forward pass begins. Of one that was ended by an error something may be under way."""
+        """Drops all before a forward pass, as something may be under way of one that an error has ended."""
         self._begun = False
         self.drop()
 
     def drop(self, out: Tensor | None = None) -> None:
-        """The memory goes, unless `out`, the layer's output, lies in it."""
+        """Frees the memory of the parameters, but for those that `out`, the layer's output, lies in."""
         for name in self._working:
             self.drop_one(name, out)
 
     def drop_one(self, name: str, out: Tensor | None = None) -> None:
-        """Frees the memory of one parameter."""
+        """Frees the memory of one parameter, unless something reads it still."""
         storage = self._working[name].untyped_storage()
         within = out is not None and out.untyped_storage()._cdata == storage._cdata
         if not (self._begun or within or tensors_in(self._mark) > self._marks):
@@ -144,13 +144,13 @@ class GatheredParameters(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def finish(self) -> None:
-        """Waits for what nobody has asked for."""
+        """Waits for all that nobody has asked for yet."""
         for name in list(self._coming):
             self[name]
 
 
 class Gathers:
-    """All of a rank's. of_layers: by name, of what is full only while a layer computes, in their order."""
+    """All gathers of a rank. of_layers: by name, of what is full only while a layer computes, in their order."""
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class Gathers:
         working: Mapping[str, Tensor],
         comm: Comm,
     ) -> None:
-        held, buckets = reducer.parameters, [bucket for bucket in reversed(reducer.buckets) if not bucket.gathered]
-        self._lasting = [ParameterGather(one.slots, held, working, comm) for one in buckets if one.slots is not None]
+        trained, buckets = reducer.parameters, [one for one in reversed(reducer.buckets) if not one.gathered]
+        self._lasting = [ParameterGather(one.slots, trained, working, comm) for one in buckets if one.slots is not None]
         self.of_layers: dict[str, LayerGathers] = {}
         self._of: dict[str, LayerGathers] = {}  # by parameter
         for layer in graph.layers:
@@ -170,33 +170,33 @@ class Gathers:
                 if name in layouts and layouts[name].gathered:
                     groups.setdefault(layouts[name].group, []).append(name)
             if groups:
-                made = LayerGathers(
-                    [ParameterGather(BucketSlots(names, layouts), held, working, comm) for names in groups.values()]
+                gathers = LayerGathers(
+                    [ParameterGather(BucketSlots(names, layouts), trained, working, comm) for names in groups.values()]
                 )
-                self.of_layers[layer.name] = made
-                self._of |= dict.fromkeys(made.names, made)
+                self.of_layers[layer.name] = gathers
+                self._of |= dict.fromkeys(gathers.names, gathers)
 
     def begin(self, tensors: Mapping[str, Tensor]) -> GatheredParameters:
-        """A forward pass begins. tensors: what layers compute with, by name."""
-        for one in self.of_layers.values():
-            one.give_up()
+        """Starts a forward pass's gathers. Returns what layers compute with, `tensors`, by name."""
+        for gathers in self.of_layers.values():
+            gathers.give_up()
         for gather in self._lasting:
             gather.begin()
         return GatheredParameters(tensors, self._lasting)
 
     def made(self, name: str) -> None:
-        """The gradient of a parameter: nobody needs its values any more."""
+        """Frees a parameter that has its gradient, so that nobody needs its values any more."""
         if name in self._of:
             self._of[name].drop_one(name)
 
     def end(self) -> None:
-        """The backward pass has ended."""
-        for one in self.of_layers.values():
-            one.drop()
+        """Frees what is left at the end of the backward pass."""
+        for gathers in self.of_layers.values():
+            gathers.drop()
 
 
 def gather_once_more(gathers: Mapping[str, LayerGathers], name: str, before: str | None) -> Sequence[Tensor]:
-    """A layer is about to be differentiated; the parameters of the one before it are on their way meanwhile.
+    """Gathers a layer's parameters before it is differentiated, and issues those of the layer that comes next.
 
     Returns what the graph of this backward pass holds, if there is one: the layer is differentiated once more by it.
     """

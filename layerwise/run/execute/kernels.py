@@ -17,7 +17,7 @@ from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.gathers import LayerGathers
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.schedule import ScheduledLayer
-from layerwise.run.trace import NOTHING, Spans
+from layerwise.trace import NOTHING, Spans
 
 
 @dataclass(slots=True)
@@ -47,14 +47,14 @@ class Pass:
         places: Iterable[int],
         at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
     ) -> None:
-        """Back, the token waits for the gradients of those of `tensors`, which are replaced in the list."""
+        """Has the token wait, back, for the gradients of these of `tensors`, which are replaced in the list."""
         chosen = {i: x for i in places if (x := tensors[i]) is not None and x.requires_grad}
         self.token, *marked = ordered(self.token, *chosen.values(), at_backward=at_backward)
         for i, x in zip(chosen, marked, strict=True):
             tensors[i] = x
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """An empty tensor of that type on this rank's device."""
+        """Returns an empty tensor of that type on this rank's device."""
         if dtype not in self._empty:
             self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.options.device)
         return self._empty[dtype]
@@ -66,7 +66,7 @@ class Pass:
         parameters: Sequence[Tensor | None],
         convolve: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """A layer's box on this rank. convolve: instead of PyTorch's convolution."""
+        """Returns this rank's box of a layer's output. convolve: instead of PyTorch's convolution."""
         assert scheduled.work is not None
         try:
             with self.autocast(scheduled):
@@ -111,10 +111,10 @@ class Pass:
         else:  # its backward pass ends with whichever gradient it makes
             self.order(tensors, wanted[:1])
         with span:
-            made = compute(tensors)
+            outputs = compute(tensors)
         begin = partial(self._begin_span, f"{name} (backward)", begun)
-        self.order(made, range(len(made)), begin if traced else None)
-        return made
+        self.order(outputs, range(len(outputs)), begin if traced else None)
+        return outputs
 
     def autocast(self, scheduled: ScheduledLayer) -> AbstractContextManager[object]:
         """Returns the context of a layer's kernels: the run's torch.autocast, or one of the model's own."""
@@ -139,5 +139,5 @@ LayerKernel = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tenso
 
 
 def all_there(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """A rank that computes a layer has all that it needs for it."""
+    """Returns the tensors, none of which is missing where a rank computes a layer."""
     return cast("Sequence[Tensor]", tensors)

@@ -49,14 +49,14 @@ def predicted_bytes(
     """
     more: Counter[TrafficKind] = Counter()
     for scheduled in schedule.layers:
-        again = scheduled.layer.name in strategy and strategy[scheduled.layer.name].recompute
-        for kind, by_plan, real in _messages(scheduled, graph, schedule, again):
+        planned_twice = scheduled.layer.name in strategy and strategy[scheduled.layer.name].recompute
+        for kind, by_plan, real in _messages(scheduled, graph, schedule, planned_twice):
             more[kind] += batches * real - by_plan
     for (kind, by_plan, real), shared_out in _of_parameters(graph, strategy, schedule, reducer):
         more[kind] += (batches if shared_out else 1) * real - by_plan
     ranks = schedule.comm.all_gather_object(more)
     return {
-        kind: planned[name] + sum(one.get(kind, 0) for one in ranks) if name in planned else None
+        kind: planned[name] + sum(difference.get(kind, 0) for difference in ranks) if name in planned else None
         for kind, name in PREDICTED.items()
     }
 
@@ -105,13 +105,13 @@ def _statistics(
 def _of_parameters(
     graph: LayerGraph, strategy: Mapping[str, Config], schedule: Schedule, reducer: GradientReducer
 ) -> Iterator[tuple[Message, bool]]:
-    """Sums of gradients, and gathers of parameters; with whether they are shared out, and travel with every batch."""
+    """Yields sums of gradients, and gathers of parameters; with whether they travel with every batch (shared out)."""
     planned: dict[str, int] = {}
-    again: dict[str, tuple[int, int]] = {}  # whether a layer gathers it once more for itself, by the plan and really
+    regathered = dict[str, tuple[int, int]]()  # whether a layer gathers it once more, by the plan and really
     for scheduled in schedule.layers:
-        held, config = graph[scheduled.layer.name].held(), strategy.get(scheduled.layer.name, Config())
-        planned |= {name: item_bytes for name, _, item_bytes in held}
-        again |= {name: (config.recompute, scheduled.recompute) for name, *_ in held}
+        parameters, config = graph[scheduled.layer.name].held(), strategy.get(scheduled.layer.name, Config())
+        planned |= {name: item_bytes for name, _, item_bytes in parameters}
+        regathered |= {name: (config.recompute, scheduled.recompute) for name, *_ in parameters}
     rank = schedule.comm.rank
     for name, bucket in reducer.of.items():
         p, member = local_tensor(reducer.parameters[name]), (len(bucket.group), bucket.group.index(rank))
@@ -119,7 +119,7 @@ def _of_parameters(
             elements = bucket.slots.layouts[name].row * (len(bucket.group) - 1)
             by_plan, real = elements * planned[name], elements * p.element_size()
             yield ("sync", by_plan, real), True
-            times = [1 + bucket.gathered + (bucket.gathered and once_more) for once_more in again[name]]
+            times = [1 + bucket.gathered + (bucket.gathered and once_more) for once_more in regathered[name]]
             yield ("gathers", by_plan * times[0], real * times[1]), True
             continue
         real = all_reduce_bytes(p.nbytes, *member)

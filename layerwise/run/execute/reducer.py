@@ -21,14 +21,14 @@ from layerwise.run.execute.buckets import (
     BucketSlots,
     GradientBucket,
     ShardLayout,
-    full,
     is_nothing,
+    ready,
     same_memory,
     scaled,
 )
 from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
 from layerwise.run.local_tensor import is_dtensor, like, local_tensor
-from layerwise.run.trace import Trace
+from layerwise.trace import Trace
 
 NONE: Mapping[str, ShardLayout] = MappingProxyType({})
 WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides
@@ -85,7 +85,7 @@ class GradientReducer:
         return self._zeros[key]
 
     def forget(self) -> None:
-        """Gives up all memory: the parameters are of another element type now."""
+        """Gives up all memory, where the parameters are of another element type now."""
         for bucket in self.buckets:
             bucket.forget()
 
@@ -146,7 +146,7 @@ class Gradients:
         return self.reducer.parameters[name].requires_grad or (self.synchronise and name in self.reducer.owed)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """The gradient of one parameter; its bucket leaves when nothing is missing from it and from those before."""
+        """Adds the gradient of one parameter; its bucket is sent when nothing is missing in it and in those before."""
         reducer = self.reducer
         bucket, p = reducer.of.get(name), reducer.parameters[name]
         if not (self._to_sum(name) if bucket is not None else p.requires_grad):  # frozen after loading
@@ -169,12 +169,12 @@ class Gradients:
         Also within no_sync() of those of which this rank keeps a part: it has no room for a gradient of all of it.
         """
         going = [bucket for bucket in self.reducer.buckets if self.synchronise or bucket.slots is not None]
-        for bucket in full(bucket for bucket in going if not bucket.gathered):
+        for bucket in ready(bucket for bucket in going if not bucket.gathered):
             self._send(bucket)
         # Those of one layer each leave in the order of the layers. So every rank begins each of them before it goes on
         # to the next layer's, and can wait for the one before: no more than two are there at a time.
         of_layers = [bucket for bucket in going if bucket.gathered]
-        for bucket in full(of_layers):
+        for bucket in ready(of_layers):
             for earlier in of_layers:
                 earlier.end()
             self._send(bucket)
@@ -188,23 +188,23 @@ class Gradients:
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Adds this gradient, and those of earlier passes that are yet to be summed over the ranks, to the bucket."""
-        local, held = self.reducer.local, None if p.grad is None else local_tensor(p.grad)
+        local, accumulated = self.reducer.local, None if p.grad is None else local_tensor(p.grad)
         zero, scale = self.reducer.zero(view), self.reducer.scale
-        if held is None:
+        if accumulated is None:
             local.pop(name, None)
             torch.add(zero, gradient, alpha=scale, out=view)
         elif name in local:
-            summed, total = local[name], torch.add(held, gradient, alpha=scale)
+            summed, total = local[name], torch.add(accumulated, gradient, alpha=scale)
             if self.synchronise and summed is not None:
                 total -= summed
                 self.earlier[name] = summed
             torch.add(zero, total, out=view)
         elif self.synchronise:
-            self.earlier[name] = held.clone() if same_memory(held, view) else held
+            self.earlier[name] = accumulated.clone() if same_memory(accumulated, view) else accumulated
             torch.add(zero, gradient, alpha=scale, out=view)
         else:
-            local[name] = held.clone()
-            torch.add(held, gradient, alpha=scale, out=view)
+            local[name] = accumulated.clone()
+            torch.add(accumulated, gradient, alpha=scale, out=view)
         p.grad = None  # what autograd adds here from now on, of a weight penalty, is not of the module
 
     def finish(self) -> None:
@@ -259,7 +259,7 @@ class Gradients:
             reducer.versions = {name: local_tensor(g)._version for name, g in gradients if g is not None}
 
     def _hand_out_shards(self, bucket: GradientBucket) -> None:
-        """Each parameter gets this rank's part of the sum, added to what it has."""
+        """Gives each parameter this rank's shard of the sum, added to what it has."""
         for name in bucket.names if bucket.local is not None else ():
             p = self.reducer.parameters[name]
             if not p.requires_grad:
@@ -281,7 +281,7 @@ class Gradients:
                 p.grad = refuse_derivatives(name, p.grad)
 
     def call_hooks(self) -> None:
-        """The loop's, of the parameters that have their gradient now; in one order on all ranks."""
+        """Calls the loop's hooks of parameters that have their gradient now, in one order on all ranks."""
         reducer = self.reducer
         if not self.synchronise or (not self.made and any(p.requires_grad for p in reducer.parameters.values())):
             return
@@ -290,7 +290,7 @@ class Gradients:
                 call_hooks(p)
 
     def absent(self, name: str) -> None:
-        """Other ranks make the gradient of this parameter, if any does."""
+        """Notes that other ranks make the gradient of this parameter, if any does."""
         if self.reducer.parameters[name].requires_grad:
             self.made.add(name)
             bucket = self.reducer.of.get(name)

@@ -24,12 +24,12 @@ from layerwise.partition.blocks import AGAIN
 from layerwise.program.instructions import AllGather, Arrive, Compute, Forget, Free, Instruction, Move, Release
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.kernels import LayerKernel, Pass
-from layerwise.run.schedule.redistribute import TimedTransfer as Way
+from layerwise.run.schedule.redistribute import TimedTransfer
 from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
 
 
 class SavedPlace:
-    """Stands in for a tensor that a kernel's backward pass reads."""
+    """A place for a tensor that a kernel's backward pass reads."""
 
     __slots__ = ("__weakref__", "layer", "tensor")
 
@@ -65,7 +65,7 @@ class Block:
         self._boxes: dict[str, Tensor | None] = {}  # of what comes from outside; until the forward pass is at the end
 
     def save_sources(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
-        """Saves the inputs of one of the layers that come from outside the block."""
+        """Saves those inputs of one of the layers that come from outside the block."""
         for edge in scheduled.edges:
             if not (edge.source in self._names and self._layers[edge.source].recompute):
                 x = values[edge.source]
@@ -78,12 +78,12 @@ class Block:
         inputs: list[Tensor | None],
         parameters: list[Any],
     ) -> Tensor:
-        """A layer's output on this rank, of its inputs and parameters."""
+        """Returns a layer's output on this rank, of its inputs and parameters."""
         kernel = self._kernels[scheduled.layer.name] = _Kernel(self._run, scheduled, compute, inputs, parameters)
         return kernel.first(inputs, parameters)
 
     def end(self, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
-        """The forward pass is through with the block. Back, it is recomputed before any of it is differentiated."""
+        """Ends the block's forward pass. Back, it is recomputed before any of it is differentiated."""
         leaving = {name: x for name in self._names if (x := values.get(name)) is not None and x.requires_grad}
         kernels = list(self._kernels.values())
         counts = [len(kernel.parameters) for kernel in kernels]
@@ -112,28 +112,28 @@ class Block:
         parameters: Mapping[str, Sequence[Tensor | None]],
         types: Mapping[str, torch.dtype],
     ) -> None:
-        """All layers once more, what they are given as ever: the program's instructions."""
+        """Recomputes the layers by the program's instructions."""
         run, received = self._run, list[Tensor | None]()
-        for one in self._instructions:
-            if isinstance(one, Move):
-                run.comm.at(run.number, one.layer + AGAIN)
-                edge = self._layers[one.layer].edges[one.slot]
+        for instruction in self._instructions:
+            if isinstance(instruction, Move):
+                run.comm.at(run.number, instruction.layer + AGAIN)
+                edge = self._layers[instruction.layer].edges[instruction.slot]
                 received.append(self._received(edge, values[edge.source], types[edge.source]))
-            elif isinstance(one, Compute):
-                kernel = self._kernels.get(one.layer)
-                with run.spans.span(one.layer + AGAIN, "compute"):
-                    values[one.layer] = None if kernel is None else kernel.recompute(received, parameters[one.layer])
+            elif isinstance(instruction, Compute):
+                name, kernel = instruction.layer, self._kernels.get(instruction.layer)
+                with run.spans.span(name + AGAIN, "compute"):
+                    values[name] = None if kernel is None else kernel.recompute(received, parameters[name])
                 received = []
-            elif isinstance(one, Free):
-                values.pop(one.value)
-            elif isinstance(one, Arrive):
-                if one.layer in run.gathers:
-                    run.gathers[one.layer].finish_once_more()
-            elif isinstance(one, Release):
-                if one.layer in run.gathers:
-                    run.gathers[one.layer].drop(values[one.layer])
+            elif isinstance(instruction, Free):
+                values.pop(instruction.value)
+            elif isinstance(instruction, Arrive):
+                if instruction.layer in run.gathers:
+                    run.gathers[instruction.layer].finish_once_more()
+            elif isinstance(instruction, Release):
+                if instruction.layer in run.gathers:
+                    run.gathers[instruction.layer].drop(values[instruction.layer])
             else:  # a gather begins with its arrival; what was saved for the block goes with autograd's graph
-                assert isinstance(one, AllGather | Forget), one
+                assert isinstance(instruction, AllGather | Forget), instruction
 
     def _received(self, edge: ScheduledEdge, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         way, like = edge.redistribution, self._run.empty(dtype)
@@ -141,7 +141,7 @@ class Block:
             return x
         if not edge.travels:
             return way.kept(x, like)
-        return Way(edge.what + AGAIN, partial(way.begin, like=like), self._run.spans)(x)
+        return TimedTransfer(edge.what + AGAIN, partial(way.begin, like=like), self._run.spans)(x)
 
 
 class _Kernel:
@@ -171,7 +171,7 @@ class _Kernel:
         ]
 
     def first(self, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> Tensor:
-        """Computes it in the forward pass."""
+        """Returns the layer's output in the forward pass."""
         lasting = self._lasting(parameters)
 
         def pack(x: Tensor) -> Tensor | SavedPlace:
@@ -188,18 +188,10 @@ class _Kernel:
             return self._compute(inputs, parameters)
 
     def recompute(self, received: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> Tensor:
-        """Computes it once more, in a backward pass. received: its inputs and tied parameters."""
+        """Returns it recomputed, in a backward pass. received: its inputs and tied parameters."""
         tied = iter(received[self._inputs :])
-        parameters = [
-            next(tied)
-            if name is None
-            else self._run.parameters[name]
-            if p is None
-            else p.clone()
-            if name in self._moving
-            else p
-            for p, name in zip(saved, self._names, strict=True)
-        ]
+        pairs = zip(self._names, saved, strict=True)
+        parameters = [next(tied) if name is None else self._parameter(name, p) for name, p in pairs]
         fresh = [
             x.detach().requires_grad_() if x is not None and wanted else x
             for x, wanted in zip((*received[: self._inputs], *parameters), self._wanted, strict=True)
@@ -217,11 +209,17 @@ class _Kernel:
             raise self._otherwise()
         return out
 
+    def _parameter(self, name: str, saved: Tensor | None) -> Any:
+        """Returns a parameter to recompute with: full, where it is gathered; a copy, where training writes it."""
+        if saved is None:
+            return self._run.parameters[name]
+        return saved.clone() if name in self._moving else saved
+
     def _fill(self, places: Iterator[ref[SavedPlace]], x: Tensor) -> None:
-        found = next(places, None)
-        if found is None:
+        reference = next(places, None)
+        if reference is None:
             raise self._otherwise()
-        place = found()
+        place = reference()
         if place is not None:  # else nobody is to read it
             place.tensor = x.detach()
 
@@ -231,7 +229,7 @@ class _Kernel:
         )
 
     def _lasting(self, parameters: Sequence[Tensor | None]) -> set[int]:
-        """Memory that lives anyway: that of parameters and buffers."""
+        """Returns the memory that lives anyway, that of parameters and buffers."""
         return {
             _storage(p) for p, name in zip(parameters, self._names, strict=True) if name is not None and p is not None
         }
@@ -254,7 +252,7 @@ class SavedOutput:
     def compute(
         self, compute: LayerKernel, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
     ) -> Tensor:
-        """The layer's output."""
+        """Returns the layer's output, and notes what its kernels save of it."""
         places = list[ref[SavedPlace]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
 
         def pack(x: Tensor) -> SavedPlace:
@@ -264,7 +262,7 @@ class SavedOutput:
 
         with saved_tensors_hooks(pack, attrgetter("tensor")):
             out = compute(inputs, parameters)
-        self._places = [one for one in places if (place := one()) is not None and _same(place.tensor, out)]
+        self._places = [where for where in places if (place := where()) is not None and _same(place.tensor, out)]
         return out
 
     def move(self, edge: ScheduledEdge, received: Tensor | None) -> None:
@@ -273,7 +271,7 @@ class SavedOutput:
         own = way.transfer.own
         assert own is not None
         assert received is not None
-        for place in filter(None, (one() for one in places)):
+        for place in filter(None, (reference() for reference in places)):
             place.tensor = received.detach()[own.slices(way.room)]
 
 

@@ -23,8 +23,7 @@ from layerwise.ops.base import Role
 from layerwise.ops.fused import run_stages
 from layerwise.ops.random import combine, signed
 from layerwise.ops.whole import Whole
-from layerwise.run.compiling import Settings
-from layerwise.run.compiling import compiled as compile_with
+from layerwise.run.compiling import Settings, compile_with
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 
 Values = Sequence[Tensor]
@@ -56,7 +55,7 @@ class Segment:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The model's names of those that it uses."""
+        """Returns the model's names of the parameters that it uses."""
         names = (name for scheduled in self.layers for name in scheduled.parameters if name is not None)
         return tuple(dict.fromkeys(names))
 
@@ -74,7 +73,7 @@ class Segment:
         return torch.tensor(draws, device=device) if draws else None
 
     def _draws(self) -> Iterator[tuple[int, int]]:
-        """Layers and stages that draw, by their numbers in the graph."""
+        """Yields the layers and stages that draw, by their numbers in the graph."""
         for scheduled in self.layers:
             assert scheduled.work is not None
             for number, own in enumerate(scheduled.work.stages):
@@ -83,8 +82,8 @@ class Segment:
 
     def function(self) -> Function:
         """Returns the function that is to be compiled."""
-        made = (SegmentInput(scheduled.layer.name) for scheduled in self.layers)
-        places = {x: i for i, x in enumerate((*self.inputs, *made))}
+        own = (SegmentInput(scheduled.layer.name) for scheduled in self.layers)
+        places = {x: i for i, x in enumerate((*self.inputs, *own))}
         outputs = tuple(places[SegmentInput(name)] for name in self.outputs)
         steps, training = tuple(self._steps(places)), self.training
 
@@ -106,11 +105,11 @@ class Segment:
             assert work is not None
             edges = [_Edge(places[_input(edge, i)], _slices(edge)) for i, edge in enumerate(scheduled.edges)]
             tied = iter(edges[count:])
-            given = tuple(next(tied) if name is None else parameters[name] for name in scheduled.parameters)
+            own = tuple(next(tied) if name is None else parameters[name] for name in scheduled.parameters)
             seeds = {
                 number: draws[draw] for number in range(len(work.stages)) if (draw := (work.number, number)) in draws
             }
-            yield _Step(scheduled, tuple(edges[:count]), given, seeds)
+            yield _Step(scheduled, tuple(edges[:count]), own, seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +140,9 @@ class _Step:
 
         assert self.scheduled.work is not None
         inputs = [edge.of(values) for edge in self.inputs]
-        given = [parameters[p] if isinstance(p, int) else p.of(values) for p in self.parameters]
+        own = [parameters[p] if isinstance(p, int) else p.of(values) for p in self.parameters]
         stages, dtype = self.scheduled.work.stages, self.scheduled.dtype
-        out = run_stages(stages, inputs, given, training=training, seed=seed, reduce=None)
+        out = run_stages(stages, inputs, own, training=training, seed=seed, reduce=None)
         return out if dtype is None or out.dtype == dtype else out.to(dtype)
 
 
@@ -161,7 +160,7 @@ def _slices(edge: ScheduledEdge) -> tuple[slice, ...] | None:
 
 
 def segments(schedule: Schedule, *, training: bool) -> list[Segment]:
-    """All of a rank's: one begins where something arrives, and ends where something leaves, or a block ends."""
+    """Returns a rank's segments: one begins where something arrives, and ends where it leaves, or a block ends."""
     runs: list[list[ScheduledLayer]] = [[]]
     travelling = {edge.source for scheduled in schedule.layers for edge in scheduled.edges if edge.travels}
     for before, scheduled in zip((None, *schedule.layers), schedule.layers, strict=False):
@@ -215,10 +214,10 @@ class CompiledSegments:
         self._schedule = schedule
 
     def by_layer(self, *, training: bool) -> Mapping[str, CompiledSegment]:
-        """The segment that each layer is in; those that are in none communicate."""
+        """Returns the segment that each layer is in; those that are in none communicate."""
         if training not in self._of:
-            made = (CompiledSegment(s, self._settings) for s in segments(self._schedule, training=training))
-            self._of[training] = {scheduled.layer.name: one for one in made for scheduled in one.segment.layers}
+            compiled = (CompiledSegment(s, self._settings) for s in segments(self._schedule, training=training))
+            self._of[training] = {layer.layer.name: one for one in compiled for layer in one.segment.layers}
         return self._of[training]
 
 
@@ -234,42 +233,39 @@ class CompiledSegment:
         self.seeds = segment.seeds
 
     def __call__(self, inputs: Values, parameters: Values, seeds: Tensor | None) -> Sequence[Tensor]:
-        """The outputs. LayerwiseError, which names the layer, where it cannot be compiled."""
+        """Returns the outputs. LayerwiseError, which names the layer, where it cannot be compiled."""
         from torch._dynamo.exc import TorchDynamoException
 
-        given = inputs, parameters, seeds
+        arguments = inputs, parameters, seeds
         if not self._warm:
-            self._prepare(given)
+            self._prepare(arguments)
         try:
-            made: Sequence[Tensor] = self._compiled(*given)
+            outputs: Sequence[Tensor] = self._compiled(*arguments)
         except TorchDynamoException as error:
-            name = self._first_to_fail(given, TorchDynamoException, compiled=True)
+            name = self._first_to_fail(arguments, TorchDynamoException, compiled=True)
             reason = str(error).strip().partition("\n")[0]
             raise LayerwiseError(f"layer {name!r} cannot be compiled, leave compile= out: {reason}") from error
-        return made
+        return outputs
 
-    def _prepare(self, given: Given) -> None:
-        """Runs it once, of zeros: what kernels compute once (`Local.once`) is a constant to the compiler then."""
-        zeros = pytree.tree_map_only(Tensor, torch.zeros_like, given)
+    def _prepare(self, arguments: Given) -> None:
+        """Runs it once, of zeros, so that what kernels compute once (`Local.once`) is a constant to the compiler."""
+        zeros = pytree.tree_map_only(Tensor, torch.zeros_like, arguments)
         try:
             with torch.no_grad():
                 self._function(*zeros)
-        except (
-            LayerwiseError,
-            ValueError,
-        ) as error:  # ValueError: PyTorch's, such as batch norm of one value a channel
+        except ValueError as error:  # a LayerwiseError, or PyTorch's own, such as batch norm of one value a channel
             name = self._first_to_fail(zeros, type(error), compiled=False)
             raise LayerwiseError(f"layer {name!r}: {error}") from error
         self._warm = True
 
-    def _first_to_fail(self, given: Given, kind: type[Exception], *, compiled: bool) -> str:
-        """The name of the layer with which the segment begins to raise such an error."""
+    def _first_to_fail(self, arguments: Given, kind: type[Exception], *, compiled: bool) -> str:
+        """Returns the name of the layer with which the segment begins to raise such an error."""
         layers = self.segment.layers
 
         def fails(number: int) -> bool:
             part = replace(self.segment, layers=layers[:number], outputs=(layers[number - 1].layer.name,)).function()
             try:
-                (compile_with(part, self._settings) if compiled else part)(*given)
+                (compile_with(part, self._settings) if compiled else part)(*arguments)
             except kind:
                 return True
             return False

@@ -1,8 +1,8 @@
-"""Working parameters: what the layers compute with in the parameters' place; how these come by gradients, or none."""
+"""Working parameters: what the layers compute with in the parameters' place; how these come by gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, ref
@@ -10,8 +10,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, Group
-from layerwise.graph.layer_graph import LayerGraph
+from layerwise.comm.base import Group
 from layerwise.ops.base import Role
 from layerwise.partition.groups import sharing
 from layerwise.partition.place import Each
@@ -19,11 +18,12 @@ from layerwise.partition.sharding import Sharding
 from layerwise.run.execute.buckets import shard_layout
 from layerwise.run.execute.gathers import Gathers
 from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.hooks import check_parameters
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.state.state import State
-from layerwise.run.trace import NOTHING
+from layerwise.trace import NOTHING
 
 
 class WorkingParameters:
@@ -45,7 +45,7 @@ class WorkingParameters:
         scale: float,
         gradients: Callable[[], Gradients],
     ) -> None:
-        """boxes: that ranks compute with. shared_out: how, and in which states. gradients: a method, of this pass."""
+        """boxes: that ranks compute with. shared_out: shardings and states. gradients: a method, of this pass."""
         self._state, self._comm, self._graph = state, state.comm, schedule.graph
         self._gradients = WeakMethod(gradients)  # its owner owns this
         owners = {name: layer.name for layer in self._graph.layers for name, _ in layer.own_parameters()}
@@ -60,22 +60,20 @@ class WorkingParameters:
         trained = [name for name, p in every.items() if p.requires_grad]
         self.groups = {name: [sharing(boxes[name], rank) for rank in range(self._comm.size)] for name in trained}
         named = [[p for p in reversed(one.parameters) if p is not None] for one in reversed(schedule.layers)]
-        order = [
-            p for names in named for p in sorted(names, key=lambda p: p not in shared_out)
-        ]  # as the program has it
+        # As the program has it.
+        order = [p for names in named for p in sorted(names, key=lambda p: p not in shared_out)]
         order += [layer.name for layer in reversed(self._graph.layers) if layer.name in self._tied]
-        mine: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
-        ordered = [name for name in order if name in mine]
-        size = schedule.bucket_bytes
-        rows = {name: tuple(groups) for name, groups in self.groups.items()}
+        local: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
+        ordered, size = [name for name in order if name in local], schedule.bucket_bytes
+        of_all = {name: tuple(groups) for name, groups in self.groups.items()}
         self.reducer = GradientReducer(
-            every, ordered, mine, shared_by=rows, scale=scale, layouts=self.layouts, bucket_bytes=size
+            every, ordered, local, shared_by=of_all, scale=scale, layouts=self.layouts, bucket_bytes=size
         )
         self.unused = Unused(self._graph, self._comm)
         self._tensors: Mapping[str, Tensor] = {}
 
     def renew(self) -> None:
-        """Parameters have other memory, as `to` gives it, or another element type."""
+        """Forgets the leaves, where parameters have other memory, as `to` gives it, or another element type."""
         self._tensors = {}
 
     def now(self) -> Mapping[str, Tensor]:
@@ -95,15 +93,15 @@ class WorkingParameters:
         return self._tensors
 
     def begin(self, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        """A forward pass begins: what it computes with, and what is gathered for a layer at a time."""
-        held = {**self.now(), **constants}
-        return self._gathers.begin(held), self._gathers.of_layers
+        """Begins a forward pass. Returns what it computes with, and the gathers of layers."""
+        tensors = {**self.now(), **constants}
+        return self._gathers.begin(tensors), self._gathers.of_layers
 
     def check_hooks(self) -> None:
         """LayerwiseError where a parameter has a hook that would not be called with its gradient."""
-        held = self.reducer.parameters
-        names = held if self._comm.size > 1 else self._tied & held.keys()
-        check_parameters((name, held[name]) for name in names)
+        parameters = self.reducer.parameters
+        names = parameters if self._comm.size > 1 else self._tied & parameters.keys()
+        check_parameters((name, parameters[name]) for name in names)
 
     def begin_backward(self) -> None:
         """A backward pass begins."""
@@ -111,7 +109,7 @@ class WorkingParameters:
         self.check_hooks()
 
     def finish(self, gradients: Gradients) -> None:
-        """The backward pass has come by all."""
+        """Ends the backward pass, which has come by all that communicates."""
         self._gathers.end()
         gradients.no_gradient = self.unused.parameters()
 
@@ -125,7 +123,7 @@ class WorkingParameters:
         return leaf
 
     def made(self, name: str, leaf: Tensor) -> None:
-        """Autograd has added up a leaf's gradient."""
+        """Takes a leaf's gradient, which autograd has added up."""
         begun = self._gradients()
         assert begun is not None
         gradients = begun()
@@ -144,56 +142,6 @@ class WorkingParameters:
 
 
 def _made(working: ref[WorkingParameters], name: str, leaf: Tensor) -> None:
-    held = working()
-    if held is not None:  # a graph that is differentiated holds it
-        held.made(name, leaf)
-
-
-class Unused:
-    """Follows which of the model's outputs a backward pass has gradients of, on any rank."""
-
-    def __init__(self, graph: LayerGraph, comm: Comm) -> None:
-        self._comm, self._outputs = comm, graph.layers[-1].inputs
-        self._behind = parameters_behind(graph)
-        self._some = frozenset[str]().union(*self._behind).difference(frozenset[str].intersection(*self._behind))
-        self._used = set[int]()  # outputs: that this pass has gradients of
-        self._twice = set[int]()  # that a pass to come may differentiate once more
-
-    def begin(self) -> None:
-        """A backward pass begins."""
-        self._used = set()
-
-    def reach(self, graph: LayerGraph, has_gradient: Sequence[bool]) -> None:
-        """Notes that the pass comes to a call's outputs with gradients of some. graph: the network as it was called."""
-        same = graph.layers[-1].inputs == self._outputs
-        used = {i for i in range(len(self._outputs)) if not same or has_gradient[i]}
-        self._used |= used
-        if torch.is_grad_enabled():
-            self._twice |= used
-
-    def parameters(self) -> frozenset[str]:
-        """Returns the parameters that the pass did not reach on any rank. Every rank calls this at its end."""
-        if not self._some:
-            return frozenset()
-        used = self._used | self._twice
-        told = self._comm.tell([i in used for i in range(len(self._behind))])()
-        reached = [parameters for parameters, *each in zip(self._behind, *told, strict=True) if any(each)]
-        return self._some.difference(*reached) if reached else frozenset()
-
-
-def parameters_behind(graph: LayerGraph) -> list[frozenset[str]]:
-    """Returns for each output the parameters that its gradient reaches; all there are where it can have none."""
-    outputs = graph.layers[-1].inputs
-    behind = [_behind(graph, name) for name in outputs]
-    every = frozenset[str]().union(*behind)
-    return [one if graph[name].out.differentiable else every for one, name in zip(behind, outputs, strict=True)]
-
-
-def _behind(graph: LayerGraph, output: str) -> frozenset[str]:
-    reached, parameters = {output}, set[str]()
-    for layer in reversed(graph.layers[:-1]):
-        if layer.name in reached and graph.has_gradient[layer.name]:
-            parameters.update(name for name, _ in layer.own_parameters())
-            sources = zip(layer.inputs, graph.flows_back(layer), strict=True)
-            reached.update(source for source, flows in sources if flows)
-    return frozenset(parameters)
+    owner = working()
+    if owner is not None:  # a graph that is differentiated holds it
+        owner.made(name, leaf)

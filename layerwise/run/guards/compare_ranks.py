@@ -32,13 +32,13 @@ COLUMNS = 4  # of each set of ranks, in what a rank tells
 
 
 def hardware() -> int:
-    """A number of what this process computes with: where ranks have the same, they make the same bits of the same."""
+    """Returns a number of what this process computes with: ranks that have the same make the same bits of the same."""
     return _digest(f"{_processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}".encode())
 
 
 @cache
 def _processor() -> str:
-    """The processor's name (the host's, where Linux does not tell); GPUs are of one kind on all ranks."""
+    """Returns the processor's name (the host's, where Linux does not tell); GPUs are of one kind on all ranks."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             return next(line for line in file if line.startswith("model name"))
@@ -79,11 +79,11 @@ class RankComparison:
     @torch.no_grad()
     def _look(self, groups: tuple[Group, ...], names: Sequence[str], step: int) -> tuple[int, ...]:
         parts = [local_tensor(self._parameters[name]).detach() for name in names]
-        held = [part.reshape(-1) for part in parts if part.numel()]
-        if not held:
+        flats = [part.reshape(-1) for part in parts if part.numel()]
+        if not flats:
             return (0,) * COLUMNS
-        sample = torch.cat([flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS] for flat in held])
-        coarse = max(torch.finfo(flat.dtype).eps for flat in held)
+        sample = torch.cat([flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS] for flat in flats])
+        coarse = max(torch.finfo(flat.dtype).eps for flat in flats)
         now = torch.view_as_real(sample).flatten() if sample.is_complex() else sample
         now = now.double().cpu().nan_to_num(0.0, 0.0, 0.0) + 0.0  # no -0.0
         before = self._before.get(groups)

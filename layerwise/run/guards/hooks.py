@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every
+from torch.nn.parallel import DistributedDataParallel
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
@@ -25,7 +26,7 @@ OUTSIDE = (
 
 
 class NotByLayersError(LayerwiseError):
-    """The model cannot be run layer by layer, for what its layers do not show."""
+    """A model that cannot be run layer by layer, for what its layers do not show."""
 
 
 Hook = Callable[[nn.Parameter], None]
@@ -52,7 +53,7 @@ class Hooks(OrderedDict[int, Hook]):
         return number in self.users
 
     def values(self) -> Any:
-        """The user's. (Autograd, in C++, does not ask here.)"""
+        """Returns the user's. (Autograd, in C++, does not ask here.)"""
         return self.users.values()
 
 
@@ -129,7 +130,7 @@ def hooks_of(p: nn.Parameter) -> list[Hook]:
 
 
 def call_hooks(p: nn.Parameter) -> None:
-    """The parameter has its gradient."""
+    """Calls the loop's hooks of a parameter, which has its gradient now."""
     if p.requires_grad and p.grad is not None:
         for hook in hooks_of(p):
             hook(p)
@@ -194,17 +195,17 @@ def check_traced(graph: LayerGraph) -> None:
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """Returns a context without forward hooks, but for those that are a part of how the model computes."""
-    kept = [
+    hooks_before = [
         (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks
     ]
     try:
-        for hooks, each in kept:
+        for hooks, each in hooks_before:
             for number, hook in each.items():
                 if not _of(hook, model):
                     del hooks[number]
         yield
     finally:
-        for hooks, each in kept:
+        for hooks, each in hooks_before:
             hooks.clear()
             hooks.update(each)
 
@@ -216,7 +217,7 @@ def _of(hook: Any, model: nn.Module) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
-    if owner is not None and any(owner is held for m in model.modules() for held in (m, *vars(m).values())):
+    if owner is not None and any(owner is owned for m in model.modules() for owned in (m, *vars(m).values())):
         return True
     return str(getattr(hook, "__module__", type(hook).__module__)).startswith(("torch.", "transformers."))
 
@@ -232,6 +233,21 @@ def check_transforms() -> None:
         raise LayerwiseError(
             "the parallel module was called within a transform of torch.func (grad, vjp, jvp, vmap, jacrev, hessian): "
             "take torch.autograd.grad(..., create_graph=True) or torch.autograd.functional"
+        )
+
+
+def check_around(parameters: Iterable[nn.Parameter]) -> None:
+    """LayerwiseError where DistributedDataParallel calls a module that holds this one, and averages the same."""
+    around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if around is None:
+        return
+    named, left_out = around.module.named_parameters(), around.parameters_to_ignore
+    averaged = {id(p) for name, p in named if p.requires_grad and name not in left_out}
+    if any(id(p) in averaged for p in parameters):
+        raise LayerwiseError(
+            "DistributedDataParallel is around a module that holds the parallel one, and would average its gradients "
+            "once more: leave it out, or, where that module has other parameters, name those of the parallel module in "
+            "its `_ddp_params_and_buffers_to_ignore` first"
         )
 
 

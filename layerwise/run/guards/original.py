@@ -70,7 +70,7 @@ class OriginalModel:
     """
 
     def __init__(self, model: nn.Module | None = None, trained: Iterable[nn.Parameter] = ()) -> None:
-        """trained: the parallel module's."""
+        """trained: the parameters of the parallel module."""
         modules = [] if model is None else list(model.modules())
         self._before = [(weakref.ref(m), _facts(m)) for m in modules]
         self._settings = [(weakref.ref(m), m.training, _buffers(m), _settings(m)) for m in modules]
@@ -79,8 +79,8 @@ class OriginalModel:
             _originals[model] = self
 
     def look(self) -> None:
-        """The parallel module's parameters may have been written to by hand."""
-        if any((p := one()) is not None and version(p) != before for one, before in self._trained):
+        """Makes the original stale, where the parallel module's parameters were written to by hand."""
+        if any((p := reference()) is not None and version(p) != before for reference, before in self._trained):
             self.make_stale()
 
     def check(self, *, training: bool) -> None:
@@ -112,12 +112,12 @@ class OriginalModel:
                 self._settings = []
 
     def _has_stale(self) -> bool:
-        """False once the loop has loaded values into the original, which is a model of its own then."""
-        held = (p for module, *_ in self._settings if (m := module()) is not None for p in m._parameters.values())
-        return bool(self._before) or any(isinstance(p, StaleParameter) for p in held)
+        """Returns whether some are stale: none once values were loaded into the original, a model of its own then."""
+        parameters = (p for module, *_ in self._settings if (m := module()) is not None for p in m._parameters.values())
+        return bool(self._before) or any(isinstance(p, StaleParameter) for p in parameters)
 
     def make_stale(self) -> None:
-        """The parallel module may have other values from now on."""
+        """Makes the original's parameters stale, as the parallel module may have other values from now on."""
         for p in (p for m, _ in self._before if (module := m()) is not None for p in module._parameters.values()):
             if type(p) is nn.Parameter:
                 p.__class__ = StaleParameter
@@ -141,26 +141,26 @@ def _facts(module: nn.Module) -> list[tuple[object, ...]]:
 
     Empty where its parameters are stale, as another parallel module has trained.
     """
-    held = [p for p in module._parameters.values() if p is not None]
-    if any(isinstance(p, StaleParameter) for p in held):
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if any(isinstance(p, StaleParameter) for p in parameters):
         return []
     modules = tuple(map(id, module._modules.values()))
-    return [modules, *((id(p), p._version, p.requires_grad) for p in held)]
+    return [modules, *((id(p), p._version, p.requires_grad) for p in parameters)]
 
 
 def look_at_original(model: nn.Module) -> None:
-    """Before a model is saved: it goes stale where it is an original, and the parallel one has other values."""
+    """Makes a model that is to be saved stale, where it is an original, and the parallel one has other values."""
     if model in _originals:
         _originals[model].look()
 
 
 def release_original(model: nn.Module) -> None:
-    """The model is as it was: it has the values of the parallel one now."""
+    """Makes the model as it was, as it has the values of the parallel one now."""
     for p in model.parameters():
         if isinstance(p, StaleParameter):
             refresh(p)
 
 
 def refresh(p: nn.Parameter) -> None:
-    """The parameter may be used."""
+    """Makes a stale parameter one that may be used."""
     p.__class__ = nn.Parameter

@@ -19,7 +19,7 @@ AS_WRITTEN = (
 
 
 def unsupported(what: str, instead: str) -> LayerwiseError:
-    """The error for something that a loop does; `instead`: what it can do, beside splitting samples only."""
+    """Returns the error for something that a loop does; `instead`: what it can do, beside splitting samples only."""
     return LayerwiseError(
         f"{what} is not supported where a plan splits layers, which run as they were traced: {instead}, or {AS_WRITTEN}"
     )
@@ -89,12 +89,12 @@ class Structure:
         return len(now) != len(self.held) or not all(map(is_, now, self.held))
 
     def _now(self) -> list[object]:
-        held: list[object] = []
+        objects: list[object] = []
         for module in self._modules:
-            held += (*module._parameters.values(), *module._modules.values())
+            objects += (*module._parameters.values(), *module._modules.values())
             if self._buffers:
-                held += module._buffers.values()
-        return held
+                objects += module._buffers.values()
+        return objects
 
 
 class Places:
@@ -131,7 +131,7 @@ def check_unwritten(parameters: Mapping[str, nn.Parameter], before: Mapping[str,
     PyTorch sees that itself in tensors that kernels have saved, but not in a DTensor's part, nor in what is recomputed.
     """
     changed = next(
-        (name for name, one in before.items() if name in parameters and version(parameters[name]) != one), None
+        (name for name, was in before.items() if name in parameters and version(parameters[name]) != was), None
     )
     if changed is not None:
         raise LayerwiseError(

@@ -15,26 +15,26 @@ from torch import Tensor
 from layerwise.comm.base import Comm, Done, Group, Handle, Then, TrafficKind
 from layerwise.geometry import Box
 from layerwise.partition.moved import Transfer
-from layerwise.run.trace import NOTHING, Spans
+from layerwise.trace import NOTHING, Spans
 
 Messages = Sequence[tuple[int, Tensor]]  # (peer, what travels)
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A tensor on its way. What it is made of is not to be written to until it has landed."""
+    """A tensor on its way, whose source is not to be written to until it has landed."""
 
     handle: Handle
     land: Callable[[], Tensor | None]  # makes it of what has arrived
 
     def finish(self) -> Tensor | None:
-        """Waits for it, once."""
+        """Waits for the tensor, once, and returns it."""
         self.handle.wait()
         return self.land()
 
 
 def landed(x: Tensor | None) -> Flight:
-    """A flight that has ended."""
+    """Returns a flight that has ended."""
     return Flight(Done(), lambda: x)
 
 
@@ -94,7 +94,7 @@ class Redistribution:
 
     @property
     def room(self) -> Box | None:
-        """The box `need` with its margins: what is made where something travels, and what a gradient comes back of."""
+        """Returns the box `need` with its margins: what is made where something travels, and what a gradient is of."""
         need = self.transfer.need
         if need is None or not self.margins:
             return need
@@ -102,7 +102,7 @@ class Redistribution:
         return Box(lo, tuple(x + high for x, (_, high) in zip(need.hi, self.margins, strict=True)))
 
     def kept(self, x: Tensor | None, like: Tensor) -> Tensor | None:
-        """The box `need` where nothing travels: it is a part of the box `own`, or holds no element."""
+        """Returns the box `need` where nothing travels: it is a part of the box `own`, or holds no element."""
         t = self.transfer
         if t.need is None:
             return None
@@ -170,13 +170,13 @@ class Redistribution:
         if comm.collectives and self.transfer.pattern == "all-to-all" and group:
             return self._all_to_all(sent, received, what)
         if comm.collectives and self.transfer.pattern == "gather" and x is not None:
-            mine = sent[0][1].contiguous().view(-1)  # what a stride picks out of a line stays a view if flattened
-            out = mine.new_empty((len(group), mine.numel()))
-            return Then(comm.all_gather(out, mine, group, self.kind, what), lambda: _take_rows(out, group, received))
+            local = sent[0][1].contiguous().view(-1)  # what a stride picks out of a line stays a view if flattened
+            out = local.new_empty((len(group), local.numel()))
+            return Then(comm.all_gather(out, local, group, self.kind, what), lambda: _take_rows(out, group, received))
         return comm.exchange([(peer, part.contiguous()) for peer, part in sent], received, self.kind, what)
 
     def _all_to_all(self, sent: Messages, received: Messages, what: str) -> Handle:
-        """Equal parts between all members; what stays here is not sent."""
+        """Starts an all-to-all of equal parts; what stays here is not sent."""
         group, flat = self.transfer.group, {peer: part.reshape(-1) for peer, part in sent}
         size = next(iter(flat.values()))
         empty = size.new_zeros(size.shape)

@@ -31,7 +31,7 @@ from layerwise.run.schedule.work import LayerWork, work
 
 
 def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
-    """The place of every layer of the plan's graph by rank, at whatever batch the graph has."""
+    """Returns the place of every layer of the plan's graph by rank, at whatever batch the graph has."""
     ranks, result = np.argsort(plan.device_order), {}  # the device that each rank is
     for layer in graph.layers:
         config = data_parallel(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
@@ -52,13 +52,13 @@ def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
 
 def shardings(graph: LayerGraph, plan: Plan) -> dict[str, tuple[Sharding, States]]:
     """Returns, by the model's name, the parameters that ranks with the same box share out, and how."""
-    ranks, found = np.argsort(plan.device_order), dict[str, tuple[Sharding, States]]()
+    ranks, sharding_of = np.argsort(plan.device_order), dict[str, tuple[Sharding, States]]()
     for layer in graph.inner:
         config = plan.strategy[layer.name]
         for name, p in layer.own_parameters():
-            if (one := sharded(layer, p, config, plan.gpus, unfed=layer.name in graph.unfed)) is not None:
-                found[name] = one.on(ranks), states_of(layer, config)
-    return found
+            if (sharding := sharded(layer, p, config, plan.gpus, unfed=layer.name in graph.unfed)) is not None:
+                sharding_of[name] = sharding.on(ranks), states_of(layer, config)
+    return sharding_of
 
 
 def parameter_boxes(graph: LayerGraph, by_layer: Mapping[str, Place]) -> dict[str, Each]:
@@ -121,7 +121,7 @@ class ScheduledLayer:
 
     @property
     def deferred_weight(self) -> str | None:
-        """The weights whose gradient is made after that of the layer's input has left."""
+        """Returns the weights whose gradient is made after that of the layer's input has left."""
         return self.parameters[0] if self.edges and self.edges[0].weights_late else None
 
 
@@ -153,7 +153,7 @@ class Schedule:
         self.blocks = self._blocks() if self._recomputed else {}
 
     def program(self, kind: StepKind) -> Program:
-        """The order in which all ranks do what they do, without the sums of gradients."""
+        """Returns the order in which all ranks do what they do, without the sums of gradients."""
         edges = [(layer.layer.name, slot, edge) for layer in self.layers for slot, edge in enumerate(layer.edges)]
         facts = StrategyFacts(
             travels={(name, slot) for name, slot, edge in edges if edge.travels},
@@ -183,7 +183,7 @@ class Schedule:
 
     def _scheduled(self, number: int, layer: Layer) -> ScheduledLayer:
         place, local = self.places[layer.name], self.options.local_batch_norm
-        mine = None
+        local_work = None
         if layer.role is Role.COMPUTE:
             for rank in range(self.comm.size):
                 groups = statistics(layer, place, rank, local_batch_norm=local)
@@ -191,15 +191,15 @@ class Schedule:
         edges = [self._edge(layer, slot) for slot in range(len(layer.inputs))]
         if layer.role is Role.COMPUTE:
             packed = [slot for slot in layer.skipping if edges[slot].travels]
-            mine = work(layer.packed(packed), number, place, self.comm, local_batch_norm=local)
-        if mine is not None and edges and edges[0].travels and (around := mine.margins) and edges[0].needs:
+            local_work = work(layer.packed(packed), number, place, self.comm, local_batch_norm=local)
+        if local_work is not None and edges and edges[0].travels and (around := local_work.margins) and edges[0].needs:
             margins = tuple(around.get(dim, (0, 0)) for dim in range(len(layer.specs[0].shape)))
             edges[0] = replace(edges[0], redistribution=replace(edges[0].redistribution, margins=margins))
-            mine = mine.padded()
+            local_work = local_work.padded()
         return ScheduledLayer(
             layer,
             tuple(edges),
-            mine,
+            local_work,
             tuple(None if i in layer.tied else name for i, name in enumerate(layer.parameters)),
             tuple(name for name, _ in layer.own_parameters() if not place.owned.active[self.comm.rank]),
             self.type_of(layer),
@@ -233,10 +233,10 @@ class Schedule:
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind, positions=positions)
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
         backward = self.graph.flows_back(layer)[slot]
-        late = slot == 0 and part.pattern != "local" and weights_late(layer, backward, self.options.device.type)
+        deferred = slot == 0 and part.pattern != "local" and weights_late(layer, backward, self.options.device.type)
         within = self._within.get(source) == (layer.name, slot) and part.pattern != "local" and _holds_all(part)
         within = within and self._recomputed.isdisjoint((source, layer.name))
-        return ScheduledEdge(source, redistribution, backward, stays, late, within)
+        return ScheduledEdge(source, redistribution, backward, stays, deferred, within)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """Returns each rank's box of an output: its samples; all, or all classes of a box (io free); its own box."""
@@ -255,18 +255,20 @@ class Schedule:
         return sink.specs[slot].index("n") is not None and sink.inputs[slot] not in self.graph.losses
 
     def _unread(self) -> frozenset[str]:
-        """Layers of which this rank has a part that is differentiated on other ranks only: nobody reads this one."""
+        """Returns layers whose part on this rank nobody reads, as it is differentiated on other ranks only."""
         read = {
             edge.source
             for scheduled in self.layers
             for edge in scheduled.edges
             if edge.backward and (edge.redistribution.transfer.kept or edge.redistribution.transfer.sends)
         }
-        own = (one for one in self.layers if one.backward and one.layer.name not in read)
-        return frozenset(one.layer.name for one in own if one.layer.role in (Role.COMPUTE, Role.TIED))
+        layers = (scheduled.layer for scheduled in self.layers if scheduled.backward)
+        return frozenset(
+            layer.name for layer in layers if layer.name not in read and layer.role in (Role.COMPUTE, Role.TIED)
+        )
 
     def type_of(self, layer: Layer) -> torch.dtype | None:
-        """The element type that a layer's output has on the wire."""
+        """Returns the element type that a layer's output has on the wire."""
         if not layer.out.differentiable and layer.end:
             return None
         return self.options.element_type(layer.out.dtype, self.graph)

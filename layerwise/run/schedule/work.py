@@ -34,12 +34,12 @@ class LayerWork:
 
     @property
     def margins(self) -> Mapping[int, tuple[int, int]]:
-        """Zeros (low, high) by dimension that the main operator copies around its first input."""
+        """Returns the zeros (low, high) by dimension that the main operator copies around its first input."""
         main = self.stages[0]
         return main.stage.op.margins(main.training) if main.views and not main.views[0] else {}
 
     def padded(self) -> LayerWork:
-        """Returns the same work, for a first input that comes with these."""
+        """Returns the same work, for a first input that comes with its margins."""
         return replace(self, stages=(self.stages[0].padded(), *self.stages[1:]))
 
     def run(
@@ -52,7 +52,7 @@ class LayerWork:
         seed: int,
         convolve: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """The rank's box of the output. Every rank of the layer calls it at the same point of the plan."""
+        """Returns the rank's box of the output. Every rank of the layer calls it at the same point of the plan."""
         reduction = self.reduction
         return run_stages(
             self.stages,
@@ -66,7 +66,7 @@ class LayerWork:
 
 
 def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_norm: bool) -> LayerWork | None:
-    """A rank's part of a layer, None where it has none. `number` is the layer's in the graph."""
+    """Returns a rank's part of a layer, None where it has none. `number` is the layer's in the graph."""
     rank = comm.rank
     cell, owned = place.computed.each[rank], place.owned.each[rank]
     if cell is None or owned is None:
@@ -79,7 +79,7 @@ def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_nor
 
 
 def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] | None:
-    """Sums a tensor over a group; None where it is none. `what`: for error messages."""
+    """Returns a function that sums a tensor over a group; None where it is none. `what`: for error messages."""
     if not group:
         return None
 
@@ -92,14 +92,14 @@ def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] |
 
 
 def _reduce_scatter(partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-    """Partial sums of a box of the output become sums of the parts of it that the ranks own; back: an all-gather."""
+    """Returns this rank's part of the sum of all ranks' partial sums of a box (reduce-scatter); back: an all-gather."""
     ways = (lambda x: _summed(x, comm, reduction, what)), (lambda x: _gathered(x, comm, reduction, what))
     total: Tensor = _Linear.apply(partial, *ways)  # type: ignore[no-untyped-call]
     return total
 
 
 class _Linear(torch.autograd.Function):
-    """A function of a tensor, of which `back` is the adjoint, and it is that of `back`."""
+    """A linear function of a tensor and its adjoint, `back`, each of which is the other's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -112,26 +112,26 @@ class _Linear(torch.autograd.Function):
 
 
 def _summed(partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-    """This rank's part of the sum."""
+    """Returns this rank's part of the sum, added up in the order of the ranks."""
     parts = {rank: partial[box.slices(reduction.cell)].contiguous() for rank, box in reduction.owned}
-    mine = parts.pop(comm.rank)
-    received = [(rank, torch.empty_like(mine)) for rank in parts]
+    own_part = parts.pop(comm.rank)
+    received = [(rank, torch.empty_like(own_part)) for rank in parts]
     comm.exchange(list(parts.items()), received, "transfers", what).wait()
-    in_order = sorted([*received, (comm.rank, mine)], key=lambda pair: pair[0])
+    in_order = sorted([*received, (comm.rank, own_part)], key=lambda pair: pair[0])
     total = in_order[0][1].clone()
     for _, part in in_order[1:]:
         total += part
     return total
 
 
-def _gathered(mine: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-    """The parts of all ranks, in their box."""
-    mine = mine.contiguous()
+def _gathered(own_part: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
+    """Returns the parts of all ranks, in their box."""
+    own_part = own_part.contiguous()
     others = [(rank, box) for rank, box in reduction.owned if rank != comm.rank]
-    received = [(rank, mine.new_empty(box.shape)) for rank, box in others]
-    comm.exchange([(rank, mine) for rank, _ in others], received, "transfers", what).wait()
-    full = mine.new_empty(reduction.cell.shape)
-    full[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = mine
+    received = [(rank, own_part.new_empty(box.shape)) for rank, box in others]
+    comm.exchange([(rank, own_part) for rank, _ in others], received, "transfers", what).wait()
+    full = own_part.new_empty(reduction.cell.shape)
+    full[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = own_part
     for (_, part), (_, box) in zip(received, others, strict=True):
         full[box.slices(reduction.cell)] = part
     return full

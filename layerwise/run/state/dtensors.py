@@ -1,7 +1,6 @@
 """The parameters of a split plan as DTensors, so that PyTorch's own functions see full parameters on every rank.
 
-A DTensor lies on a mesh of ranks, of which each axis cuts one dimension or none: axis by axis, the outermost first, as
-torch.chunk does, into ceil-sized parts.
+A DTensor lies on a mesh of ranks, of which each axis cuts one dimension or none: axis by axis, the outermost first.
 
 Imported where a plan needs it only: `torch.distributed.tensor` takes 0.7 s.
 """
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 from math import prod
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from layerwise.comm.base import Comm
@@ -33,16 +34,16 @@ Ranks = NDArray[np.int64]  # of a mesh, an axis an axis of it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placements:
-    """The placements of one parameter's boxes on a mesh of ranks."""
+class RankSharding:
+    """The placements of one parameter on a mesh of ranks, before there is one of processes."""
 
     ranks: Ranks
-    cuts: tuple[int | None, ...]  # by axis of the mesh: the dimension that it cuts; None: replicated
+    placements: tuple[Placement, ...]  # by axis of the mesh
     shape: tuple[int, ...]  # of all of the parameter
 
 
-def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Placements | None:
-    """Returns those of one parameter, None where its boxes are not those of any DTensor.
+def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> RankSharding | None:
+    """Returns the sharding of one parameter, None where its boxes are not those of any DTensor.
 
     The axes are the prime factors of the number of ranks that have some of it, in the order of the devices: ascending,
     so that all parameters of the same ranks share a mesh, unless only another order of the factors says the boxes.
@@ -52,24 +53,24 @@ def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Place
         ranks = np.array(holders, np.int64).reshape(axes)
         # torch sorts the ranks of a process group: a part's number must be its rank's place in the group.
         if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
-            cuts = _cuts(ranks, each)
-            if cuts is not None and all(
-                _box(axes, where, cuts, shape) == each[rank] for where, rank in np.ndenumerate(ranks)
+            placements = _placements(ranks, each)
+            if placements is not None and all(
+                _box(shape, axes, where, placements) == each[rank] for where, rank in np.ndenumerate(ranks)
             ):
-                return Placements(ranks, cuts, shape)
+                return RankSharding(ranks, placements, shape)
     return None
 
 
-def _cuts(ranks: Ranks, each: Each) -> tuple[int | None, ...] | None:
-    """Along each axis, the dimension in which the last box differs from the first; None where it is more than one."""
-    first, cuts = _ends(each, int(ranks.flat[0])), list[int | None]()
+def _placements(ranks: Ranks, each: Each) -> tuple[Placement, ...] | None:
+    """Returns, by axis, a shard of the dimension in which the last box differs from the first; None for several."""
+    first, placements = _ends(each, int(ranks.flat[0])), list[Placement]()
     for axis in range(ranks.ndim):
         last = _ends(each, int(ranks[tuple(-1 if i == axis else 0 for i in range(ranks.ndim))]))
         differing = [k for k, (a, b) in enumerate(zip(first, last, strict=True)) if a != b]
         if len(differing) > 1:
             return None
-        cuts.append(differing[0] if differing else None)
-    return tuple(cuts)
+        placements.append(Shard(differing[0]) if differing else Replicate())
+    return tuple(placements)
 
 
 def _ends(each: Each, rank: int) -> list[tuple[int, int]]:
@@ -78,16 +79,11 @@ def _ends(each: Each, rank: int) -> list[tuple[int, int]]:
     return list(zip(box.lo, box.hi, strict=True))
 
 
-def _box(axes: Sequence[int], where: Sequence[int], cuts: Sequence[int | None], shape: Sequence[int]) -> Box | None:
-    """Returns the box that a DTensor has at a coordinate of the mesh; None where that is empty."""
-    lo, hi = [0] * len(shape), list(shape)
-    for size, i, k in zip(axes, where, cuts, strict=True):
-        if k is not None:
-            chunk = -(-(hi[k] - lo[k]) // size)
-            lo[k], hi[k] = min(lo[k] + i * chunk, hi[k]), min(lo[k] + (i + 1) * chunk, hi[k])
-            if lo[k] == hi[k]:
-                return None
-    return Box(tuple(lo), tuple(hi))
+@cache  # many parameters have one shape, and a large mesh has many coordinates
+def _box(shape: tuple[int, ...], axes: tuple[int, ...], where: tuple[int, ...], cuts: tuple[Placement, ...]) -> Box:
+    """Returns the box that a DTensor has at a coordinate of the mesh."""
+    extents, lo = _compute_local_shape_and_global_offset(shape, axes, list(where), cuts)
+    return Box(lo, tuple(a + n for a, n in zip(lo, extents, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ class MeshSharding:
     shape: tuple[int, ...]  # of the full parameter
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The DTensor of which this rank has `local`, in the same memory."""
+        """Returns the DTensor of which this rank has `local`, in the same memory."""
         stride = tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
         meta = TensorMeta(torch.Size(self.shape), stride, local.dtype)
         return wrap(local, DTensorSpec(self.mesh, self.placements, meta))
@@ -113,7 +109,7 @@ class MeshSharding:
 def shardings(
     boxes: Mapping[str, Each], shapes: Mapping[str, tuple[int, ...]], order: Sequence[int], comm: Comm
 ) -> dict[str, MeshSharding]:
-    """Returns those of all parameters on meshes that are made now; nothing where `comm` has none. All ranks call this.
+    """Returns the placements of all parameters, on meshes made now; none where `comm` has no mesh. All ranks call this.
 
     boxes: by rank. order: the rank that each device of the plan is. LayerwiseError where boxes are those of no DTensor.
     """
@@ -125,21 +121,20 @@ def shardings(
             "order: number the ranks of a node one after the other, as torchrun does"
         )
     meshes: dict[str, DeviceMesh | None] = {}
-    for one in (everyone, *placed.values()):
-        key = str(one.ranks.tolist())
+    for sharding in (everyone, *placed.values()):
+        key = str(sharding.ranks.tolist())
         if key not in meshes:
-            meshes[key] = comm.device_mesh(one.ranks)
+            meshes[key] = comm.device_mesh(sharding.ranks)
     all_ranks = meshes[str(everyone.ranks.tolist())]
-    made = {}
-    for name, one in placed.items():
-        mesh = meshes[str(one.ranks.tolist())]
+    on_meshes = {}
+    for name, sharding in placed.items():
+        mesh = meshes[str(sharding.ranks.tolist())]
         if mesh is None or all_ranks is None:
             return {}
-        if one.ranks.size < everyone.ranks.size:
+        if sharding.ranks.size < everyone.ranks.size:
             ALL_RANKS[mesh] = all_ranks
-        cuts = tuple(Replicate() if k is None else Shard(k) for k in one.cuts)
-        made[name] = MeshSharding(mesh, cuts, one.shape)
-    return made
+        on_meshes[name] = MeshSharding(mesh, sharding.placements, sharding.shape)
+    return on_meshes
 
 
 def move(tensor: Tensor, local: Tensor) -> None:

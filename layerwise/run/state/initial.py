@@ -36,7 +36,7 @@ def drawn_as(graph: LayerGraph) -> dict[str, Parameter]:
 
 
 def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:
-    """PyTorch's default initial values for this kind of parameter; those of 16 bits are rounded from float32's."""
+    """Returns PyTorch's default initial values for this kind of parameter, of 16 bits rounded from float32's."""
     stream, exact = combine(seed, zlib.crc32(name.encode())), torch.promote_types(dtype, torch.float32)
     if p.initial == "uniform":
         return ((2.0 * uniform(stream, box, p.shape, dtype=exact) - 1.0) * p.scale).to(dtype)
@@ -46,7 +46,7 @@ def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> T
 
 
 def stored(network: Network, name: str, box: Box | None, shape: tuple[int, ...]) -> Tensor | None:
-    """The values that the network comes with, of `box` (None: all); None where it has none."""
+    """Returns the values that the network comes with, of `box` (None: all); None where it has none."""
     value = network.value(name)
     if value is None or (isinstance(value, Tensor) and value.device.type == "meta"):
         return None
@@ -60,7 +60,7 @@ def stored(network: Network, name: str, box: Box | None, shape: tuple[int, ...])
 
 
 def initial(network: Network, layer: Layer, name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:
-    """This box's first values; LayerwiseError where there are none and nothing can be drawn."""
+    """Returns this box's first values; LayerwiseError where there are none and nothing can be drawn."""
     value = stored(network, name, box, p.shape)
     if value is not None:
         return value.to(dtype) if value.is_floating_point() else value
@@ -72,15 +72,15 @@ def initial(network: Network, layer: Layer, name: str, p: Parameter, box: Box, s
     return drawn(name, p, box, seed, dtype)
 
 
-def broadcast_values(held: Mapping[str, Tensor], comm: Comm) -> None:
-    """Writes rank 0's parameters and buffers into those `held` by the others, where theirs differ.
+def broadcast_values(tensors: Mapping[str, Tensor], comm: Comm) -> None:
+    """Writes rank 0's parameters and buffers into `tensors` of the others, where theirs differ.
 
     A model on the meta device has no values: they are drawn by position, alike on all ranks. CommError where the ranks
     have built different models.
     """
     if comm.size == 1:
         return
-    facts = {name: [list(t.shape), str(t.dtype), None if t.is_meta else digest(t)] for name, t in held.items()}
+    facts = {name: [list(t.shape), str(t.dtype), None if t.is_meta else digest(t)] for name, t in tensors.items()}
     ranks = comm.all_gather_object(facts)
     for rank, theirs in enumerate(ranks):
         for name in dict.fromkeys((*ranks[0], *theirs)):
@@ -92,7 +92,7 @@ def broadcast_values(held: Mapping[str, Tensor], comm: Comm) -> None:
                     "the same model on every rank"
                 )
     with torch.no_grad():
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             unlike = [rank for rank, theirs in enumerate(ranks) if theirs[name] != ranks[0][name]]
             _send(tensor, unlike, comm, f"the value of {name}")
 

@@ -25,21 +25,17 @@ ALL_RANKS: dict[DeviceMesh, DeviceMesh] = {}  # by sub-mesh: the mesh of all ran
 
 def plain_dtensor(tensor: DTensor) -> DTensor:
     """Returns it as PyTorch's own DTensor, in the same memory."""
-    made: DTensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
-
-
-def replicated(tensor: DTensor) -> bool:
-    return all(isinstance(one, Replicate) for one in tensor.placements)
+    plain: DTensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return plain
 
 
 def full(tensor: DTensor) -> Tensor:
-    """The full tensor of one of all ranks."""
-    return tensor._local_tensor if replicated(tensor) else plain_dtensor(tensor).full_tensor()
+    """Returns the full tensor of a DTensor that lies on all ranks."""
+    return tensor._local_tensor if tensor._spec.is_replicated() else plain_dtensor(tensor).full_tensor()
 
 
 def everywhere(tensor: DTensor) -> Tensor:
-    """The full tensor on every rank, also of one of some ranks. All ranks call this alike."""
+    """Returns the full tensor, on every rank, also of a DTensor that lies on some. All ranks call this alike."""
     return full_tensors([tensor])[0] if tensor.device_mesh in ALL_RANKS else full(tensor)
 
 
@@ -48,11 +44,11 @@ def check_alike(own: Sequence[Tensor], mesh: DeviceMesh) -> None:
     numbers = [x.detach().double().reshape(()) for x in own if x.numel() == 1]
     if not numbers:
         return
-    mesh, mine = ALL_RANKS.get(mesh, mesh), torch.stack(numbers)
-    most = torch.cat([mine, -mine])
+    mesh, local = ALL_RANKS.get(mesh, mesh), torch.stack(numbers)
+    most = torch.cat([local, -local])
     for axis in range(mesh.ndim):
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))
-    if not torch.equal(most[: len(mine)], -most[len(mine) :]):
+    if not torch.equal(most[: len(local)], -most[len(local) :]):
         raise LayerwiseError(
             "a parameter that the plan splits was computed with a number that is another on each rank, such as a loss: "
             "each rank has a part of the parameter. Make a number of the parameter first: loss * p.pow(2).sum()"
@@ -60,12 +56,12 @@ def check_alike(own: Sequence[Tensor], mesh: DeviceMesh) -> None:
 
 
 def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
-    """The full tensors of these on every rank, in one message from those that have them. All ranks call this."""
+    """Returns the full tensors, on every rank, by one message from those that have them. All ranks call this."""
     fulls, sizes, first = list[Tensor](), list[int](), list[bool]()
-    for one in tensors:
-        mesh, plain = one.device_mesh, plain_dtensor(one)
+    for tensor in tensors:
+        mesh, plain = tensor.device_mesh, plain_dtensor(tensor)
         if mesh.get_coordinate() is None:
-            full = torch.empty(one.shape, dtype=one.dtype, device=one._local_tensor.device)
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
         else:
             full = plain.full_tensor().detach().contiguous()
         fulls.append(full)
@@ -83,25 +79,25 @@ def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
 
 
 def on_mesh(mesh: DeviceMesh, value: Tensor) -> DTensor:
-    """A tensor that all ranks have, replicated on a mesh."""
+    """Returns a tensor that all ranks have, replicated on a mesh."""
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
     if mesh in ALL_RANKS and mesh.get_coordinate() is None:
         value = value.new_empty(0) if value.dim() else value.new_zeros(())  # as PyTorch has them outside of a mesh
-    made: DTensor = DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    replicated_tensor: DTensor = DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return replicated_tensor
 
 
-def brought_together(func: Any, given: Sequence[DTensor], written: Collection[int]) -> dict[int, DTensor]:
+def brought_together(func: Any, tensors: Sequence[DTensor], written: Collection[int]) -> dict[int, DTensor]:
     """Returns, by id, what stands for tensors that are not on the mesh of the computation: none that is written to.
 
     written: the ids of what the operation writes to. LayerwiseError where it writes to a mesh and reads more than that
     has.
     """
-    of_some = [x for x in given if x.device_mesh in ALL_RANKS]
-    meshes, others = {x.device_mesh for x in of_some}, [x for x in given if x.device_mesh not in ALL_RANKS]
-    numbers, to_all = all(not x.dim() for x in given), any(id(x) in written for x in others)
-    if len(meshes) == 1 and not (numbers or to_all) and all(not x.dim() or replicated(x) for x in others):
+    of_some = [x for x in tensors if x.device_mesh in ALL_RANKS]
+    meshes, others = {x.device_mesh for x in of_some}, [x for x in tensors if x.device_mesh not in ALL_RANKS]
+    numbers, to_all = all(not x.dim() for x in tensors), any(id(x) in written for x in others)
+    if len(meshes) == 1 and not (numbers or to_all) and all(not x.dim() or x._spec.is_replicated() for x in others):
         (mesh,) = meshes
         return {id(x): on_mesh(mesh, full(x)) for x in others}
     if any(id(x) in written for x in of_some):
@@ -115,7 +111,7 @@ def brought_together(func: Any, given: Sequence[DTensor], written: Collection[in
 
 
 def by_mesh(args: Sequence[Any]) -> dict[DeviceMesh | None, list[int]]:
-    """The places in the first list of tensors, by their mesh."""
+    """Returns the places in the first list of tensors, by their mesh."""
     first = next((arg for arg in args if isinstance(arg, list | tuple)), ())
     places: dict[DeviceMesh | None, list[int]] = {}
     for i, x in enumerate(first):
@@ -124,28 +120,28 @@ def by_mesh(args: Sequence[Any]) -> dict[DeviceMesh | None, list[int]]:
 
 
 def mesh_by_mesh(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """Computes lists of tensors, mesh by mesh."""
+    """Returns what an operation makes of lists of tensors, computed mesh by mesh."""
     places = by_mesh(args)
-    count, made = sum(map(len, places.values())), dict[int, Any]()
+    count, results = sum(map(len, places.values())), dict[int, Any]()
 
     def some(x: Any, where: Sequence[int]) -> Any:
         return [x[i] for i in where] if isinstance(x, list | tuple) and len(x) == count else x
 
     for where in places.values():
-        given = {key: some(x, where) for key, x in kwargs.items()}
-        result = func(*(some(x, where) for x in args), **given)
-        made |= dict(zip(where, result or (), strict=False))
-    return [made[i] for i in range(count)] if made else None
+        named = {key: some(x, where) for key, x in kwargs.items()}
+        result = func(*(some(x, where) for x in args), **named)
+        results |= dict(zip(where, result or (), strict=False))
+    return [results[i] for i in range(count)] if results else None
 
 
-def unscale(gradients: Sequence[DTensor], found: Tensor, scale: Tensor) -> None:
-    """GradScaler's: divides gradients by the scale; an infinity of any rank is found on all."""
+def unscale(gradients: Sequence[DTensor], infinite: Tensor, scale: Tensor) -> None:
+    """Divides gradients by GradScaler's scale; an infinity of any rank is found on all."""
     if not all(isinstance(gradient, DTensor) for gradient in gradients):
         raise LayerwiseError(
             "GradScaler was given the parallel model's parameters together with others, in one optimizer: give each an "
             "optimizer of its own"
         )
-    UNSCALE([gradient._local_tensor for gradient in gradients], found, scale)
+    UNSCALE([gradient._local_tensor for gradient in gradients], infinite, scale)
     for mesh in dict.fromkeys(ALL_RANKS.get(g.device_mesh, g.device_mesh) for g in gradients):
         for axis in range(mesh.ndim):
-            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))
+            torch.distributed.all_reduce(infinite, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))

@@ -28,14 +28,14 @@ def settle_values(module: nn.Module, network: Network, graph: LayerGraph, option
         name: (layer, drawn_as(graph).get(name, p)) for layer in graph.layers for name, p in layer.own_parameters()
     }
     names = {id(tensor): network.keys[key] for key, tensor in module.state_dict(keep_vars=True).items()}
-    made: dict[int, Tensor] = {}  # a tensor may have several places in the module
+    settled: dict[int, Tensor] = {}  # a tensor may have several places in the module
     for child in module.modules():
-        for held in (child._parameters, child._buffers):
-            for key, tensor in held.items():
+        for slots in (child._parameters, child._buffers):
+            for key, tensor in slots.items():
                 if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _made(tensor, names[id(tensor)], described, network, options)
-                    held[key] = made[id(tensor)]  # type: ignore[assignment]
+                    if id(tensor) not in settled:
+                        settled[id(tensor)] = _made(tensor, names[id(tensor)], described, network, options)
+                    slots[key] = settled[id(tensor)]  # type: ignore[assignment]
 
     def run_as(tensor: Tensor) -> Tensor:
         return tensor.to(options.device, options.element_type(dtype_name(tensor.dtype), graph))
@@ -72,7 +72,7 @@ class Buffers:
         self._module, self._names = module, [name for name in every if name.rpartition(".")[0] not in alike]
 
     def written(self) -> None:
-        """A forward pass in training may write them."""
+        """Notes that a forward pass in training may write them."""
         self._written = bool(self._names)
 
     def send(self) -> None:
@@ -108,18 +108,18 @@ class ModelState:
 
     def __init__(self, keys: Mapping[str, str], graph: LayerGraph, module: nn.Module, comm: Comm) -> None:
         self.module, self.comm, self._aliases = module, comm, aliases_of(keys)
-        known = {name for layer in graph.layers for name, _ in layer.own_parameters()}
+        computed_with = {name for layer in graph.layers for name, _ in layer.own_parameters()}
         # What the network computes with, then the rest: counters.
         names = dict.fromkeys(keys.values())
-        self._names = [*(name for name in names if name in known), *(name for name in names if name not in known)]
+        self._names = sorted(names, key=lambda name: name not in computed_with)
 
     def shards(self) -> list[Shard]:
-        """Every parameter and buffer."""
-        held = self.module.state_dict(keep_vars=True)
+        """Returns every parameter and buffer."""
+        tensors = self.module.state_dict(keep_vars=True)
         shards = []
         for name in self._names:
-            if name in held:
-                tensor, first = held[name], self.comm.rank == 0
+            if name in tensors:
+                tensor, first = tensors[name], self.comm.rank == 0
                 box = Box.full(tensor.shape)
                 aliases = tuple(self._aliases.get(name, ()))
                 trainable = isinstance(tensor, nn.Parameter)
@@ -127,25 +127,25 @@ class ModelState:
         return shards
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The module's."""
+        """Returns the module's parameters, by name."""
         return dict(self.module.named_parameters())
 
     def sharing(self, name: str) -> Group:
-        """All ranks hold it."""
+        """Returns all ranks, each of which holds every tensor."""
         return tuple(range(self.comm.size))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Copies on the CPU; rank 0's, where ranks have running statistics of their own."""
+        """Returns copies on the CPU; rank 0's, where ranks have running statistics of their own."""
         full = {key: tensor.detach().clone().contiguous() for key, tensor in self.module.state_dict().items()}
         broadcast_values(full, self.comm)
         return {key: value.cpu() for key, value in full.items()}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool, assign: bool) -> Any:
-        """`load_state_dict` of the module, also of lazy tensors. LayerwiseError where it does not fit."""
-        given = {key: value if isinstance(value, Tensor) else value[...] for key, value in state_dict.items()}
+        """Loads a state dict into the module, also of lazy tensors. LayerwiseError where it does not fit."""
+        values = {key: value if isinstance(value, Tensor) else value[...] for key, value in state_dict.items()}
         if hasattr(state_dict, "_metadata"):  # versions of modules, which old state dicts are converted by
-            given = type("Versioned", (dict,), {"_metadata": state_dict._metadata})(given)
+            values = type("Versioned", (dict,), {"_metadata": state_dict._metadata})(values)
         try:
-            return self.module.load_state_dict(given, strict=strict, assign=assign)
+            return self.module.load_state_dict(values, strict=strict, assign=assign)
         except RuntimeError as error:
             raise LayerwiseError(" ".join(str(error).split())) from None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from layerwise.run.state.meshes import ALL_RANKS, everywhere, on_mesh, replicated
+from layerwise.run.state.meshes import ALL_RANKS, everywhere, on_mesh
 
 
 def each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
@@ -38,14 +38,14 @@ def computed_in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
         return fulls[id(x)][1] if isinstance(x, DTensor) else x
 
     full_args, named = each_of(full, args, kwargs)
-    made = func(*full_args, **named)
+    result = func(*full_args, **named)
     mesh = next(ALL_RANKS.get(x.device_mesh, x.device_mesh) for x, _ in fulls.values())
     stands_for = {id(value): x for x, value in fulls.values() if any(x is one for one in written)}
     for x, value in fulls.values():
         if id(value) in stands_for:
             brought = on_mesh(x.device_mesh, value).redistribute(placements=x.placements)
             x._local_tensor.copy_(brought._local_tensor)
-    return each(lambda x: stands_for.get(id(x), on_mesh(mesh, x)) if isinstance(x, Tensor) else x, (made,))[0]
+    return each(lambda x: stands_for.get(id(x), on_mesh(mesh, x)) if isinstance(x, Tensor) else x, (result,))[0]
 
 
 # What DTensor makes right of shards of any size, and without a full tensor; so do element-wise operations and lists.
@@ -86,7 +86,7 @@ def elementwise(func: Any) -> bool:
 
 
 def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | None:
-    """The tensors of the first argument, where those of all others lie as they do, one by one, or are numbers."""
+    """Returns the tensors of the first argument, where those of the others lie as they do, in turn, or are numbers."""
     first = args[0] if args else None
     columns: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
     if not all(isinstance(x, DTensor) and not any(p.is_partial() for p in x._spec.placements) for x in columns):
@@ -95,10 +95,10 @@ def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | N
     def alike(x: Any, column: DTensor) -> bool:
         if not isinstance(x, DTensor):
             return not isinstance(x, Tensor) or x.dim() == 0
-        mine, spec = x._spec, column._spec
-        if mine is spec or (mine.placements == spec.placements and mine.mesh == spec.mesh and mine.shape == spec.shape):
+        own, spec = x._spec, column._spec
+        if own is spec or (own.placements == spec.placements and own.mesh == spec.mesh and own.shape == spec.shape):
             return True
-        return x.dim() == 0 and mine.mesh == spec.mesh and replicated(x)
+        return x.dim() == 0 and own.mesh == spec.mesh and own.is_replicated()
 
     for arg in (*args[1:], *kwargs.values()):
         if not isinstance(arg, list | tuple):
@@ -111,16 +111,16 @@ def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | N
     return columns
 
 
-def own_tensors(given: Iterable[Any]) -> list[Tensor]:
-    """The plain tensors among arguments, and in lists: this rank's own."""
-    listed = (x for arg in given for x in (arg if isinstance(arg, list | tuple) else (arg,)))
+def own_tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    """Returns the plain tensors among arguments, and in lists: this rank's own."""
+    listed = (x for arg in arguments for x in (arg if isinstance(arg, list | tuple) else (arg,)))
     return [x for x in listed if isinstance(x, Tensor) and not isinstance(x, DTensor)]
 
 
 def beside_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if DTensors stand beside plain tensors of more than a number."""
-    given = [*args, *kwargs.values()]
-    return any(x.numel() > 1 for x in own_tensors(given)) and any(isinstance(x, DTensor) for x in tree_leaves(given))
+    every = [*args, *kwargs.values()]
+    return any(x.numel() > 1 for x in own_tensors(every)) and any(isinstance(x, DTensor) for x in tree_leaves(every))
 
 
 def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> bool:
@@ -131,13 +131,13 @@ def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accu
 
 @cache
 def _outputs(func: Any) -> tuple[int | str, ...]:
-    """The arguments that an operation writes to, by place, or by name as `out=` is."""
+    """Returns the arguments that an operation writes to, by place, or by name as `out=` is."""
     arguments = enumerate(func._schema.arguments)
     return tuple(a.name if a.kwarg_only else i for i, a in arguments if a.alias_info and a.alias_info.is_write)
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to."""
+    """Returns the values of the arguments that an operation writes to."""
     return [kwargs.get(at) if isinstance(at, str) else args[at] for at in _outputs(func)]
 
 

@@ -31,7 +31,7 @@ def _assigning(name: str) -> Callable[[Any, Any], Any]:
 
 
 class NumberBesideOwn(Tensor):
-    """What a DTensor without dimensions is, beside: a plain number, where a function is given plain tensors, too."""
+    """A DTensor without dimensions that is a plain number to functions that are given plain tensors, too."""
 
     @classmethod
     def __torch_function__(
@@ -62,7 +62,7 @@ class NumberBesideOwn(Tensor):
 
 
 class _OwnNumber(torch.autograd.Function):
-    """Back: the gradient is the mean over the ranks, as that of the module's parameters is."""
+    """A DTensor's number as a plain one; its gradient is the mean over the ranks, as those of parameters are."""
 
     @staticmethod
     def forward(ctx: Any, number: DTensor) -> Tensor:
@@ -76,6 +76,6 @@ class _OwnNumber(torch.autograd.Function):
         mean = gradient / mesh.size()
         for axis in range(mesh.ndim):
             torch.distributed.all_reduce(mean, group=mesh.get_group(axis))
-        made = on_mesh(ctx.mesh, mean)
-        number: DTensor = ctx.kind(made._local_tensor, made._spec, requires_grad=False)
+        everywhere_mean = on_mesh(ctx.mesh, mean)
+        number: DTensor = ctx.kind(everywhere_mean._local_tensor, everywhere_mean._spec, requires_grad=False)
         return number

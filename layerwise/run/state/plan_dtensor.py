@@ -40,7 +40,6 @@ from layerwise.run.state.meshes import (
     mesh_by_mesh,
     on_mesh,
     plain_dtensor,
-    replicated,
     unscale,
 )
 from layerwise.run.state.operations import (
@@ -114,30 +113,30 @@ class PlanDTensor(DTensor):
             )
         if not of_shards(func, args):
             return _in_full(func, args, kwargs, written)
-        given = list[DTensor]()
-        each_of(lambda x: given.append(x) if isinstance(x, DTensor) else None, args, kwargs)
-        if len({x.device_mesh for x in given}) > 1 and any(x.device_mesh in ALL_RANKS for x in given):
+        dtensors = list[DTensor]()
+        each_of(lambda x: dtensors.append(x) if isinstance(x, DTensor) else None, args, kwargs)
+        if len({x.device_mesh for x in dtensors}) > 1 and any(x.device_mesh in ALL_RANKS for x in dtensors):
             if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and len(by_mesh(args)) > 1:
                 return mesh_by_mesh(func, args, kwargs)
-            instead = brought_together(func, given, {id(x) for x in tree_leaves(written)})
+            instead = brought_together(func, dtensors, {id(x) for x in tree_leaves(written)})
             args, kwargs = each_of(lambda x: instead.get(id(x), x), args, kwargs)
         same: dict[int, Tensor] = {}
 
         def plain(x: Any) -> Any:
             if isinstance(x, cls):
-                made = plain_dtensor(x)
-                same[id(made)] = x
-                return made
+                plain_tensor = plain_dtensor(x)
+                same[id(plain_tensor)] = x
+                return plain_tensor
             return x
 
         def marked(x: Any) -> Any:
             if id(x) in same:
                 return same[id(x)]
-            return _marked(x, given[0]._local_tensor.device) if isinstance(x, DTensor) else x
+            return _marked(x, dtensors[0]._local_tensor.device) if isinstance(x, DTensor) else x
 
         plain_args, named = each_of(plain, args, kwargs)
         try:
-            made = func(*plain_args, **named)
+            result = func(*plain_args, **named)
         except RuntimeError as error:
             if "placement changes" in str(error) and _settled(args[0]):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
@@ -145,9 +144,9 @@ class PlanDTensor(DTensor):
                 raise
             return _in_full(func, args, kwargs, written)
         if torch.Tag.inplace_view in func.tags:
-            args[0]._spec, args[0]._local_tensor = made._spec, made._local_tensor
+            args[0]._spec, args[0]._local_tensor = result._spec, result._local_tensor
             return return_and_correct_aliasing(func, args, kwargs, args[0])  # type: ignore[no-untyped-call]
-        return each(marked, (made,))[0]
+        return each(marked, (result,))[0]
 
     if torch.__version__ < "2.13":  # its C++ takes an object of a subclass for a DTensor, and does not come here
 
@@ -169,7 +168,7 @@ class PlanDTensor(DTensor):
                     return func(*args, **kwargs)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The full tensor, on every rank. All ranks call it."""
+        """Returns the full tensor, on every rank. All ranks call it."""
         return self.redistribute(placements=(Replicate(),) * self.device_mesh.ndim).to_local(
             grad_placements=grad_placements
         )
@@ -177,19 +176,19 @@ class PlanDTensor(DTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Redistributes it; one of some ranks is on all ranks where it is to be replicated, or of another mesh."""
+        """Returns it redistributed: from some ranks to all where it is to be replicated, or of another mesh."""
         mesh, wanted = device_mesh or self.device_mesh, placements or self.placements
-        gathered = all(isinstance(one, Replicate) for one in wanted)
+        gathered = all(isinstance(placement, Replicate) for placement in wanted)
         if self.device_mesh not in ALL_RANKS or (mesh == self.device_mesh and not gathered):
-            made: DTensor = _Marked.apply(super().redistribute(mesh, wanted, **options))  # type: ignore[no-untyped-call]
-            return made
+            redistributed: DTensor = _Marked.apply(super().redistribute(mesh, wanted, **options))  # type: ignore[no-untyped-call]
+            return redistributed
         everywhere: DTensor = _OnAllRanks.apply(self)  # type: ignore[no-untyped-call]
         same = mesh in (self.device_mesh, everywhere.device_mesh) and gathered
         return everywhere if same else everywhere.redistribute(mesh, wanted, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns what pickle writes of it: this rank's shard, which `_shard_of` gives to no other rank."""
-        if replicated(self) and self.device_mesh not in ALL_RANKS:
+        if self._spec.is_replicated() and self.device_mesh not in ALL_RANKS:
             return plain_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return _shard_of, (torch.distributed.get_rank(), plain_dtensor(self))
 
@@ -218,7 +217,7 @@ class PlanDTensor(DTensor):
         )
 
     def bring(self, gradient: Tensor) -> DTensor:
-        """A gradient of it, however it lies, as this lies; plain: of all of it, as some of autograd's formulas make."""
+        """Returns a gradient of it as this lies, also a plain one of all of it, as some of autograd's formulas make."""
         mesh, device = self.device_mesh, self._local_tensor.device
         if not (isinstance(gradient, DTensor) and gradient.device_mesh == mesh):
             gradient = on_mesh(mesh, full(gradient) if isinstance(gradient, DTensor) else gradient)
@@ -243,7 +242,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _shard_of(rank: int, tensor: DTensor) -> DTensor:
-    """A shard that rank `rank` has pickled. LayerwiseError in another rank's hands, which would take it for its own."""
+    """Returns a shard that rank `rank` has pickled. LayerwiseError on another rank, which would take it for its own."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() == rank:
         return tensor
     raise LayerwiseError(
@@ -257,10 +256,10 @@ torch.serialization.add_safe_globals([_shard_of])  # as PyTorch does for its own
 
 
 def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
-    """The DTensor that has this local tensor. As FSDP2 makes them; `from_local` goes through autograd."""
+    """Returns the DTensor of this local tensor, made as FSDP2 does; `from_local` goes through autograd."""
     kind = PlanDTensor if spec.ndim else PlanNumber
-    made: PlanDTensor = kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    dtensor: PlanDTensor = kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return dtensor
 
 
 def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], columns: Sequence[DTensor]) -> Any:
@@ -270,29 +269,29 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
         return x._local_tensor if isinstance(x, DTensor) else x
 
     local_args, named = each_of(local, args, kwargs)
-    made = func(*local_args, **named)
+    results = func(*local_args, **named)
     if written := written_by(func, args, kwargs):
         return written[0] if isinstance(written[0], Tensor) else None
-    if not isinstance(made, Tensor):
-        return [wrap(one, column._spec) for one, column in zip(made, columns, strict=True)]
+    if not isinstance(results, Tensor):
+        return [wrap(local_result, column._spec) for local_result, column in zip(results, columns, strict=True)]
     spec = columns[0]._spec
     meta = spec.tensor_meta
-    if meta is not None and meta.dtype != made.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, made.dtype))
-    return wrap(made, spec)
+    if meta is not None and meta.dtype != results.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, results.dtype))
+    return wrap(results, spec)
 
 
 def _in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
     """Returns what an operation makes of full tensors, for which DTensor has no rule."""
-    given, written = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)], tree_leaves(written)
+    dtensors, written = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)], tree_leaves(written)
     if any(p.is_partial() for x in written if isinstance(x, DTensor) for p in x.placements):
         raise LayerwiseError(
             f"{func._schema.name.removeprefix('aten::')}() would write to a sum of parameters' parts, which another "
             "tensor shares: write to a clone of it"
         )
-    made = computed_in_full(func, args, kwargs, written)
-    device = given[0]._local_tensor.device
-    return each(lambda x: _marked(x, device) if type(x) is DTensor else x, (made,))[0]
+    result = computed_in_full(func, args, kwargs, written)
+    device = dtensors[0]._local_tensor.device
+    return each(lambda x: _marked(x, device) if type(x) is DTensor else x, (result,))[0]
 
 
 def _check_view(view: PlanDTensor) -> None:
@@ -317,17 +316,17 @@ def _settled(tensor: Any) -> bool:
     storage = tensor._local_tensor.untyped_storage()
     if torch._C._storage_Use_Count(storage._cdata) > ALONE:
         return False
-    made = plain_dtensor(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
-    tensor._local_tensor, tensor._spec = made._local_tensor, made._spec
+    settled = plain_dtensor(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
+    tensor._local_tensor, tensor._spec = settled._local_tensor, settled._spec
     return True
 
 
-def _marked(made: DTensor, device: torch.device) -> DTensor:
+def _marked(tensor: DTensor, device: torch.device) -> DTensor:
     """Returns what was computed as a PlanDTensor. device: of what it was computed of."""
-    local = made._local_tensor
-    if local.device != device and made.device_mesh.get_coordinate() is None:  # PyTorch makes these on the CPU
+    local = tensor._local_tensor
+    if local.device != device and tensor.device_mesh.get_coordinate() is None:  # PyTorch makes these on the CPU
         local = local.to(device)
-    return wrap(local, made._spec)
+    return wrap(local, tensor._spec)
 
 
 class _OnAllRanks(torch.autograd.Function):

@@ -60,7 +60,7 @@ COUNT = "num_batches_tracked"
 
 
 class State:
-    """tree: parameters and buffers in modules as the model has them. boxes: of every rank, by name.
+    """A rank's boxes of parameters and buffers. tree: in modules as the model has them. boxes: of every rank, by name.
 
     Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; ranks that are no
     processes have their own boxes as tensors.
@@ -107,14 +107,14 @@ class State:
                 self.tree.place(name, value, nn.Parameter if p.trainable else None, frozen=name in layer.frozen)
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
-                kept = network.value(name)
-                if isinstance(kept, Tensor):
-                    value = torch.zeros(kept.shape, dtype=kept.dtype) if kept.is_meta else kept.detach().clone()
+                stored = network.value(name)
+                if isinstance(stored, Tensor):
+                    value = torch.zeros(stored.shape, dtype=stored.dtype) if stored.is_meta else stored.detach().clone()
                     self.extra[key] = value.cpu()
         self.tree.complete(self._keys, self.extra)
 
     def count(self) -> None:
-        """A training step more, for the counters."""
+        """Counts a training step more."""
         for key, value in self.extra.items():
             module, _, name = self._keys[key].rpartition(".")
             if name == COUNT:
@@ -122,8 +122,8 @@ class State:
 
     def cut(self) -> bool:
         """True if some rank holds not all of some parameter that is trained."""
-        held = (row for layer in self.graph.layers for row in layer.own_parameters())
-        rows = ((p.shape, box) for name, p in held if p.trainable for box in self.boxes[name])
+        parameters = (row for layer in self.graph.layers for row in layer.own_parameters())
+        rows = ((p.shape, box) for name, p in parameters if p.trainable for box in self.boxes[name])
         return any(box is None or box.shape != shape for shape, box in rows)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -135,20 +135,20 @@ class State:
 
         with torch.no_grad():
             for tensor in self.tree.tensors().values():
-                for one in (tensor, tensor.grad):
-                    if one is not None and (local := fn(local_tensor(one))) is not local_tensor(one):
-                        move(one, local)
+                for x in (tensor, tensor.grad):
+                    if x is not None and (local := fn(local_tensor(x))) is not local_tensor(x):
+                        move(x, local)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns them by their names in the network."""
         return self.tree.parameters()
 
     def sharing(self, name: str) -> Group:
-        """The ranks that hold the same box as this one."""
+        """Returns the ranks that hold the same box as this one."""
         return sharing(self.boxes[name], self.comm.rank)
 
     def shards(self) -> list[Shard]:
-        """Every parameter and buffer of which this rank holds some."""
+        """Returns every parameter and buffer of which this rank holds some."""
         result, aliases, shapes = [], aliases_of(self._keys), self._shapes()
         for name, tensor in self.tree.tensors().items():
             box, also = self.boxes[name][self.comm.rank], tuple(aliases.get(name, ()))
@@ -165,20 +165,20 @@ class State:
         return {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
         full = {**{key: value.clone() for key, value in self.extra.items()}, **self.full_tensors()}
         return {key: full[name if name in self.boxes else key] for key, name in self._keys.items()}
 
     def full_tensors(self) -> dict[str, Tensor]:
-        """The full tensors that the network computes with, by its names there, on every rank, on the CPU."""
-        held, shapes, tensors = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
+        """Returns the full tensors that the network computes with, by its names there, on every rank, on the CPU."""
+        local_tensors, shapes, tensors = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
         for name, boxes in self.boxes.items():
             lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
             every = Box.full(shapes[name])
             part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
-            mine = local_tensor(held[name]).detach() if lowest[self.comm.rank] is not None else None
+            own = local_tensor(local_tensors[name]).detach() if lowest[self.comm.rank] is not None else None
             like = torch.empty(0, dtype=self._type(name), device=self.options.device)
-            full = Redistribution(part, self.comm, f"state of {name}", "io").begin(mine, like).finish()
+            full = Redistribution(part, self.comm, f"state of {name}", "io").begin(own, like).finish()
             assert full is not None
             tensors[name] = full.detach().cpu().clone()
         return tensors
@@ -200,11 +200,11 @@ class State:
             if name in self.shardings or self.boxes[name][self.comm.rank] is not None
         }
         names = self._keys | {name: name for name in every if name not in self._keys.values()}
-        found = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
-        return {key: tensor for key, tensor in found.items() if tensor is not None}
+        tensors = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
+        return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        """Takes full tensors or DTensors; returns names that are missing, and those of nothing.
+        """Loads full tensors or DTensors; returns names that are missing, and names that the model has not.
 
         LayerwiseError before anything is changed. Ranks that are no processes also take what `state_dict` gave them.
         """
@@ -225,8 +225,8 @@ class State:
                     values.append((shard, part))
             elif name not in constants:
                 missing.append(name)
-        known = set(self._keys) | set(self.boxes)
-        odd = [key for key in state_dict if key not in known]
+        names_here = set(self._keys) | set(self.boxes)
+        odd = [key for key in state_dict if key not in names_here]
         if strict and (missing or odd):
             what = f"lacks {missing[0]!r}" if missing else f"has {odd[0]!r}, which the model does not have"
             raise LayerwiseError(f"the state dict {what}: give strict=False to ignore it")
@@ -256,14 +256,14 @@ class State:
 
 
 def _types(network: Network) -> dict[str, str]:
-    """The element types of the values that the network comes with, by name."""
-    found: dict[str, str] = {}
+    """Returns the element types of the values that the network comes with, by name."""
+    types: dict[str, str] = {}
     for layer in network.graph.layers:
         for name, _ in layer.own_parameters():
             value = network.value(name)
             if value is not None:
-                found[name] = dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype)
-    return found
+                types[name] = dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype)
+    return types
 
 
 def _batches(network: Network) -> Counter[str]:

@@ -35,38 +35,38 @@ class Names(nn.Module):
 
 
 class Tree:
-    """root: its modules. attributes: the plain ones of the model itself."""
+    """A rank's tensors in stand-ins of the model's modules. root: the model's; attributes: its plain ones."""
 
     def __init__(self, network: Network) -> None:
         self._open = list[Slot]()  # what the model has, and is not placed here yet
         self._slots = dict[str, Slot]()  # of the tensors that layers compute with, by their names in the graph
         self._aliases = list[tuple[Slot, str]]()
         model = Names() if network.module is None else network.module
-        made = {id(m): self._stand_in(m, path, network.written) for path, m in model.named_modules()}
+        stand_ins = {id(m): self._stand_in(m, path, network.written) for path, m in model.named_modules()}
         for module in model.modules():
             for name, child in module._modules.items():
-                made[id(module)]._modules[name] = None if child is None else made[id(child)]
-        self.root, self.attributes = made[id(model)], _plain(model, "", network.written)
+                stand_ins[id(module)]._modules[name] = None if child is None else stand_ins[id(child)]
+        self.root, self.attributes = stand_ins[id(model)], _plain(model, "", network.written)
         if network.module is None:
             self._add_norms(network.graph)
 
     def _stand_in(self, module: nn.Module, path: str, written: Set[str]) -> nn.Module:
-        """A module of the same class, without its tensors and modules.
+        """Returns a module of the same class, without its tensors and modules.
 
         Of the very class, and not of one derived from it: where a loop asks `type(m) is nn.Linear`, as PyTorch's own
         page of `apply` does, parameters would go into other groups, or have other initial values, without a word.
         """
-        made: nn.Module = object.__new__(type(module))
-        made.__dict__.update({**vars(nn.Module()), **_plain(module, path, written), **REFUSED})
-        made.__dict__["training"] = module.training
-        for slots, tensors in ((made._parameters, module._parameters), (made._buffers, module._buffers)):
+        stand_in: nn.Module = object.__new__(type(module))
+        stand_in.__dict__.update({**vars(nn.Module()), **_plain(module, path, written), **REFUSED})
+        stand_in.__dict__["training"] = module.training
+        for slots, tensors in ((stand_in._parameters, module._parameters), (stand_in._buffers, module._buffers)):
             slots.update(dict.fromkeys(tensors))  # in their order
             self._open += [(slots, key) for key, tensor in tensors.items() if tensor is not None]
-        made._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        return made
+        stand_in._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        return stand_in
 
     def _add_norms(self, graph: LayerGraph) -> None:
-        """Adds the batch norms of a file, for a loop that looks for them."""
+        """Adds the batch norms of a network read from a file, for a loop that looks for them."""
         for layer in graph.layers:
             for stage in layer.stages:
                 paths = {name.rpartition(".")[0] for name in layer.parameters[stage.parameters]}
@@ -87,15 +87,15 @@ class Tree:
         self._slots[name] = slots, last
 
     def complete(self, keys: Mapping[str, str], extra: Mapping[str, Tensor]) -> None:
-        """All are placed. keys: the model's further names. extra: what is found under its name, and is not in a slot.
+        """Completes the tree, once all are placed. keys: the model's further names. extra: what has a name and no slot.
 
         So the model's names can be followed, as torch.distributed.checkpoint does.
         """
         for key, name in keys.items():
             if name in self._slots and key not in self._slots:
                 module, last = self._at(key)
-                held = self.tensors()[name]
-                slots: dict[str, Any] = module._parameters if isinstance(held, nn.Parameter) else module._buffers
+                tensor = self.tensors()[name]
+                slots: dict[str, Any] = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
                 self._aliases.append(((slots, last), name))
         self._alias()
         for slots, key in self._open:
@@ -114,8 +114,8 @@ class Tree:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns them by their names in the graph: parameters, then buffers."""
-        held: dict[str, Any] = {name: slots.get(key) for name, (slots, key) in self._slots.items()}
-        return dict(sorted(held.items(), key=lambda row: not isinstance(row[1], nn.Parameter)))
+        tensors: dict[str, Any] = {name: slots.get(key) for name, (slots, key) in self._slots.items()}
+        return dict(sorted(tensors.items(), key=lambda row: not isinstance(row[1], nn.Parameter)))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns those of the tensors that are parameters."""
@@ -135,7 +135,7 @@ class Tree:
         self._alias()
 
     def _at(self, name: str) -> tuple[nn.Module, str]:
-        """The module that a dotted name leads to, made where there is none, and the name there."""
+        """Returns the module that a dotted name leads to, made where there is none, and the name there."""
         module, (*path, last) = self.root, name.split(".")
         for part in path:
             child = module._modules.get(part)
@@ -148,8 +148,8 @@ class Tree:
 def _plain(module: nn.Module, path: str, written: Set[str]) -> dict[str, Any]:
     """Returns a module's attributes that have no tensor and no module in them, and that no call of the model sets."""
     lost = {name for name in vars(module) if (f"{path}.{name}" if path else name) in written}
-    held = {name: value for name, value in vars(module).items() if name not in FRESH | lost}
-    return {name: value for name, value in held.items() if not any(_belongs(x) for x in pytree.tree_leaves(value))}
+    attributes = {name: value for name, value in vars(module).items() if name not in FRESH | lost}
+    return {name: v for name, v in attributes.items() if not any(_belongs(x) for x in pytree.tree_leaves(v))}
 
 
 def _belongs(leaf: object) -> bool:
@@ -191,21 +191,21 @@ def _reads(value: object) -> Callable[[], object]:
 
 def collect(module: nn.Module | None) -> None:
     """Frees what tracing a module has left behind: closures of torch.export are cycles with the parameters in them."""
-    held = () if module is None else module.parameters()
-    if sum(p.numel() * p.element_size() for p in held if not p.is_meta) > MUCH:
+    parameters = () if module is None else module.parameters()
+    if sum(p.numel() * p.element_size() for p in parameters if not p.is_meta) > MUCH:
         gc.collect()
 
 
 def skeleton(module: nn.Module) -> nn.Module | None:
-    """A copy to be traced, whose parameters have no memory. None where a module cannot be copied."""
+    """Returns a copy to be traced, whose parameters have no memory. None where a module cannot be copied."""
     memo: dict[int, object] = {}
     for p in module.parameters():
         empty = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
         memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
     for m in module.modules():
         for value in (m._buffers, *(value for name, value in vars(m).items() if name not in FRESH)):
-            kept = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_leaf)  # by a call
-            memo |= {id(t): t.detach() for t in kept}
+            of_call = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_leaf)
+            memo |= {id(t): t.detach() for t in of_call}
     try:
         return copy.deepcopy(module, memo)
     except Exception:  # whatever a user's class meets

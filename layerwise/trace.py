@@ -7,25 +7,18 @@ import os
 import platform
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.utils.hooks import RemovableHandle
 
 from layerwise.chrome import CATEGORIES, Category, RankSpans, chrome_trace
 from layerwise.comm.base import Comm
 from layerwise.files import write_text
-from layerwise.graph.layer_graph import LayerGraph
-from layerwise.ops.base import Role
 
 _Mark = float | torch.cuda.Event
 
@@ -186,62 +179,3 @@ class Spans:
         if self.trace is not None:
             return self.trace.span(name, category)
         return torch.profiler.record_function(name) if profiler._is_profiler_enabled else NOTHING
-
-
-class ModuleSpans:
-    """The times of a plan's layers where the model itself is run, by hooks of its modules, until `remove`.
-
-    A layer's span is that of the modules that it begins with, forward and back; what a model's code does beside its
-    modules is in none.
-    """
-
-    def __init__(self, module: nn.Module, graph: LayerGraph, trace: Trace) -> None:
-        self.trace = trace
-        self._handles: list[RemovableHandle] = []
-        for name, first, last in _layers(module, graph):
-            self._follow(name, first, last)
-
-    def remove(self) -> None:
-        """No spans from now on."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _follow(self, name: str, first: nn.Module, last: nn.Module) -> None:
-        """Registers the hooks of one layer."""
-        running: dict[str, int] = {}
-
-        def end(key: str) -> None:
-            if key in running:
-                self.trace.end(running.pop(key))
-
-        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            running["forward"] = self.trace.begin(name, "compute")
-            running["input"] = 0
-            if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
-                running["input"] = 1
-                inputs[0].register_hook(lambda _: end("backward"))  # type: ignore[no-untyped-call]
-
-        def leave(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
-            end("forward")
-            whole = not running.pop("input", 0)  # the pass ends with this layer
-
-            def back(_: Tensor) -> None:
-                running["backward"] = self.trace.begin(f"{name} (backward)", "compute")
-                if whole:
-                    torch.autograd.Variable._execution_engine.queue_callback(lambda: end("backward"))
-
-            if isinstance(out, Tensor) and out.requires_grad:
-                out.register_hook(back)  # type: ignore[no-untyped-call]
-
-        self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
-
-
-def _layers(module: nn.Module, graph: LayerGraph) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Each layer's name, and the first and the last of the modules that it is made of, which are called once."""
-    modules = {path: m for path, m in module.named_modules(remove_duplicate=False) if not m._modules}
-    names = [(layer.name, *layer.epilogue) for layer in graph.layers if layer.role is Role.COMPUTE]
-    calls = Counter(name.partition(":")[0] for each in names for name in each)
-    for each in names:
-        held = [modules[name] for name in takewhile(lambda name: name in modules and calls[name] == 1, each)]
-        if held:
-            yield each[0], held[0], held[-1]

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from layerwise import trace as room
 from layerwise.chrome import CATEGORIES, RankSpans, Row, chrome_trace, tracks
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
-from layerwise.run import trace as room
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.trace import Trace, clock_offset
+from layerwise.trace import Trace, clock_offset
 from tests.comm.pool import run_ranks
 from tests.comm.thread import run_threads
 
@@ -199,7 +199,7 @@ def slow_peer(comm: Comm, ahead: str) -> list[tuple[str, str, float, float]]:
 @pytest.mark.parametrize("ahead", ["hidden", "exposed"])
 def test_a_sum_ends_when_it_ends_not_when_it_is_waited_for(ahead: str) -> None:
     """A hidden sum is over before the wait begins, an exposed one only in it. By order, and not by time."""
-    told = run_ranks(2, "tests.run.test_trace:slow_peer", ahead)
+    told = run_ranks(2, "tests.test_trace:slow_peer", ahead)
     spans = {name: (start, end) for name, category, start, end in told[0] if category == "sync"}
     (sum_start, sum_end), (wait_start, wait_end) = spans["gradients of w"], spans["waiting for gradients"]
     assert sum_start <= wait_start

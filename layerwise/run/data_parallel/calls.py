@@ -1,0 +1,116 @@
+"""Calls of the model on this rank, by the samples of the global batch that each is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer_graph import LayerGraph
+from layerwise.importers.torch.read.arguments import Arguments, listed_samples
+from layerwise.ops.base import Role
+from layerwise.ops.opaque import AsWritten
+from layerwise.ops.random import signed
+from layerwise.run.batch import Batch
+from layerwise.run.data_parallel.replacements import Draws
+from layerwise.run.guards.hooks import in_backward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelCall:
+    """One call of the model on this rank, by its samples of the global batch."""
+
+    seed: int  # of its random numbers
+    batch: Batch | None = None  # None: nothing depends on the others' samples
+
+    @property
+    def first(self) -> int:
+        """Returns the number of the first of this rank's samples."""
+        return 0 if self.batch is None else self.batch.share.start
+
+    @property
+    def samples(self) -> int:
+        """Returns the number of this rank's samples."""
+        return 1 if self.batch is None else self.batch.share.stop - self.batch.share.start
+
+    @property
+    def total(self) -> int:
+        """Returns the number of all ranks' samples; on one device 1 of 1, whatever the batch."""
+        return 1 if self.batch is None else self.batch.total
+
+
+class FedSamples:
+    """Counts the samples of a call: rows of the input that has one a sample, or items of the first list.
+
+    Where neither is known each rank counts as one.
+    """
+
+    def __init__(self, graph: LayerGraph, arguments: Arguments) -> None:
+        as_written = (layer.op for layer in graph.layers if isinstance(layer.op, AsWritten))
+        self._counted = next((op.counted for op in as_written), "rows")
+        rows = {layer.name for layer in graph.layers if layer.role is Role.INPUT and layer.out.index("n") == 0}
+        self._arguments = arguments
+        self._paths = [path for path, leaf in arguments.leaves.items() if leaf.name in rows]
+
+    def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
+        """Returns this rank's number. LayerwiseError where no tensor, or no list, is given."""
+        if self._counted == "ranks":
+            return 1
+        if self._counted == "items":
+            samples = listed_samples((*inputs, *named.values()))
+            if samples is None:
+                raise LayerwiseError(
+                    "the model is called without a list of tensors or dicts, so its number of samples is not known"
+                )
+            return len(samples)
+        flat = self._arguments.named(inputs, named)
+        candidates = (*(flat.get(path) for path in self._paths), *flat.values())
+        x = next((x for x in candidates if isinstance(x, Tensor) and x.dim()), None)
+        if x is None:
+            raise LayerwiseError("the model is called without a tensor, so its number of samples is not known")
+        return x.shape[0]
+
+
+class Calls:
+    """The call under way, for which activation checkpointing also recomputes modules in the backward pass."""
+
+    def __init__(self) -> None:
+        self.forward: ModelCall | None = None
+        self.seeds: Tensor | None = None  # of its dropouts, as compiled ones read them: one int64 for each
+        self._draws: list[Draws] = []
+        self._backward: tuple[int, ModelCall | None] = (-1, None)  # of which pass; None: of several calls
+
+    def draw(self, draws: Draws) -> int:
+        """Notes a dropout, which draws in every call. Returns which of `seeds` is its."""
+        self._draws.append(draws)
+        return len(self._draws) - 1
+
+    def seed(self, call: ModelCall, device: torch.device) -> None:
+        """Makes `seeds` those of a call. A new tensor: the backward pass of an earlier call reads its own."""
+        if self._draws:
+            self.seeds = torch.tensor([signed(draws.seed(call.seed)) for draws in self._draws], device=device)
+
+    def begin_backward(self, call: ModelCall) -> None:
+        """Notes that a backward pass comes to the outputs of this call."""
+        task, (last, recorded) = torch._C._current_graph_task_id(), self._backward
+        self._backward = (task, call if task != last or recorded == call else None)
+
+    def now(self) -> ModelCall | None:
+        """Returns the call under way; None where a module is called by itself."""
+        if self.forward is not None or not in_backward():
+            return self.forward
+        return self.recomputed()
+
+    def recomputed(self) -> ModelCall:
+        """Returns the call that a backward pass recomputes. LayerwiseError where it cannot be known."""
+        call = self._backward[1]
+        if call is None:
+            raise LayerwiseError(
+                "torch.utils.checkpoint computes the model once more, and it is not known for which call: give each "
+                "call a backward pass of its own, and checkpoint with use_reentrant=False"
+            )
+        return call
