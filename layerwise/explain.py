@@ -60,14 +60,15 @@ def main(args: argparse.Namespace) -> None:
     check_files({"--html": args.html})
     plan = load_plan(args.plan)
     if args.layer not in plan.strategy:
-        raise LayerwiseError(f"the plan has no layer {args.layer!r}{nearest(args.layer, plan.strategy)}")
+        near = nearest(args.layer, plan.strategy) or f"; it has {', '.join(plan.strategy)}"
+        raise LayerwiseError(f"the plan has no layer {args.layer!r}{near}")
     model, space = rebuild(plan, args.model, args.profile)
     named = baselines(model, space)
     tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}, {}))
     options = alternatives(tables, args.layer, args.search_memory * 2**30)
     best, chosen = options[0].step_time_s, plan.strategy[args.layer]
     limit = memory_limit(plan, model)
-    forms = forms_of(model, plan.strategy, args.layer, limit)
+    forms = forms_of(model, plan.strategy, args.layer, limit, plan.bucket_bytes)
     layer = model.graph[args.layer]
     parts: list[Part] = [alternatives_table(layer, options, chosen, named, len(options) if args.all else MOST)]
     if layer.whole:

@@ -55,7 +55,13 @@ def main(args: argparse.Namespace) -> None:
         present(Report(profile.description, "", [table], lambda: json.loads(write(profile))), args)
         return
     profiles = [load(name) for name in (*names(), *devices())]
-    lines = Lines(["--profile takes a file of `layerwise measure`, too: what was measured beats what is stated."])
+    lines = Lines(
+        [
+            "float32 and bf16 are dense FLOP/s; node is its devices; in it and between are bandwidths each way, "
+            "of a device in a node and of a port between nodes.",
+            "--profile takes a file of `layerwise measure`, too: what was measured beats what is stated.",
+        ]
+    )
     table = Table(filled(COLUMNS, map(_row, profiles)))
     present(Report("machines", "", [table, lines], lambda: {p.name: p for p in profiles}), args)
 

@@ -114,10 +114,9 @@ def find(name: str) -> Model:
         return _unet3d(name, parameter)
     if family in _MODELS:
         raise LayerwiseError(f"model {name!r}: {family} takes no parameter; write {family!r}")
-    near = difflib.get_close_matches(name.lower(), _MODELS, n=3) or names()
-    raise LayerwiseError(
-        f"unknown model {name!r}; nearest: {', '.join(near)} (or 'cosmoflow:256', 'mlp:1024x2048x10' for any sizes)"
-    )
+    near = difflib.get_close_matches(name.lower(), _MODELS, n=3)
+    known = f"nearest: {', '.join(near)}" if near else f"there are {', '.join(names())}"
+    raise LayerwiseError(f"unknown model {name!r}; {known} (or 'cosmoflow:256', 'mlp:1024x2048x10' for any sizes)")
 
 
 def _cosmoflow(name: str, parameter: str) -> Model:

@@ -57,9 +57,9 @@ def load(name_or_path: str | os.PathLike[str] = DEFAULT) -> Profile:
         name = given.lower().partition(",")[0]
         begun = ([other for other in known if name and other.startswith(name)] for known in (built_in, devices()))
         near = next(filter(None, begun), None) or difflib.get_close_matches(name, [*built_in, *devices()], n=3)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        meant = f"did you mean {' or '.join(near)}? Built in are" if near else "built in are"
         raise LayerwiseError(
-            f"unknown profile {given!r}: {meant}Built in are {', '.join(built_in)} and the devices of `layerwise "
+            f"unknown profile {given!r}: {meant} {', '.join(built_in)} and the devices of `layerwise "
             "machines`; anything else is the path of a file"
         )
     try:

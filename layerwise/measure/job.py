@@ -85,6 +85,7 @@ class Measuring:
         finally:
             self.spent_s += time.monotonic() - started
         self.add(cell.key, cell_time)
+        self.taken += 1
         if time.monotonic() > self._saved_at + SAVE_S:
             self.keep()
 
@@ -94,7 +95,6 @@ class Measuring:
         cells: dict[str, Mapping[Extents, CellTime]] = dict(self.times.cells)
         cells[name] = {**cells.get(name, {}), extents: cell_time}
         self.times = replace(self.times, cells=cells)
-        self.taken += 1
 
     def keep(self) -> None:
         """Writes what there is."""

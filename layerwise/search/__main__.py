@@ -39,7 +39,7 @@ from layerwise.quantities import parse_bytes
 from layerwise.report.content import Picture, Report
 from layerwise.report.figures import save_plot
 from layerwise.report.html import check_charts
-from layerwise.search.baselines import baselines, named_strategy
+from layerwise.search.baselines import NAMES, baselines, named_strategy
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
@@ -153,6 +153,8 @@ def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Na
     check_names(space.constraints, [layer.name for layer in model.graph.inner])
     strategy = None if Path(args.price).is_file() else named_strategy(model, args.price, space.replicas)
     name = args.price
+    if strategy is None and name and not (Path(name).suffix or Path(name).is_file()):
+        raise LayerwiseError(f"--price {name!r} is no file, and none of {', '.join(NAMES)}, and grid:RxC of an MLP")
     if strategy is None:
         strategy, name = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count), "yours"
     for layer in model.graph.inner:

@@ -84,7 +84,7 @@ def search(
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
     by_time = objective == "timeline" and not fixed
     improves, bound_s = by_time and effort != "quick", None
-    if improves and any(c.fits for c in pool.everyone):  # else another space is searched
+    if improves:  # also where none of them fits: what the limit costs is told of the best without it
         bound_s = pool.improve(Variants.grouped(configs), pool.everyone, fits=False)
     unlimited = best = choose(pool.found, pool.baselines, heed_memory=False) if by_time else additive
     kept, within, least = solved.kept, None, None

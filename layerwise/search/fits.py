@@ -266,23 +266,23 @@ def _devices(fits: Fits) -> str:
 
 
 def _largest(fits: Fits) -> list[str]:
-    lines, on = list[str](), _gpus(fits.most)
+    lines, on = list[str](), f"{_gpus(fits.most).capitalize()} hold{'s' * (fits.most == 1)}"
     if (largest := fits.samples) is not None:
-        lines.append(_bounded(largest, f"On {on} at least", lambda n: f"{samples(n)} a step"))
+        lines.append(_bounded(largest, on, lambda n: f"{samples(n)} a step"))
     if fits.size is not None and fits.sizes is not None:
-        lines.append(_bounded(fits.size, f"On {on} at least", fits.sizes.text))
+        lines.append(_bounded(fits.size, on, fits.sizes.text))
     return lines
 
 
-def _bounded(limits: Limits, bound: str, named: Callable[[int], str]) -> str:
+def _bounded(limits: Limits, hold: str, named: Callable[[int], str]) -> str:
     if limits.fits is None:
         assert limits.beyond is not None
-        return f"{bound} nothing: {named(limits.beyond.number)} take {units(limits.beyond.bytes, 'B')}."
+        return f"{hold} none of these: {named(limits.beyond.number)} take {units(limits.beyond.bytes, 'B')}."
     beyond = ""
     if limits.beyond is not None:
         takes = "are more than it takes" if limits.beyond.bytes == inf else f"take {units(limits.beyond.bytes, 'B')}"
         beyond = f"; {limits.beyond.number:,} {takes}"
-    return f"{bound} {named(limits.fits.number)}: {_need(limits.fits)}{beyond}."
+    return f"{hold} at least {named(limits.fits.number)}: {_need(limits.fits)}{beyond}."
 
 
 def _need(tried: Tried | None) -> str:

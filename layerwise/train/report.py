@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from layerwise.comm.base import TrafficKind
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
-from layerwise.quantities import units
+from layerwise.quantities import samples, units
 from layerwise.report.content import Table, facts
 from layerwise.train.compare import Difference
 from layerwise.train.loop import Step
@@ -94,10 +94,11 @@ def beginning(plan: Plan, *, data: str, training: str) -> Table:
     """The lines on what will be run."""
     predicted = plan.predicted
     halos = f", halos of {', '.join(plan.halos_sent)} sent" if plan.halos_sent else ""
-    rows = [("plan", f"{plan.model} on {plan.gpus} ranks, {plan.batch} samples a batch, io {plan.io}{halos}")]
+    ranks, batch = f"{plan.gpus} rank{'s' * (plan.gpus > 1)}", samples(plan.batch)
+    rows = [("plan", f"{plan.model} on {ranks}, {batch} a batch, io {plan.io}{halos}")]
     if "timeline_s" in predicted:
-        seconds = f"{units(predicted['timeline_s'], 's')} a step, if measured on {plan.provenance.get('profile')}"
-        rows.append(("predicted", seconds))
+        seconds, profile = units(predicted["timeline_s"], "s"), plan.provenance.get("profile")
+        rows.append(("predicted", f"{seconds} a step, on the machine of the profile {profile}"))
     return facts([*rows, ("data", data), ("training", training)])
 
 
@@ -131,6 +132,8 @@ def _ending(result: Result, allowed: float, dtype: str) -> Iterator[tuple[str, s
         for name, value in result.compare.as_dict().items():
             where = f", {result.compare.worst[name]}" if value and result.compare.worst.get(name, name) != name else ""
             verdict = f" — more than {allowed:.0e}, which {dtype} allows" if name in beyond else ""
+            if verdict and dtype != "float64":  # Adam makes a step of a gradient that is rounding alone
+                verdict += "; --dtype float64 tells rounding from a fault"
             yield f"{name} off by", f"{value:.2e} of one device's{where}{verdict}"
 
 

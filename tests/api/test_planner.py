@@ -86,7 +86,7 @@ def test_where_no_plan_fits_the_least_memory_is_said() -> None:
 
 @pytest.mark.slow
 def test_more_ranks_than_one_are_tried() -> None:
-    with pytest.raises(LayerwiseError, match=r"2 GPUs comes to .* MB: use more ranks or"):
+    with pytest.raises(LayerwiseError, match=r"2 GPUs would need .* MB: use more ranks or"):
         planned(None, replace(REQUEST, memory_bytes=1e7), ranks=1)
 
 

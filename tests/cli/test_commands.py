@@ -13,6 +13,7 @@ import pytest
 
 from layerwise.machine import load as load_profile
 from layerwise.machine import save as save_profile
+from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.plan import checksum, load_plan
 from tests.cases import case
 from tests.cli.commands import LENET, MLP, NETWORKS, Run
@@ -121,6 +122,16 @@ def test_a_plan_whose_profile_is_a_file_has_none_read(run: Run, refuse: Run, her
     assert "'pipe.json', which is a file" in refuse(*explain)
 
 
+def test_explain_takes_the_plans_buckets(run: Run) -> None:
+    flags = ("alexnet", "--gpus", "8", "--gpus-per-node", "8", "--profile", "cpu")
+    found = json.loads(run("search", *flags, "--effort", "normal", "--out", "p.json", "--json"))
+    plan = load_plan("p.json")
+    assert plan.bucket_bytes < BUCKET_BYTES
+    told = json.loads(run("explain", "p.json", next(iter(plan.strategy)), "--json"))
+    own = next(form for form in told["forms"] if form["in_plan"])
+    assert own["timeline_s"] == found["timeline_s"]
+
+
 def test_plan_explain_diff(run: Run, refuse: Run, here: Path) -> None:
     text = run(*LENET, "--global-batch", "2", "--profile", "p100", "--out", "a.json")
     assert text.rstrip().endswith("plan written to a.json")
@@ -151,6 +162,7 @@ def test_plan_explain_diff(run: Run, refuse: Run, here: Path) -> None:
     run(*MLP, "--out", "c.json")
     assert "no layer in common" in refuse("diff", "a.json", "c.json")
     assert "no layer 'feature.0' (did you mean 'features.0'?)" in refuse("explain", "a.json", "feature.0")
+    assert "no layer 'x'; it has features.0, features.2" in refuse("explain", "a.json", "x")
     assert "cannot be read" in refuse("explain", "d.json", "features.0")
     assert "required: LAYER" in refuse("explain", "a.json")
     assert "does not fit into" in refuse("explain", "a.json", "features.0", "--search-memory", "1e-9")

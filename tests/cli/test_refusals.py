@@ -38,6 +38,7 @@ REFUSED = [
     ("search lenet5 --gpus 4 --out missing/plan.json", "cannot be written: No such file"),
     ("search lenet5 --gpus 4 --out /proc/plan.json", "cannot be written"),
     ("search lenet5 --gpus 4 --price missing.json", "cannot be read: No such file"),
+    ("search lenet5 --gpus 4 --price megatron", "'megatron' is no file, and none of data, model, owt, and grid:RxC"),
     ("search lenet5 --gpus 4 --price s.json --export-costs c.cfn", "--price does not search"),
     ("search lenet5 --gpus 4 --out p.json --timeline p.json", "name the same file"),
     ("search missing.onnx --gpus 4", "missing.onnx"),
@@ -192,7 +193,7 @@ def test_a_path_of_255_characters_is_readable(refuse: Run) -> None:
 def test_what_is_too_long_has_spaces(refuse: Run) -> None:
     error = refuse("search", "a " * 50_000, "--gpus", "2")
     assert len(error) < 800
-    assert "; nearest: " in error
+    assert "; there are " in error
 
 
 def test_empty_names(refuse: Run) -> None:

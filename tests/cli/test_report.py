@@ -58,6 +58,14 @@ def test_what_is_no_trace_is_refused(run: Run, refuse: Run, here: Path) -> None:
         assert words in refuse("report", "plan.json", "--measured", "t.json")
 
 
+def test_no_column_is_lost(run: Run) -> None:
+    """Of the tables of a network with long names, written to a pipe."""
+    run("search", "densenet121", *LENET[2:], "--out", "plan.json")
+    lines = [line.split() for line in run("report", "plan.json").splitlines()]
+    assert ["layer", "configuration", "devices", "t_C", "t_X", "in", "t_S", "memory"] in lines
+    assert ["from", "to", "tensor", "transfer", "sent"] in lines
+
+
 def test_a_report_with_its_curve(run: Run, here: Path) -> None:
     pytest.importorskip("plotly")
     run(*LENET, "--out", "plan.json")

@@ -138,6 +138,13 @@ def test_the_profile_has_every_cell(profile: Path, capsys: pytest.CaptureFixture
     assert [level.name for level in found.levels] == ["node", "cluster"]  # of the profile it began with
 
 
+def test_times_of_the_runtime_are_not_counted_as_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["measure", "layers", *MODEL, "--device", "cpu", "--budget", "0.001s", "--json"]
+    assert run_main(dispatch, command) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["measured_now"] == done["measured"] < done["cells"]
+
+
 def test_a_second_run_has_nothing_to_do(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = load(profile).layers[0].cells
     command = ["measure", "layers", *MODEL, "--device", "cpu", "--out", str(profile), "--json"]

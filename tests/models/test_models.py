@@ -175,7 +175,7 @@ def test_mlp_of_any_widths(name: str) -> None:
     [
         ("resnet34", "nearest: .*resnet"),
         ("VGG-16", "nearest: vgg16"),
-        ("qqqq", "lenet5.*mlp:1024x2048x10"),
+        ("qqqq", "unknown model 'qqqq'; there are .*lenet5.*mlp:1024x2048x10"),
         ("", "unknown model ''"),
         ("resnet50:3", "takes no parameter"),
         ("mlp", "two or more positive widths"),

@@ -38,12 +38,14 @@ ALTERNATIVES = (
 
 
 def forms_of(
-    model: CostModel, strategy: Mapping[str, Config], layer: str, memory_limit_bytes: float
+    model: CostModel, strategy: Mapping[str, Config], layer: str, memory_limit_bytes: float, bucket_bytes: int
 ) -> dict[Config, Candidate]:
-    """The plan with each form that means anything for `layer`, the one that saves nothing first."""
+    """The plan, with its buckets, with each form that means anything for `layer`, the one that saves nothing first."""
     forms = Forms.of(model.graph, model.devices.count, OFFERS)
     configs = dict.fromkeys(forms.of_layer(layer, strategy[layer].cells, form) for form in forms.offered)
-    return {c: candidate(model, form_name(c), {**strategy, layer: c}, memory_limit_bytes) for c in configs}
+    return {
+        c: candidate(model, form_name(c), {**strategy, layer: c}, memory_limit_bytes, bucket_bytes) for c in configs
+    }
 
 
 def form_name(config: Config) -> str:

@@ -186,8 +186,10 @@ def _layer_facts(planned: Planned, layer: Layer) -> Iterator[tuple[str, str]]:
 def _tables(planned: Planned) -> Iterator[Part]:
     model, best = planned.model, planned.best
     heads = [Column(heading) for heading in ("layer", "operator", "output", "configuration")]
-    yield Table(filled([*heads, *NUMBERS], (_layer_row(layer, best) for layer in model.graph.inner)), "Layers")
-    heads = [Column(heading) for heading in ("from", "to", "tensor")]
+    full = filled([*heads, *NUMBERS], (_layer_row(layer, best) for layer in model.graph.inner))
+    brief = [replace(column, wraps=not column.unit) for column in full if column.heading not in ("operator", "output")]
+    yield Table(full, "Layers", narrower=[brief])
+    heads = [Column(heading, wraps=True) for heading in ("from", "to", "tensor")]
     rows = (_edge_row(model, best, name) for name in model.graph.edges())
     yield Table(filled([*heads, Column("transfer", "s"), Column("sent", "B")], rows), "Edges, in all directions")
     yield Fold("The plan as JSON", [Code(planned.plan.dumps())])

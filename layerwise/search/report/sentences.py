@@ -210,5 +210,5 @@ def nothing_fits(result: SearchResult, tried: Sequence[Remedy] = ()) -> str:
         return f"{text}. One would fit with {' or with '.join(fitting)}"
     if tried:
         closest = min(tried, key=lambda remedy: remedy.bytes)
-        return f"{text}. Nothing that was tried makes one fit; {closest.what} comes to {units(closest.bytes, 'B')}"
+        return f"{text}. Nothing that was tried makes one fit; {closest.what} would need {units(closest.bytes, 'B')}"
     return text

@@ -86,6 +86,17 @@ def test_a_limit_that_does_not_bind_changes_nothing() -> None:
     assert (again.best, again.additive, again.optimum) == (plain.best, plain.additive, plain.optimum)
 
 
+def test_what_a_limit_costs_is_told_of_the_best_without_it() -> None:
+    """Also where neither the optimum of the step time nor a baseline fits."""
+    graph = fuse(load_model("mlp:4096x8192x8192x8192x1000", 4096))
+    model = CostModel(graph, load("pcie").device_graph(4), CostOptions(optimizer="adam"))
+    free = search(model, SearchSpace(4))
+    assert free.best.timeline.total_s < 0.95 * free.additive.timeline.total_s
+    limited = search(model, SearchSpace(4), memory_limit_bytes=1.2e9)
+    assert not any(c.fits for c in limited.baselines.values())
+    assert limited.unlimited.timeline.total_s == free.best.timeline.total_s
+
+
 def test_fixed_layers_stay_as_they_are_under_a_limit() -> None:
     model = mlp("64x256x64", 8)
     fixed = {layer.name: Config.of({"n": 4}) for layer in model.graph.inner[:1]}
