@@ -271,7 +271,7 @@ def penalised(comm: Comm | None, cuts: Cuts, how: str) -> tuple[list[float], dic
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for x in X:
         optimizer.zero_grad()
-        penalty = sum(p.abs().sum() for p in model.parameters())
+        penalty = sum(p.abs().sum() + p.norm(dim=0).sum() for p in model.parameters())
         if how == "full_tensor" and isinstance(penalty, DTensor):
             penalty = penalty.full_tensor()
         mine = share(model)
