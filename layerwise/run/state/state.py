@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,11 @@ class State:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns them by their names in the network."""
         return self.tree.parameters()
+
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Returns the tensors of these names in the network, also those that it does not compute with."""
+        held = {self._keys[key]: value for key, value in self.extra.items()} | self.tree.tensors()
+        return {name: held[name] for name in sorted(names) if name in held}
 
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box as this one."""
