@@ -28,6 +28,7 @@ from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.original import OriginalModel
 from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, check_values, versions
+from layerwise.run.guards.values import check_folded
 from layerwise.run.inputs import Batch
 from layerwise.run.local_tensor import Version
 from layerwise.run.options import RuntimeOptions, check_types
@@ -35,7 +36,6 @@ from layerwise.run.outputs import MeanLoss, check_classes, global_loss, mean_los
 from layerwise.run.parallel import LossFunction
 from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
-from layerwise.run.state.folded import Folded
 from layerwise.run.state.state import Shard, State
 from layerwise.run.state.tree import without_memory
 
@@ -73,7 +73,7 @@ class LayeredModule(SplitFacade):
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._wrapped_model)
-        self._folded = Folded(self._state.tensors(network.graph.folded))
+        self._folded = self._state.values(network.graph.folded)
         self._original = OriginalModel()
         self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.rank_schedule
@@ -124,7 +124,7 @@ class LayeredModule(SplitFacade):
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
         if self.plan.io != "boxes":
             raise LayerwiseError(f"the plan has io {self.plan.io!r}: parallelize the model with io='boxes'")
-        self._folded.check()
+        check_folded(self._folded)
         shaped = self._shapes.at(sizes, training=False)
         executor = self._executor(samples, shaped)
         schedule = executor.schedule
@@ -226,7 +226,7 @@ class LayeredModule(SplitFacade):
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         self._places.check()
-        self._folded.check()
+        check_folded(self._folded)
         self._original.check()
         self._unchanged.check(training=self.training)
         check_values(self._reducer.parameters, self._initial)
@@ -251,11 +251,11 @@ class LayeredModule(SplitFacade):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
         self._initial = {}
         self._note_device(fn)
-        self._folded.check()
+        check_folded(self._folded)
         self._state.apply(fn)
         self._working.renew()
         self._places = Places(self._wrapped_model)
-        self._folded = Folded(self._state.tensors(self.layer_graph.folded))
+        self._folded = self._state.values(self.layer_graph.folded)
         dtype = fn(torch.zeros((), dtype=self.dtype, device=self.device)).dtype
         if dtype != self.dtype:
             self._retype(dtype)
@@ -307,11 +307,11 @@ class LayeredModule(SplitFacade):
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
         """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
-        self._folded.check()
+        check_folded(self._folded)
         made = LayeredModule(self._network, self.plan, self.comm, self.runtime_options, self.called_loss)
         memo[id(self)] = made
         made.load_state_dict(self.state_dict())
-        made._folded = Folded(made._state.tensors(made.layer_graph.folded))
+        made._folded = made._state.values(made.layer_graph.folded)
         for mine, theirs in zip(self.parameters(), made.parameters(), strict=True):
             theirs.requires_grad_(mine.requires_grad)
         made.steps_done, made._initial = self.steps_done, {}

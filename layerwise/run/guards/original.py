@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.refusals import unsupported
+from layerwise.run.guards.values import Values
 from layerwise.run.local_tensor import version
 
 
@@ -73,6 +74,8 @@ class OriginalModel:
         modules = [] if model is None else list(model.modules())
         self._before = [(weakref.ref(m), _facts(m)) for m in modules]
         self._settings = [(weakref.ref(m), settings) for m in modules if (settings := _settings(m))]
+        self._modules = list(map(weakref.ref, modules))
+        self._buffers = Values(self._held)
         self._trained = [(weakref.ref(p), version(p)) for p in trained]
         if model is not None:
             _originals[model] = self
@@ -82,13 +85,29 @@ class OriginalModel:
         if any((p := one()) is not None and version(p) != before for one, before in self._trained):
             self.make_stale()
 
+    def _held(self) -> dict[str, Tensor]:
+        """Returns the buffers of modules of the user's own: PyTorch's write theirs in a forward pass."""
+        every = [m for one in self._modules if (m := one()) is not None and not type(m).__module__.startswith("torch.")]
+        return {f"{i}.{name}": b for i, m in enumerate(every) for name, b in m._buffers.items() if b is not None}
+
+    def _written(self) -> bool:
+        """Whether a buffer has other values, unless the model was brought up to date and goes its own way."""
+        if self._buffers.changed() is None:
+            return False
+        held = (p for one in self._modules if (m := one()) is not None for p in m._parameters.values())
+        if self._before or any(isinstance(p, StaleParameter) for p in held):
+            return True
+        self._buffers = Values(self._held)
+        return False
+
     def check(self) -> None:
         """LayerwiseError where the loop has written to some, frozen some, replaced layers, or set what layers go by."""
-        if any((m := module()) is not None and _facts(m) not in (facts, []) for module, facts in self._before):
+        others = any((m := module()) is not None and _facts(m) not in (facts, []) for module, facts in self._before)
+        if others or self._written():
             raise LayerwiseError(
-                "parameters of the model that parallelize was given were written to or frozen since, or layers "
-                "replaced; the plan splits them over the ranks, and the parallel model goes on with its own: do it to "
-                "what parallelize returned (model.apply(fn) initialises), or before the model is made parallel"
+                "parameters or buffers of the model that parallelize was given were written to or frozen since, or "
+                "layers replaced; the plan splits them over the ranks, and the parallel model goes on with its own: do "
+                "it to what parallelize returned (model.apply(fn) initialises), or before the model is made parallel"
             )
         for module, before in self._settings:
             now = before if (m := module()) is None else vars(m)
