@@ -145,6 +145,28 @@ def test_steps_along_the_samples_are_refused() -> None:
         from_torch(nn.GRU(8, 5), (X,))
 
 
+class Attends(nn.Module):
+    """By PyTorch's default, dimension 0 has the positions."""
+
+    def __init__(self, *, weights: bool, alone: bool = False) -> None:
+        super().__init__()
+        self.attention, self.weights, self.alone = nn.MultiheadAttention(8, 2), weights, alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :1] if self.alone else x
+        return self.attention(x, x, x, need_weights=self.weights)[0]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_positions_along_the_samples_are_refused(weights: bool) -> None:
+    with pytest.raises(LayerwiseError, match="its positions lie along the model's samples, in"):
+        from_torch(Attends(weights=weights), (X,))
+
+
+def test_samples_may_be_the_positions_of_one_sequence() -> None:
+    assert from_torch(Attends(weights=False, alone=True), (X,)).batch == 4
+
+
 class Turned(nn.Module):
     def __init__(self, rnn: nn.Module) -> None:
         super().__init__()
