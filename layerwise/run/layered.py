@@ -28,6 +28,7 @@ from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.original import OriginalModel
 from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, check_values, versions
+from layerwise.run.guards.shared import Trained
 from layerwise.run.guards.values import check_folded
 from layerwise.run.inputs import Batch
 from layerwise.run.local_tensor import Version
@@ -74,7 +75,7 @@ class LayeredModule(SplitFacade):
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._wrapped_model)
         self._folded = self._state.values(network.graph.folded)
-        self._original = OriginalModel()
+        self._original, self._trained = OriginalModel(), Trained()
         self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.rank_schedule
         if loss is not None and self.plan.io == "boxes":
@@ -227,6 +228,7 @@ class LayeredModule(SplitFacade):
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         self._places.check()
         check_folded(self._folded)
+        self._trained.check()
         self._original.check()
         self._unchanged.check(training=self.training)
         check_values(self._reducer.parameters, self._initial)
@@ -280,6 +282,7 @@ class LayeredModule(SplitFacade):
         """This module is trained in the place of the model that it was made of."""
         if self._network.module is not original:  # else it is traced again, as it cannot be copied
             self._original = OriginalModel(original, self.parameters())
+        self._trained = Trained(original, original.named_parameters())
 
     def _may_change(self) -> None:
         """The loop may write to parameters."""

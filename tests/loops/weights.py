@@ -214,7 +214,7 @@ def same_buffers(setting: Setting) -> Numbers:
 
 @row
 def given_buffer(setting: Setting) -> Numbers:
-    """`net.heat.fill_(2.0)`: writes into buffers of the given model"""
+    """writes into buffers of the given model"""
     given = Normalised()
     model = setting.parallel(given)
     train(setting, model)

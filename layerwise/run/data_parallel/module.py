@@ -31,6 +31,7 @@ from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.hooks import check_transforms, in_backward
+from layerwise.run.guards.shared import Trained
 from layerwise.run.inputs import Batch
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
@@ -94,6 +95,7 @@ class DataParallelModule(ParallelModule):
         # Not registered: it is not another part of this module.
         self.__dict__["_called"] = module if facts.options.compile is None else compiled(module, facts.options.compile)
         self._average()
+        self._trained = Trained(module, module.named_parameters() if facts.comm.size > 1 else ())
         self._made = True
 
     @property
@@ -193,6 +195,7 @@ class DataParallelModule(ParallelModule):
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
         self._check_around()
         self._averaged.check()
+        self._trained.check()
         self.comm.at(self.steps_done, "the model")
         if not (drawn or torch.is_grad_enabled()):
             return ModelCall(seed)
