@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -376,6 +376,9 @@ def beside(comm: Comm, cuts: Cuts) -> None:
             p.norm().add_(torch.ones(()))
         with pytest.raises(LayerwiseError, match="with a number that is another on each rank"):
             _ = torch.tensor(float(comm.rank)) * p
+        for act in (p.detach().numpy, p.tolist, partial(torch.histogram, p.detach(), 4)):
+            with pytest.raises(LayerwiseError, match=r"take p.full_tensor\(\), which every rank calls"):
+                act()
         number = p.norm()
         copied = copy.deepcopy({"a": torch.ones(2), "n": number.detach()})["n"]
         assert all(isinstance(x, DTensor) for x in (copied, torch.tensor(2.0) * p.square()))

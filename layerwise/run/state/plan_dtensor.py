@@ -145,6 +145,8 @@ class PlanDTensor(DTensor):
         plain_args, named = each_of(plain, args, kwargs)
         try:
             made = func(*plain_args, **named)
+        except NotImplementedError as error:  # a RuntimeError, too
+            raise _to_full(f"{func._schema.name.removeprefix('aten::')}()") from error
         except RuntimeError as error:
             if "placement changes" not in str(error) or not _settled(args[0]):
                 raise
@@ -194,6 +196,14 @@ class PlanDTensor(DTensor):
         if replicated(self) and self.device_mesh not in ALL_RANKS:
             return plain_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return _shard_of, (torch.distributed.get_rank(), plain_dtensor(self))
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """LayerwiseError: this rank has a part of it."""
+        raise _to_full("numpy()")
+
+    def tolist(self) -> NoReturn:
+        """LayerwiseError, as for `numpy`."""
+        raise _to_full("tolist()")
 
     def storage(self) -> NoReturn:  # what safetensors and Accelerate know shared memory by
         """LayerwiseError: a file of it would have this rank's part."""
@@ -272,6 +282,14 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
     if meta is not None and meta.dtype != made.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, made.dtype))
     return wrap(made, spec)
+
+
+def _to_full(what: str) -> LayerwiseError:
+    """Returns the error for what cannot be made of a rank's part."""
+    return LayerwiseError(
+        f"{what} is not supported of a parameter that the plan splits, or what is computed of some: to read all of it "
+        "take p.full_tensor(), which every rank calls; to write to it give load_state_dict the values"
+    )
 
 
 def _check_view(view: PlanDTensor) -> None:
