@@ -27,6 +27,7 @@ class LayerGraph:
         name: For people.
         differentiated: Inputs whose gradient is wanted, beside those of parameters.
         unseen: What the model does and its layers do not, a phrase each.
+        folded: Buffers whose values its layers go by, as they were when it was imported.
         mixed: Whether the layers' types are those of a run or of a plan (see `graph.mixed`).
         by_name: The layers by their names.
 
@@ -43,6 +44,7 @@ class LayerGraph:
     name: str = "model"
     differentiated: frozenset[str] = frozenset()
     unseen: tuple[str, ...] = ()
+    folded: frozenset[str] = frozenset()
     mixed: bool = False
     by_name: dict[str, Layer] = field(init=False, repr=False, compare=False)
 

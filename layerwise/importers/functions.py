@@ -83,6 +83,14 @@ def linear_layer(x: Tensor, weight: Operand, *bias: Operand) -> Built:
     return Built(op, (x,), (turned(weight) if weight.transposed else weight, *bias))
 
 
+def attends_along_samples(sequences: int) -> LayerwiseError:
+    """The error for several sequences whose positions lie along the samples, as they do without `batch_first`."""
+    return LayerwiseError(
+        f"its positions lie along the model's samples, in {sequences} sequences: samples are dimension 0 of what the "
+        "model is called with; build it with batch_first=True, or transpose within the model"
+    )
+
+
 def product(x: Tensor, y: Tensor) -> Built:
     """x @ y: a linear layer where y is a matrix of parameters."""
     return linear_layer(x, y) if is_matrix(y) else Built(MatMul(), (x, y))

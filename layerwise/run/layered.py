@@ -29,6 +29,8 @@ from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.original import OriginalModel
 from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, check_values, versions
+from layerwise.run.guards.shared import Trained
+from layerwise.run.guards.values import check_folded
 from layerwise.run.local_tensor import Version
 from layerwise.run.mean_loss import LossFunction, MeanLoss, mean_loss
 from layerwise.run.options import RuntimeOptions, check_types
@@ -70,7 +72,8 @@ class LayeredModule(SplitFacade):
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._wrapped_model)
-        self._original = OriginalModel()
+        self._folded = self._state.values(network.graph.folded)
+        self._original, self._trained = OriginalModel(), Trained()
         self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.rank_schedule
         if loss is not None and self.plan.io == "boxes":
@@ -120,6 +123,7 @@ class LayeredModule(SplitFacade):
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
         if self.plan.io != "boxes":
             raise LayerwiseError(f"the plan has io {self.plan.io!r}: parallelize the model with io='boxes'")
+        check_folded(self._folded)
         shaped = self._shapes.at(sizes, training=False)
         executor = self._executor(samples, shaped)
         schedule = executor.schedule
@@ -221,6 +225,8 @@ class LayeredModule(SplitFacade):
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         self._places.check()
+        check_folded(self._folded)
+        self._trained.check()
         self._original.check(training=self.training)
         self._unchanged.check(training=self.training)
         check_values(self._reducer.parameters, self._initial)
@@ -245,9 +251,11 @@ class LayeredModule(SplitFacade):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
         self._initial = {}
         self._note_device(fn)
+        check_folded(self._folded)
         self._state.apply(fn)
         self._working.renew()
         self._places = Places(self._wrapped_model)
+        self._folded = self._state.values(self.layer_graph.folded)
         dtype = fn(torch.zeros((), dtype=self.dtype, device=self.device)).dtype
         if dtype != self.dtype:
             self._retype(dtype)
@@ -272,6 +280,7 @@ class LayeredModule(SplitFacade):
         """Notes the model that this module was made of, in whose place it is trained."""
         if self._network.module is not original:  # else it is traced again, as it cannot be copied
             self._original = OriginalModel(original, self.parameters())
+        self._trained = Trained(original, original.named_parameters())
 
     def _may_change(self) -> None:
         """Notes that the loop may write to parameters."""
@@ -299,9 +308,11 @@ class LayeredModule(SplitFacade):
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
         """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
+        check_folded(self._folded)
         copied = LayeredModule(self._network, self.plan, self.comm, self.runtime_options, self.called_loss)
         memo[id(self)] = copied
         copied.load_state_dict(self.state_dict())
+        copied._folded = copied._state.values(copied.layer_graph.folded)
         for original, copy_of_it in zip(self.parameters(), copied.parameters(), strict=True):
             copy_of_it.requires_grad_(original.requires_grad)
         copied.steps_done, copied._initial = self.steps_done, {}

@@ -359,8 +359,8 @@ CHANGES: dict[str, Callable[[Scaled], object]] = {
     "'p' of a Dropout": lambda given: setattr(given.dropout, "p", 0.5),
     "the mode (train or eval) of a Scaled": lambda given: given.eval(),
     "the mode (train or eval) of a Dropout": lambda given: given.dropout.eval(),
-    "a buffer of a Scaled": lambda given: given.shift.fill_(1.0),
-    "a buffer of a Scaled ": lambda given: setattr(given, "shift", torch.ones(())),
+    "buffer 'shift'": lambda given: given.shift.fill_(1.0),
+    "buffer 'shift' ": lambda given: setattr(given, "shift", torch.ones(())),
 }
 
 

@@ -458,3 +458,12 @@ def another_type(setting: Setting) -> Numbers:
     state = whole(model)
     types = sorted({str(value.dtype) for value in state.values()})
     return {"types": str(types), **{name.replace("state.", "rough."): 100 * value for name, value in state.items()}}
+
+
+@row
+def shared_layers(setting: Setting) -> Numbers:
+    """two parallel models that share layers"""
+    actor, critic = Net(), Net(1)
+    critic.first = actor.first
+    models = [setting.parallel(one) for one in (actor, critic)]
+    return minimise(setting, models[0], lambda x, y: F.cross_entropy(models[0](x), y) + models[1](x).square().mean())

@@ -187,3 +187,44 @@ def sums_written(setting: Setting) -> Numbers:
         own = torch.ones((), dtype=p.dtype)
         numbers[f"{name}.own"] = own.mul_(0.5).add_(p.detach().sum(), alpha=0.5)
     return {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in numbers.items()}
+
+
+class Normalised(Net):
+    """Images less their mean, by buffers of which the forward pass computes something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("heat", torch.ones((), dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.mean[None, :, None, None]) / self.heat
+
+
+@row
+def same_buffers(setting: Setting) -> Numbers:
+    """loading buffers as they were, or unused ones"""
+    model = setting.parallel(Normalised())
+    model.load_state_dict({**model.state_dict(), "seen": torch.ones(3, dtype=torch.float64)})
+    copied = copy.deepcopy(model)
+    (x, _), *_ = setting.batches()
+    return {**train(setting, model), "rows.copied": copied.eval()(x)}
+
+
+@row
+def given_buffer(setting: Setting) -> Numbers:
+    """writes into buffers of the given model"""
+    given = Normalised()
+    model = setting.parallel(given)
+    train(setting, model)
+    given.heat.fill_(2.0)
+    return train(setting, model)
+
+
+@row
+def buffer_loaded(setting: Setting) -> Numbers:
+    """loading other values of a buffer that is computed with, or a number"""
+    model = setting.parallel(Normalised())
+    model.load_state_dict({**model.state_dict(), "mean": torch.ones(1, dtype=torch.float64)})
+    return train(setting, model)

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.comm.base import Comm
-from layerwise.errors import LayerwiseError
 from layerwise.run.state.plan_dtensor import PlanDTensor
 from tests.run.dtensor_ranks import Cuts, made, original
 
@@ -33,6 +32,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda p: p.norm(),
     "norm inf": lambda p: p.norm(float("inf")),
     "norm of a dimension": lambda p: p.norm(dim=0),
+    "norms of rows": lambda p: p.norm(dim=-1).sum(),
+    "any of rows": lambda p: (p > 0.3).any(0).sum(),
+    "histogram": lambda p: torch.histogram(p, 4).hist,
     "sum of no dimension": lambda p: p.sum(dim=[]),
     "mean of the last": lambda p: p.mean(-1),
     "spectral norm": lambda p: torch.linalg.matrix_norm(p, 2),
@@ -87,16 +89,6 @@ def written(comm: Comm, cuts: Cuts) -> list[str]:
         put(q)
         found += [name] * (not _alike(p, q))
     return found
-
-
-def arrays(comm: Comm, cuts: Cuts) -> list[str]:
-    said = []
-    for name in ("numpy", "tolist"):
-        try:
-            getattr(made(comm, cuts).get_parameter("second.weight").detach(), name)()
-        except LayerwiseError as error:
-            said.append(str(error))
-    return said
 
 
 def _pairs(

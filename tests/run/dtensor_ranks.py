@@ -271,7 +271,7 @@ def penalised(comm: Comm | None, cuts: Cuts, how: str) -> tuple[list[float], dic
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for x in X:
         optimizer.zero_grad()
-        penalty = sum(p.abs().sum() for p in model.parameters())
+        penalty = sum(p.abs().sum() + p.norm(dim=0).sum() for p in model.parameters())
         if how == "full_tensor" and isinstance(penalty, DTensor):
             penalty = penalty.full_tensor()
         mine = share(model)
@@ -376,6 +376,9 @@ def beside(comm: Comm, cuts: Cuts) -> None:
             p.norm().add_(torch.ones(()))
         with pytest.raises(LayerwiseError, match="with a number that is another on each rank"):
             _ = torch.tensor(float(comm.rank)) * p
+        for act in (p.detach().numpy, p.tolist):
+            with pytest.raises(LayerwiseError, match=r"take p.full_tensor\(\), which every rank calls"):
+                act()
         number = p.norm()
         copied = copy.deepcopy({"a": torch.ones(2), "n": number.detach()})["n"]
         assert all(isinstance(x, DTensor) for x in (copied, torch.tensor(2.0) * p.square()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -26,7 +26,7 @@ from layerwise.importers.torch.calls.spectral import spectral_norms
 from layerwise.importers.torch.calls.types import follows, typed
 from layerwise.importers.torch.calls.unknown import decomposed, torch_call, why_not
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
-from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
+from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, SHAPED_ONLY, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
 from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, Value, samples_in
 from layerwise.ops.tensor.pointwise import Unary
@@ -114,7 +114,17 @@ class _Importer:
             outputs[value.name] = None
         graph = self.placer.builder.finish(list(outputs))
         check_samples(graph)
-        return graph
+        return replace(graph, folded=frozenset(self.folded(graph)))
+
+    def folded(self, graph: LayerGraph) -> Iterator[str]:
+        """Yields the buffers of which constants are computed, or that no layer holds: their values are in the graph."""
+        held = {name for layer in graph.layers for name, _ in layer.own_parameters()}
+        buffers = {s.value.name: s.target for s in self.program.sources if s.kind == "buffer"}
+        for node in self.program.nodes:
+            if base_name(node.target) not in SHAPED_ONLY and not node.target.partition("::")[2].startswith(CHECKS):
+                computed = is_constant(node, lambda ref: self.role(ref) == "constant")
+                read = (buffers[ref.name] for ref in node.operands if ref.name in buffers)
+                yield from (name for name in read if computed or name not in held)
 
     def call(self, node: Node) -> None:
         """One call: a constant, a layer or several, or nothing."""

@@ -305,7 +305,12 @@ def _total(graph: LayerGraph, name: str, x: Tensor) -> Tensor:
 
 
 def _gradients(outputs: Sequence[Tensor], of: Iterable[Tensor]) -> Sequence[Tensor | None]:
-    """Of the outputs' sum with fixed weights."""
+    """Of the outputs' sum with fixed weights; sparse ones of embeddings as they are in full."""
+    return [g if g is None else g.to_dense() for g in _as_made(outputs, of)]
+
+
+def _as_made(outputs: Sequence[Tensor], of: Iterable[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients, as autograd makes them."""
     wanted, total = list(of), torch.zeros(())
     for x in outputs:
         if x.requires_grad:

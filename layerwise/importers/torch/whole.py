@@ -239,7 +239,8 @@ def _computed(run: Callable[[Sequence[Tensor]], Tensor], module: nn.Module, tens
         grads: Sequence[Tensor | None] = [None] * len(wanted)
         if made.requires_grad and wanted:
             grads = torch.autograd.grad((made.real * fixed_weights(made[:1])).sum(), wanted, allow_unused=True)
-    return [made.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True))]
+    each = (torch.zeros_like(x) if g is None else g.to_dense() for x, g in zip(wanted, grads, strict=True))
+    return [made.detach(), *each]
 
 
 def _graded(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -61,6 +61,12 @@ class Recurrent(Op):
         if len(x.shape) != 3:
             raise LayerwiseError(f"a recurrent layer takes (samples, steps, channels), not {x.describe()}")
         n = 0 if self.batch_first else 1
+        if x.dims[1 - n] == "n":
+            raise LayerwiseError(
+                f"its steps are dimension {1 - n}, along which the model's samples lie, so that one sample would be "
+                "a step of the next: samples are dimension 0 of what the model is called with; build it with "
+                "batch_first=True, or transpose within the model"
+            )
         depth = self.layers * self.directions
         wide = [(depth, x.shape[n], self.width), (depth, x.shape[n], self.hidden)]
         for state, shape in zip(states, wide, strict=False):

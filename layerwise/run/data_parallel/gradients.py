@@ -24,7 +24,7 @@ from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import Hooks, call_hooks, check_parameters, outside_while_waiting, take_hooks
 from layerwise.run.guards.refusals import Structure, check_frozen
-from layerwise.run.state.initial import digest
+from layerwise.run.local_tensor import digest
 
 
 class AveragedParameters:

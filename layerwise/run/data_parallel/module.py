@@ -34,6 +34,7 @@ from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.hooks import check_around, check_transforms, in_backward
+from layerwise.run.guards.shared import Trained
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
 from layerwise.run.parallel import ParallelModule
@@ -96,6 +97,7 @@ class DataParallelModule(ParallelModule):
         settings = facts.options.compile
         self.__dict__["_called"] = module if settings is None else compile_with(module, settings)
         self._average()
+        self._trained = Trained(module, module.named_parameters() if facts.comm.size > 1 else ())
         self._made = True
 
     @property
@@ -195,6 +197,7 @@ class DataParallelModule(ParallelModule):
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
         check_around(self.parameters())
         self._averaged.check()
+        self._trained.check()
         self.comm.at(self.steps_done, "the model")
         if not (drawn or torch.is_grad_enabled()):
             return ModelCall(seed)

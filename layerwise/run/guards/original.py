@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.refusals import unsupported
-from layerwise.run.local_tensor import Version, version
+from layerwise.run.guards.values import Values
+from layerwise.run.local_tensor import version
 
 
 class RefusedParameter(nn.Parameter):
@@ -73,7 +73,9 @@ class OriginalModel:
         """trained: the parameters of the parallel module."""
         modules = [] if model is None else list(model.modules())
         self._before = [(weakref.ref(m), _facts(m)) for m in modules]
-        self._settings = [(weakref.ref(m), m.training, _buffers(m), _settings(m)) for m in modules]
+        named = () if model is None else model.named_modules()
+        self._settings = [(weakref.ref(m), f"{name}.".lstrip("."), m.training, _settings(m)) for name, m in named]
+        self._buffers = Values(self._own_buffers)
         self._trained = [(weakref.ref(p), version(p)) for p in trained]
         if model is not None:
             _originals[model] = self
@@ -94,22 +96,31 @@ class OriginalModel:
                 "replaced; the plan splits them over the ranks, and the parallel model goes on with its own: do it to "
                 "what parallelize returned (model.apply(fn) initialises), or before the model is made parallel"
             )
-        for module, mode, buffers, settings in self._settings:
-            if (m := module()) is None:
-                continue
-            now = vars(m)
-            changed = [repr(name) for name, value in settings.items() if now.get(name) not in (value,)]
-            if m.training not in (mode, training):
-                changed.append("the mode (train or eval)")
-            if _buffers(m) != buffers:
-                changed.append("a buffer")
-            if changed and self._has_stale():
-                raise unsupported(
-                    f"{changed[0]} of a {type(m).__name__} of the model that parallelize was given, changed since,",
-                    "change it before, or call train(), eval() and copy_() of what parallelize returned",
-                )
-            if changed:
-                self._settings = []
+        if (changed := next(self._changed(training), None)) is None:
+            return
+        if self._has_stale():
+            raise unsupported(
+                f"{changed} of the model that parallelize was given, changed since,",
+                "change it before, or call train(), eval() and copy_() of what parallelize returned",
+            )
+        self._settings = []
+
+    def _changed(self, training: bool) -> Iterator[str]:
+        """Yields what layers go by, and is another now."""
+        for module, _, mode, settings in self._settings:
+            if (m := module()) is not None:
+                now, kind = vars(m), f"of a {type(m).__name__}"
+                yield from (f"{k!r} {kind}" for k, value in settings.items() if now.get(k) not in (value,))
+                if m.training not in (mode, training):
+                    yield f"the mode (train or eval) {kind}"
+        if (name := self._buffers.changed()) is not None:
+            yield f"buffer {name!r}"
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers of modules of the user's own: PyTorch's write theirs in a forward pass."""
+        modules = ((m, path) for module, path, *_ in self._settings if (m := module()) is not None)
+        own = [(m, path) for m, path in modules if not type(m).__module__.startswith("torch.")]
+        return {path + name: b for m, path in own for name, b in m._buffers.items() if b is not None}
 
     def _has_stale(self) -> bool:
         """Returns whether some are stale: none once values were loaded into the original, a model of its own then."""
@@ -122,12 +133,6 @@ class OriginalModel:
             if type(p) is nn.Parameter:
                 p.__class__ = StaleParameter
         self._before = []
-
-
-def _buffers(module: nn.Module) -> list[tuple[int, Version]]:
-    """Returns which buffers a module has, and how often they were written to, but for those that its calls write to."""
-    held = () if isinstance(module, _NormBase) else module._buffers.values()
-    return [(id(b), version(b)) for b in held if b is not None and not b.is_inference()]
 
 
 def _settings(module: nn.Module) -> dict[str, object]:

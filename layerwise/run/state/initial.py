@@ -24,6 +24,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.facts import Parameter
 from layerwise.ops.random import combine, normal, uniform
+from layerwise.run.local_tensor import digest
 
 
 def drawn_as(graph: LayerGraph) -> dict[str, Parameter]:
@@ -105,9 +106,3 @@ def _send(tensor: Tensor, to: list[int], comm: Comm, what: str) -> None:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device)
         comm.exchange([], [(0, value)], "io", what).wait()
         tensor.detach().copy_(value)
-
-
-def digest(tensor: Tensor) -> int:
-    """Returns a checksum of its elements' bits."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().data)

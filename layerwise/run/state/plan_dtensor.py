@@ -6,6 +6,7 @@ It is a DTensor that does right what DTensor (torch 2.11 to 2.15) does wrong wit
 - GradScaler looks for infinities over the mesh axes that cut the first gradient, not over those that cut others.
 - Random numbers on a CPU are drawn by each rank for its own shard: here they are refused.
 - A sum or a mean (Adafactor's, for one) that is written to raises, as it is not added up over the ranks yet.
+- Sums of norms (`p.norm(dim=1).sum()`), or of `any`, add up the ranks' parts like terms of a sum.
 - A number (a norm, a penalty on weights) beside a rank's own tensor raises: here it is a plain number (`PlanNumber`).
 - A DTensor of a sub-mesh, of a layer on some of the ranks, is computed with there alone: elsewhere sums and norms are
   zeros, `full_tensor()` is empty, and tensors of two meshes do not mix. Here what is a number, or is asked for as a
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -60,6 +61,10 @@ from layerwise.run.state.own_numbers import NumberBesideOwn
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NO_RULE = "Sharding propagation failed", "does not have a sharding strategy"  # how DTensor says it, alike on all ranks
 CAT = torch.ops.aten.cat.default
+# Of the ranks' parts of a norm these make parts of a norm.
+OF_NORMS = frozenset(
+    (torch.ops.aten.stack.default, torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar)
+)
 PUT, MASKED = torch.ops.aten.index_put_.default, torch.ops.aten.masked_fill_.Tensor
 
 
@@ -122,9 +127,14 @@ class PlanDTensor(DTensor):
             args, kwargs = each_of(lambda x: instead.get(id(x), x), args, kwargs)
         same: dict[int, Tensor] = {}
 
+        keeps = func in OF_NORMS
+
         def plain(x: Any) -> Any:
             if isinstance(x, cls):
                 plain_tensor = plain_dtensor(x)
+                if not keeps and _adds_up_otherwise(x) and all(x is not output for output in tree_leaves(written)):
+                    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+                    plain_tensor = plain_tensor.redistribute(placements=placements)
                 same[id(plain_tensor)] = x
                 return plain_tensor
             return x
@@ -195,8 +205,8 @@ class PlanDTensor(DTensor):
     def numpy(self, *, force: bool = False) -> NoReturn:
         """LayerwiseError: an array of it would have this rank's part."""
         raise LayerwiseError(
-            "an array or list was asked for of a parameter that the plan splits: give p.full_tensor().numpy(), whose "
-            "full_tensor() every rank calls"
+            "an array or list was asked for of a parameter that the plan splits: take p.full_tensor(), which every "
+            "rank calls"
         )
 
     tolist = numpy
@@ -319,6 +329,13 @@ def _settled(tensor: Any) -> bool:
     settled = plain_dtensor(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
     tensor._local_tensor, tensor._spec = settled._local_tensor, settled._spec
     return True
+
+
+def _adds_up_otherwise(tensor: DTensor) -> bool:
+    """True if ranks have parts of it (of a norm, of `any`) that are no terms of a sum: DTensor adds them like terms."""
+    parts = [p for p in tensor.placements if isinstance(p, Partial)]
+    others = (p.reduce_op not in ("sum", "avg") or getattr(p, "norm_type", 1) != 1 for p in parts)
+    return any(others) or (bool(parts) and tensor.dtype is torch.bool)
 
 
 def _marked(tensor: DTensor, device: torch.device) -> DTensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from layerwise.importers.load import Network
 from layerwise.partition.groups import sharing
 from layerwise.partition.moved import transfer
 from layerwise.partition.place import Each
+from layerwise.run.guards.values import Values
 from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.redistribute import Redistribution
@@ -142,6 +143,12 @@ class State:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns them by their names in the network."""
         return self.tree.parameters()
+
+    def values(self, names: Collection[str]) -> Values:
+        """The values now of the buffers of these names in the network, but for counters, which `count` moves."""
+        held = {self._keys[key]: value for key, value in self.extra.items()} | self.tree.tensors()
+        some = {name: held[name] for name in sorted(names) if name in held and name.rpartition(".")[2] != COUNT}
+        return Values(lambda: some)
 
     def sharing(self, name: str) -> Group:
         """Returns the ranks that hold the same box as this one."""

@@ -223,6 +223,11 @@ def test_what_cannot_be_run_is_traced_twice() -> None:
     assert "changes its attribute 'steps'" in network.graph.unseen[0]
 
 
+def test_sparse_gradients_are_what_they_are_in_full() -> None:
+    net = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
+    assert network_of(net, (torch.arange(8).reshape(4, 2),), None, "test").unproven is None
+
+
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 40))
     network = network_of(nn.Linear(4, 4), (torch.randn(4, 4),), None, "test")

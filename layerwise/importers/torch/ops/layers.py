@@ -9,7 +9,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers import functions
-from layerwise.importers.functions import scaled
+from layerwise.importers.functions import attends_along_samples, scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import reshaped
 from layerwise.importers.torch.ops.matrix import standardised
@@ -216,6 +216,8 @@ def embedding_bag(call: Call) -> Result:
 
 def attention(call: Call) -> Result:
     q, k, v = call.operand("query"), call.operand("key"), call.operand("value")
+    if q.spec.dims[-2] == "n" and len(q.shape) > 3 and q.shape[0] > 1:  # of one sequence, samples may attend to samples
+        raise attends_along_samples(q.shape[0])
     mask, scale = call.get("attn_mask"), call.get("scale")
     inputs = (q, k, v, mask) if isinstance(mask, Operand) else (q, k, v)
     factor = float(scale) if isinstance(scale, (int, float)) else None

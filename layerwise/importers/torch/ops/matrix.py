@@ -6,7 +6,14 @@ from math import prod
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers import functions
-from layerwise.importers.functions import einsum, is_matrix, linear_layer, product, scaled
+from layerwise.importers.functions import (
+    attends_along_samples,
+    einsum,
+    is_matrix,
+    linear_layer,
+    product,
+    scaled,
+)
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import permuted, reshaped, wrapped
 from layerwise.importers.torch.ops.pointwise import binary
@@ -23,6 +30,8 @@ def linear(call: Call) -> Result:
 def matmul(call: Call) -> Result:
     """matmul, mm, bmm, mv, dot."""
     x, y = call.tensors
+    if x.spec.dims[:2] == ("s", "n") and len(y.shape) == 3 and y.spec.dims[::2] == ("s", "n"):
+        raise attends_along_samples(x.shape[0])
     return affine(x, y, None)
 
 

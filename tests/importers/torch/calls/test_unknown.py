@@ -120,6 +120,53 @@ def test_recurrent(module: nn.Module) -> None:
     assert graph.parameter_count() == sum(p.numel() for p in module.parameters())
 
 
+class Buffers(nn.Module):
+    """One is a number, a function is taken of one, one is a layer's as it is, and one is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in {"heat": torch.ones(()), "mean": torch.zeros(8), "scale": torch.ones(8)}.items():
+            self.register_buffer(name, value)
+        self.register_buffer("seen", torch.zeros(()))
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x.mean(1) - self.mean.exp()) * self.scale) / self.heat
+
+
+def test_buffers_whose_values_the_layers_go_by() -> None:
+    folded = from_torch(Buffers(), (torch.randn(4, 6, 8),)).folded
+    assert folded - {"norm.num_batches_tracked"} == {"heat", "mean"}
+
+
+def test_steps_along_the_samples_are_refused() -> None:
+    """PyTorch's default: as a step of the next, a rank's samples would go on from another rank's."""
+    with pytest.raises(LayerwiseError, match="samples are dimension 0 of what the model is called with"):
+        from_torch(nn.GRU(8, 5), (X,))
+
+
+class Attends(nn.Module):
+    """By PyTorch's default, dimension 0 has the positions."""
+
+    def __init__(self, *, weights: bool, alone: bool = False) -> None:
+        super().__init__()
+        self.attention, self.weights, self.alone = nn.MultiheadAttention(8, 2), weights, alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :1] if self.alone else x
+        return self.attention(x, x, x, need_weights=self.weights)[0]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_positions_along_the_samples_are_refused(weights: bool) -> None:
+    with pytest.raises(LayerwiseError, match="its positions lie along the model's samples, in"):
+        from_torch(Attends(weights=weights), (X,))
+
+
+def test_samples_may_be_the_positions_of_one_sequence() -> None:
+    assert from_torch(Attends(weights=False, alone=True), (X,)).batch == 4
+
+
 class Turned(nn.Module):
     def __init__(self, rnn: nn.Module) -> None:
         super().__init__()

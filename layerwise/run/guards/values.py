@@ -1,0 +1,44 @@
+"""Values: of buffers that a split plan does not read again, to notice others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from layerwise.errors import LayerwiseError
+from layerwise.run.guards.refusals import AS_WRITTEN
+from layerwise.run.local_tensor import digest, local_tensor, version
+
+FEW = 64  # elements that are looked at whenever it is asked: `b.data.fill_(x)` is no new version of b
+
+
+class Values:
+    """The values that tensors have now. read: returns the tensors by name, which later may be others."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._read = read
+        self._before = {name: (id(x), version(x), digest(local_tensor(x))) for name, x in read().items()}
+
+    def changed(self) -> str | None:
+        """Returns the name of a tensor that has other values now."""
+        for name, tensor in self._read().items():
+            number, before, bits = self._before.get(name, (0, (0, 0), None))
+            now, local = version(tensor), local_tensor(tensor)
+            same = number == id(tensor) and now == before
+            if same and (local.numel() > FEW or local.device.type != "cpu"):
+                continue
+            if digest(local) != bits:
+                return name
+            self._before[name] = id(tensor), now, bits
+        return None
+
+
+def check_folded(values: Values) -> None:
+    """LayerwiseError where a buffer that the layers were traced with has other values now."""
+    if (name := values.changed()) is not None:
+        raise LayerwiseError(
+            f"buffer {name!r} was given other values after the model was made parallel, by load_state_dict or by hand, "
+            "and the plan's layers were traced with those of before: give the model its values before it is made "
+            f"parallel, or {AS_WRITTEN}"
+        )
