@@ -68,7 +68,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     },
     "given_model": {"split": "has kept its values of before training: call what parallelize returned"},
     "buffer_loaded": {"split": "buffer 'mean' was given other values after the model was made parallel"},
-    "given_buffer": {"split": "were written to or frozen since"},
+    "given_buffer": {"split": "of the model that parallelize was given, changed since"},
     "shared_layers": dict.fromkeys(("data", "split"), "make one module of both models, and make that parallel"),
     "given_other_values": {"split": "were written to or frozen since"},
     "given_written": {"split": "were written to or frozen since"},
