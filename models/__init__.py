@@ -116,7 +116,10 @@ def find(name: str) -> Model:
         raise LayerwiseError(f"model {name!r}: {family} takes no parameter; write {family!r}")
     near = difflib.get_close_matches(name.lower(), _MODELS, n=3)
     known = f"nearest: {', '.join(near)}" if near else f"there are {', '.join(names())}"
-    raise LayerwiseError(f"unknown model {name!r}; {known} (or 'cosmoflow:256', 'mlp:1024x2048x10' for any sizes)")
+    raise LayerwiseError(
+        f"unknown model {name!r}; {known} (or 'cosmoflow:256', 'mlp:1024x2048x10' for any sizes), "
+        "or of your own package.module:callable, or an .onnx or .pt2 file"
+    )
 
 
 def _cosmoflow(name: str, parameter: str) -> Model:

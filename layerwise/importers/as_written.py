@@ -63,7 +63,8 @@ def as_written_unbatched(
             module(*call[0], **call[1])
     except Exception as error:  # the model's own code, which may raise anything
         raise LayerwiseError(
-            f"{why}; but called with example_inputs as they are the model raises {type(error).__name__}: {error}"
+            f"{why}; but called with example_inputs as they are the model raises {type(error).__name__}: {error}; give "
+            "what one rank calls it with"
         ) from error
     dtype = _dtype(*tensors.values())
     arguments = Arguments(signature_of(module), pytree.tree_map(lambda _: Leaf(None, None), call), batch)

@@ -43,7 +43,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --inference --io boxes --out")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     p.add_argument("--weights", metavar="FILE.safetensors", required=True, help="the model's state dict")
-    p.add_argument("--data", metavar="FILE", nargs="+", required=True, help=".npy, .zarr, .h5::name, .nii or .nii.gz")
+    p.add_argument(
+        "--data",
+        metavar="FILE",
+        nargs="+",
+        required=True,
+        help=".npy, .zarr or .h5::name of all volumes (samples first); or a file a volume, also .nii or .nii.gz",
+    )
     p.add_argument("--out", metavar="OUT", required=True, help="a .npy of all, or a .zarr or a folder of one each")
     g = p.add_argument_group("what is computed")
     g.add_argument("--reduce", choices=["argmax", "softmax", "sigmoid"], help="what is made of the outputs")

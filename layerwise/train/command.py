@@ -222,15 +222,15 @@ def _replanned(args: argparse.Namespace, plan: Plan, comm: Comm) -> Plan:
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:
     """LayerwiseError for what is wrong whatever the other ranks say, before they are waited for."""
+    if searched_with(plan, "kind") == "inference":
+        raise LayerwiseError(
+            f"the plan {args.plan} was searched with --inference, and layerwise.run trains: search again without it"
+        )
     world = _world()
     if world != plan.gpus and not args.replan:
         raise LayerwiseError(
             f"the plan is for {plan.gpus} ranks, there {'is' if world == 1 else 'are'} {world}: start them with "
             f"torchrun --nproc-per-node {plan.gpus} -m layerwise.run {args.plan}, search again, or give --replan"
-        )
-    if searched_with(plan, "kind") == "inference":
-        raise LayerwiseError(
-            f"the plan {args.plan} was searched with --inference, and layerwise.run trains: search again without it"
         )
     if args.profile is not None and not (args.replan or args.race > 1):
         raise LayerwiseError("--profile goes with --replan and --race; a plan has been searched with its own")

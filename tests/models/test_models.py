@@ -176,6 +176,7 @@ def test_mlp_of_any_widths(name: str) -> None:
         ("resnet34", "nearest: .*resnet"),
         ("VGG-16", "nearest: vgg16"),
         ("qqqq", "unknown model 'qqqq'; there are .*lenet5.*mlp:1024x2048x10"),
+        ("net.py", "of your own package.module:callable"),
         ("", "unknown model ''"),
         ("resnet50:3", "takes no parameter"),
         ("mlp", "two or more positive widths"),

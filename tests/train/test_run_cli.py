@@ -40,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def test_one_rank_without_torchrun(run: Run) -> None:
     out = run("one.json", "--steps", "3")
-    assert f"{MLP} on 1 ranks, 8 samples a batch, io sample" in out
+    assert f"{MLP} on 1 rank, 8 samples a batch, io sample" in out
     assert "digits: 1,438 samples to train on, 359 held out" in out
     lines = re.findall(r"^step (\d)/3  epoch 1  loss (\S+)  \S+ [mµ]?s  \S+ samples/s$", out, re.MULTILINE)
     assert [number for number, _ in lines] == ["1", "2", "3"]
@@ -67,7 +67,7 @@ def test_a_page_has_what_was_said(run: Run) -> None:
     assert said.rstrip().endswith("page written to run.html")
     page = Path("run.html").read_text(encoding="utf-8")
     found = [data for tag, data in Page(page).texts if tag in ("th", "td")]
-    assert f"{MLP} on 1 ranks, 8 samples a batch, io sample" in found
+    assert f"{MLP} on 1 rank, 8 samples a batch, io sample" in found
     assert all(f"{name}  " in said for name in found[::2])
     assert all(text in said for text in found[1::2])
     assert page.count("<svg") == 1
