@@ -467,3 +467,12 @@ def shared_layers(setting: Setting) -> Numbers:
     critic.first = actor.first
     models = [setting.parallel(one) for one in (actor, critic)]
     return minimise(setting, models[0], lambda x, y: F.cross_entropy(models[0](x), y) + models[1](x).square().mean())
+
+
+@row
+def weights_of_losses(setting: Setting) -> Numbers:
+    """a parameter that only the loss reads"""
+    net = Net()
+    net.heat = nn.Parameter(torch.ones((), dtype=torch.float64))
+    model = setting.parallel(net)
+    return minimise(setting, model, lambda x, y: F.cross_entropy(model(x), y) * model.heat)

@@ -70,6 +70,10 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "buffer_loaded": {"split": "buffer 'mean' was given other values after the model was made parallel"},
     "given_buffer": {"split": "of the model that parallelize was given, changed since"},
     "shared_layers": dict.fromkeys(("data", "split"), "make one module of both models, and make that parallel"),
+    "weights_of_losses": {
+        "data": "was given a gradient that is another one on every rank",
+        "split": "a parameter that the model's forward pass does not read was used outside of it",
+    },
     "given_other_values": {"split": "were written to or frozen since"},
     "given_written": {"split": "were written to or frozen since"},
     "given_frozen": {"split": "were written to or frozen since"},

@@ -119,7 +119,8 @@ class _Importer:
     def folded(self, graph: LayerGraph) -> Iterator[str]:
         """Yields the buffers of which constants are computed, or that no layer holds: their values are in the graph."""
         held = {name for layer in graph.layers for name, _ in layer.own_parameters()}
-        buffers = {s.value.name: s.target for s in self.program.sources if s.kind == "buffer"}
+        every = {s.value.name: s.target for s in self.program.sources if s.kind == "buffer"}
+        buffers = {name: target for name, target in every.items() if not target.endswith("num_batches_tracked")}
         for node in self.program.nodes:
             if base_name(node.target) not in SHAPED_ONLY and not node.target.partition("::")[2].startswith(CHECKS):
                 computed = is_constant(node, lambda ref: self.role(ref) == "constant")

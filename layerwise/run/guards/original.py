@@ -60,6 +60,33 @@ class StaleParameter(RefusedParameter):
             return func(*args, **(kwargs or {}))
 
 
+class UnreadParameter(RefusedParameter):
+    """A parameter that the model's forward pass does not read, so that no plan's layer has it, and nobody trains it."""
+
+    sentence = (
+        "a parameter that the model's forward pass does not read was used outside of it, and would not be trained "
+        "where a plan splits layers: let the model return what it is for, or make it a parameter of the loop's own"
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """LayerwiseError where a gradient may be wanted of it."""
+        if torch.is_grad_enabled() and func not in METADATA:
+            raise LayerwiseError(cls.sentence)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def of(cls, values: Tensor) -> UnreadParameter:
+        """Returns one in the same memory."""
+        made = nn.Parameter(values, requires_grad=False)
+        made.__class__ = cls
+        assert isinstance(made, cls)
+        return made
+
+
 _originals: weakref.WeakKeyDictionary[nn.Module, OriginalModel] = weakref.WeakKeyDictionary()
 
 

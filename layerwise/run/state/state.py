@@ -145,9 +145,9 @@ class State:
         return self.tree.parameters()
 
     def values(self, names: Collection[str]) -> Values:
-        """The values now of the buffers of these names in the network, but for counters, which `count` moves."""
+        """The values now of the buffers of these names in the network."""
         held = {self._keys[key]: value for key, value in self.extra.items()} | self.tree.tensors()
-        some = {name: held[name] for name in sorted(names) if name in held and name.rpartition(".")[2] != COUNT}
+        some = {name: held[name] for name in sorted(names) if name in held}
         return Values(lambda: some)
 
     def sharing(self, name: str) -> Group:

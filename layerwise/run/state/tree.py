@@ -23,6 +23,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.ops.nn.norm import BatchNorm
+from layerwise.run.guards.original import UnreadParameter
 from layerwise.run.guards.refusals import REFUSED
 
 Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters`, `_buffers` or attributes, and a key
@@ -42,6 +43,7 @@ class Tree:
         self._slots = dict[str, Slot]()  # of the tensors that layers compute with, by their names in the graph
         self._aliases = list[tuple[Slot, str]]()
         model = Names() if network.module is None else network.module
+        self._trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         stand_ins = {id(m): self._stand_in(m, path, network.written) for path, m in model.named_modules()}
         for module in model.modules():
             for name, child in module._modules.items():
@@ -105,7 +107,7 @@ class Tree:
         for key, tensor in extra.items():
             module, last = self._at(key)
             if last not in module._parameters and last not in module._buffers:
-                module.__dict__[last] = tensor
+                module.__dict__[last] = UnreadParameter.of(tensor) if key in self._trained else tensor
 
     def _alias(self) -> None:
         for (slots, key), name in self._aliases:

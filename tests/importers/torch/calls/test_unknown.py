@@ -135,8 +135,7 @@ class Buffers(nn.Module):
 
 
 def test_buffers_whose_values_the_layers_go_by() -> None:
-    folded = from_torch(Buffers(), (torch.randn(4, 6, 8),)).folded
-    assert folded - {"norm.num_batches_tracked"} == {"heat", "mean"}
+    assert from_torch(Buffers(), (torch.randn(4, 6, 8),)).folded == {"heat", "mean"}
 
 
 def test_steps_along_the_samples_are_refused() -> None:
