@@ -34,13 +34,14 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
 from layerwise.machine import DEFAULT, Profile, save
 from layerwise.machine import load as load_profile
+from layerwise.machine.curves import Curve, Overlap
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.job import Job, Summary, base_profile, terminable
 from layerwise.measure.links import check_nodes, measure_links, with_links
 from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.topology import find_topology
 from layerwise.report import as_json, text
-from layerwise.report.content import Column, Table, filled
+from layerwise.report.content import Column, Table
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -149,11 +150,8 @@ def _summary_text(s: Summary) -> str:
         f"Of the best plan's predicted compute time {s.best_share:.0%} is measured.",
     ]
     if s.missing:
-        error = (
-            "too few were measured to say how well"
-            if s.held_out_error is None
-            else f"median error {s.held_out_error:.1%}"
-        )
+        known = s.held_out_error
+        error = "too few were measured to say how well" if known is None else f"median error {known:.1%}"
         lines.append(f"{s.missing} are left to the fit ({error}, on cells held out): run it again to go on.")
     lines += [f"Not to be measured here: {reason}." for reason in s.failed]
     lines.append(f"profile written to {s.out}" if s.out else "Nothing was written: give --out PROFILE.json to keep it.")
@@ -230,35 +228,33 @@ def _print_links(args: argparse.Namespace, comm: Comm, profile: Profile, spreads
     if args.json:
         print(as_json.text({"out": args.out, "links": profile.links.as_json()}))
         return
-    columns = (
-        Column("operation"),
-        Column("members"),
-        Column("load", "#"),
-        Column("latency", "s"),
-        Column("bandwidth", "#"),
-        Column("switches at", wraps=True),
-        Column("spread", "%"),
-    )
-    rows = [
-        (
-            curve.operation.replace("_", "-"),
-            " × ".join(map(str, reversed(curve.fan))),
-            curve.load,
-            curve.knots[0][1],
-            f"{1e-6 / rate:,.0f} MB/s" if (rate := curve.pieces[-1][2]) > 0 else "",
-            ", ".join(f"{size / 1024:,.0f} KiB" for size, _, _ in curve.pieces[1:]),
-            f"{spreads[curve]:.0%}",
-        )
-        for curve in profile.links.curves
+    curves, rates = profile.links.curves, [curve.pieces[-1][2] for curve in profile.links.curves]
+    switches = [[f"{size / 1024:,.0f} KiB" for size, _, _ in curve.pieces[1:]] for curve in curves]
+    columns = [
+        Column("operation", cells=[_operation(curve) for curve in curves]),
+        Column("members", cells=[_members(curve) for curve in curves]),
+        Column("load", "#", [curve.load for curve in curves]),
+        Column("latency", "s", [curve.knots[0][1] for curve in curves]),
+        Column("bandwidth", "#", [f"{1e-6 / rate:,.0f} MB/s" if rate > 0 else "" for rate in rates]),
+        Column("switches at", cells=[", ".join(sizes) for sizes in switches], wraps=True),
+        Column("spread", "%", [f"{spreads[curve]:.0%}" for curve in curves]),
     ]
     out = console()
-    out.print(text.parts([Table(filled(columns, rows))]))
+    out.print(text.parts([Table(columns)]))
     for overlap in profile.links.overlaps:
         out.print(
-            f"{overlap.operation.replace('_', '-')} among {' × '.join(map(str, reversed(overlap.fan)))} beside "
-            f"computation: it goes on at {overlap.sync:.0%}, computation at {overlap.compute:.0%} of their speed alone"
+            f"{_operation(overlap)} among {_members(overlap)} beside computation: it goes on at {overlap.sync:.0%}, "
+            f"computation at {overlap.compute:.0%} of their speed alone"
         )
     out.print(f"written to {args.out}: layerwise search MODEL --gpus {comm.size} --profile {args.out}", soft_wrap=True)
+
+
+def _operation(of: Curve | Overlap) -> str:
+    return of.operation.replace("_", "-")
+
+
+def _members(of: Curve | Overlap) -> str:
+    return " × ".join(map(str, reversed(of.fan)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
+from layerwise.measure.timing import Reading, Stopwatch
 from layerwise.ops.fused import local_stages, needed_box, run_stages
 from layerwise.tensorfile import dtype_name
 
@@ -78,18 +79,17 @@ class Bench:
         self.spec, self.mode = spec, mode
         self.stages = local_stages(layer.stages, layer.specs, spec.cell, spec.owned, self._all_reduce)
         needs = zip(layer.specs, space.needs, space.epilogue_inputs, strict=True)
+        owned = {True: spec.owned, False: spec.cell}  # by whether it is of an epilogue
         inputs = [
-            mode.filled(needed_box(maps, spec.owned if epilogue else spec.cell).shape, tensor.dtype, _bound(layer))
+            mode.filled(needed_box(maps, owned[epilogue]).shape, tensor.dtype, _bound(layer))
             for tensor, maps, epilogue in needs
         ]
-        values: list[Tensor] = []
-        for p in space.parameters:
-            shape = needed_box(p.maps, spec.owned if p.epilogue else spec.cell).shape
-            values.append(
-                mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype)
-            )
-        inputs += [values[i] for i in layer.tied]  # tied parameters come in over an edge
-        self.inputs = inputs
+        shapes = [needed_box(p.maps, owned[p.epilogue]).shape for p in space.parameters]
+        values = [
+            mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype)
+            for p, shape in zip(space.parameters, shapes, strict=True)
+        ]
+        self.inputs = inputs + [values[i] for i in layer.tied]  # tied parameters come in over an edge
         self.parameters = [
             None if i in layer.tied else nn.Parameter(value) if p.trainable else value
             for i, (p, value) in enumerate(zip(space.parameters, values, strict=True))
@@ -289,3 +289,14 @@ def leave_only(recent: Sequence[Tensor] | None, device: torch.device) -> None:
     _buffer().sum()
     for tensor in recent:
         tensor.sum()
+
+
+def cold(bench: Bench | UpdateBench | LossBench, stopwatch: Stopwatch, *, wanted: bool = True) -> Reading:
+    """Times a forward and a backward pass, with what is forgotten after it, each with a step's tensors in the cache.
+
+    wanted: False leaves the cache as it is.
+    """
+    before = [partial(leave_only, recent if wanted else None, stopwatch.device) for recent in (*bench.recent, None)]
+    reading = stopwatch([bench.forward, bench.backward, bench.forget], before)
+    forward, backward, forget = reading.seconds
+    return Reading((forward, backward + forget), reading.spread, reading.samples)

@@ -102,17 +102,8 @@ def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[
     for i, row in enumerate(sizes(layer, largest_cell(layer, layout))):
         if row and row not in tasks:
             held_bytes = float(sum(row)) * layer.out.item_bytes * (3 + OPTIMIZERS[optimizer])
-            time = Work(*work.work[i].tolist())
-            tasks[row] = CellTask(
-                update_name(optimizer),
-                row,
-                "update",
-                UpdateSpec(optimizer, row),
-                float(predicted[i]),
-                held_bytes,
-                time,
-                Work(),
-            )
+            name, spec, done = update_name(optimizer), UpdateSpec(optimizer, row), Work(*work.work[i].tolist())
+            tasks[row] = CellTask(name, row, "update", spec, float(predicted[i]), held_bytes, done, Work())
     return list(tasks.values())
 
 

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DEFAULT, DeviceGraph, Profile, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
-from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, UpdateBench, UpdateSpec, leave_only
+from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, UpdateBench, UpdateSpec, cold
 from layerwise.measure.cells import CellTask, Key, wanted_cells
 from layerwise.measure.conditions import provenance
 from layerwise.measure.overhead import COPIED, MakeModule, copied, optimizer_call_s, overhead
@@ -113,11 +113,9 @@ def timed(cell: CellTask, mode: Mode, stopwatch: Stopwatch) -> CellTime:
     """Measures one cell. MemoryError, or torch's, where it does not fit; ValueError, RuntimeError of its kernels."""
     if cell.bytes > free_bytes(mode.device):
         raise MemoryError
-    bench = bench_of(cell.spec, mode)
-    before = [partial(leave_only, recent, mode.device) for recent in (*bench.recent, None)]
-    reading = stopwatch([bench.forward, bench.backward, bench.forget], before)
-    forward, backward, forget = reading.seconds
-    return CellTime(forward, backward + forget, reading.spread, reading.samples, cell.forward, cell.backward)
+    reading = cold(bench_of(cell.spec, mode), stopwatch)
+    forward_s, backward_s = reading.seconds
+    return CellTime(forward_s, backward_s, reading.spread, reading.samples, cell.forward, cell.backward)
 
 
 def free_bytes(device: torch.device) -> float:
@@ -191,25 +189,23 @@ class Job:
 
     def _measure(self, measuring: Measuring, cells: list[CellTask], what: str, *, quiet: bool) -> int:
         """Measures cells, and returns how many."""
-        before, done = measuring.taken, 0
+        before, done = measuring.taken, count(1)
         with progress_bar(f"measuring {what}", quiet=quiet) as progress:
 
             def after(_: CellTask) -> None:
-                nonlocal done
-                done += 1
                 if progress:
-                    progress(done, len(cells))
+                    progress(next(done), len(cells))
 
             measuring.measure(cells, after)
         return measuring.taken - before
 
     def _overhead(self, measuring: Measuring, make_module: MakeModule) -> None:
         """Measures the runtime on a CPU. On a GPU the host runs ahead of the kernels: what it does takes no time."""
-        optimizer = self.options.optimizer
+        optimizer, on_cpu = self.options.optimizer, self.mode.device.type == "cpu"
         step, copy = (step_name(optimizer), ()), (COPY, (COPIED,))
-        if self.mode.device.type == "cpu" and not measuring.has(copy):
+        if on_cpu and not measuring.has(copy):
             measuring.add(copy, copied(self.mode, Stopwatch(self.mode.device)))
-        if self.mode.device.type == "cpu" and not (measuring.has(step) and measuring.has((LAYER, ()))):
+        if on_cpu and not (measuring.has(step) and measuring.has((LAYER, ()))):
             measured = overhead(optimizer, self.mode, make_module)
             measuring.call_s = measured.call_s
             measuring.add((LAYER, ()), measured.layer)
@@ -230,18 +226,13 @@ class Job:
     def _summary(self, measuring: Measuring, best: Mapping[str, Config]) -> Summary:
         model, times = self._model(measuring.times), measuring.times
         costs = [model.node_cost(layer, (best[layer.name],)).compute for layer in model.graph.inner]
-        missing = measuring.left(self.cells.values())
-        measured = [
-            times.cells[name][extents]
-            for name, extents in self.cells
-            if measuring.has((name, extents)) and (name, extents) not in measuring.failed
-        ]
+        measured = [times.cells[name][size] for name, size in self.cells if size in times.cells.get(name, {})]
         return Summary(
             device=self.where.device,
             cells=len(self.cells),
             measured=len(measured),
             measured_now=measuring.taken,
-            missing=len(missing),
+            missing=len(measuring.left(self.cells.values())),
             failed=sorted(set(measuring.failed.values())),
             spent_s=measuring.spent_s,
             spread=statistics.median([time.spread for time in measured] or [0.0]),
@@ -258,12 +249,11 @@ def base_profile(out: str | None, fallback: str | None, where: Conditions, devic
     """
     if out is not None and Path(out).exists():
         base = load_profile(out)
-        other = next(
-            (times.conditions.device for times in base.layers if times.conditions.device != where.device), None
-        )
-        if other is not None:
+        others = [times.conditions.device for times in base.layers if times.conditions.device != where.device]
+        if others:
             raise LayerwiseError(
-                f"profile {out} has times of another device, {other!r}; this is {where.device!r}: give another --out"
+                f"profile {out} has times of another device, {others[0]!r}; this is {where.device!r}: "
+                "give another --out"
             )
         if base.layers:
             return base
@@ -274,16 +264,11 @@ def base_profile(out: str | None, fallback: str | None, where: Conditions, devic
             name=Path(out).stem if out else "measured",
             description=f"Measured by layerwise on {where.device}; peaks and links of profile {source}.",
         )
-    sources = dict(base.sources)
-    processor = replace(base.processor, name=where.device)
+    sources, processor = dict(base.sources), replace(base.processor, name=where.device)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        processor = replace(
-            processor, memory_bytes=properties.total_memory, processors=properties.multi_processor_count
-        )
-        sources |= dict.fromkeys(
-            ("device.memory_bytes", "device.processors"), f"torch {torch.__version__} on this device"
-        )
+        gpu, source = torch.cuda.get_device_properties(device), f"torch {torch.__version__} on this device"
+        processor = replace(processor, memory_bytes=gpu.total_memory, processors=gpu.multi_processor_count)
+        sources |= {"device.memory_bytes": source, "device.processors": source}
     return replace(base, processor=processor, sources=sources)
 
 

@@ -272,18 +272,17 @@ def with_links(profile: Profile, measured: Measured, where: Topology, facts: dic
         f"measured by layerwise on {facts['date']}: {facts['backend']} of torch {facts['torch']}, "
         f"{where.nodes} nodes of {where.local} ranks"
     )
-    sources = dict(profile.sources)
-    levels = list(profile.levels[:2])
+    inner, *outer = profile.levels[:2]
+    levels = [replace(inner, devices=where.local, devices_per_port=1)]
+    levels += [replace(level, devices=None) for level in outer]  # beyond the nodes it is everything
+    sources = {
+        **profile.sources,
+        "levels[0].devices": f"{source}: ranks of a node",
+        "levels[0].devices_per_port": "assumption: ranks of a node have no port to share",
+    }
     for number, level in enumerate(levels):
-        series = port_series(measured, number)
-        if number == 0:
-            level = replace(level, devices=where.local)
-            sources["levels[0].devices"] = f"{source}: ranks of a node"
-            level = replace(level, devices_per_port=1)
-            sources["levels[0].devices_per_port"] = "assumption: ranks of a node have no port to share"
-        if series:
-            level = _measured_level(level, number, series, where, source, sources)
-        levels[number] = level if number == 0 else replace(level, devices=None)  # beyond the nodes it is everything
+        if series := port_series(measured, number):
+            levels[number] = _measured_level(level, number, series, where, source, sources)
     gone = (*(f"levels[{number}]." for number in range(2, len(profile.levels))), "levels[1].devices ")
     remaining = {path: text for path, text in sources.items() if not f"{path} ".startswith(gone)}
     return replace(profile, levels=tuple(levels), links=measured.links(facts), sources=remaining)
@@ -299,22 +298,21 @@ def port_series(measured: Measured, level: int) -> list[Series]:
 def _measured_level(
     level: LinkLevel, number: int, series: list[Series], where: Topology, source: str, sources: dict[str, str]
 ) -> LinkLevel:
-    loaded, single = series[0], series[-1]
-    latency = single.points[0][1]
+    loaded, single, path = series[0], series[-1], f"levels[{number}]"
+    (smallest, latency), *_ = single.points
     (x0, y0), (x1, y1) = loaded.curve.knots[-2:]
     bytes_per_s = (x1 - x0) / (y1 - y0) if y1 > y0 else x1 / y1  # noise can make the last line flat
-    shared = number > 0 and where.local > 1 and contention(loaded, single) > SHARED
     port: int | str = level.devices_per_port
     if number > 0:
-        port = "node" if shared or where.local == 1 else 1
-        pairs_text = f"{where.local} pairs at once took {contention(loaded, single):.2f} times as long as one"
-        sources[f"levels[{number}].devices_per_port"] = f"{source}: " + (
-            pairs_text if where.local > 1 else "one rank a node"
-        )
-    carried = 1.0 if port == "node" or number == 0 else where.local  # curves count what a node's ranks carry together
-    sources[f"levels[{number}].latency_s"] = f"{source}: an exchange of {series[-1].points[0][0]:,.0f} bytes"
-    sources[f"levels[{number}].bandwidth_bytes_per_s"] = f"{source}: exchanges of {x0:,.0f} to {x1:,.0f} bytes"
-    return replace(level, latency_s=latency, bandwidth_bytes_per_s=bytes_per_s / carried, devices_per_port=port)
+        ratio, seen = contention(loaded, single), "one rank a node"
+        if where.local > 1:
+            seen = f"{where.local} pairs at once took {ratio:.2f} times as long as one"
+        port = "node" if ratio > SHARED or where.local == 1 else 1
+        bytes_per_s /= 1 if port == "node" else where.local  # curves count what a node's ranks carry together
+        sources[f"{path}.devices_per_port"] = f"{source}: {seen}"
+    sources[f"{path}.latency_s"] = f"{source}: an exchange of {smallest:,.0f} bytes"
+    sources[f"{path}.bandwidth_bytes_per_s"] = f"{source}: exchanges of {x0:,.0f} to {x1:,.0f} bytes"
+    return replace(level, latency_s=latency, bandwidth_bytes_per_s=bytes_per_s, devices_per_port=port)
 
 
 def contention(loaded: Series, single: Series) -> float:

@@ -21,6 +21,7 @@ from layerwise.measure.bench import (
     Mode,
     UpdateBench,
     UpdateSpec,
+    cold,
     leave_only,
     optimizer_of,
     own_cache_bytes,
@@ -144,11 +145,7 @@ class _Runtime:
         cell = largest_cell(layer, layout((Config(),), layer.space, 1))
         needs_grad = graph.flows_back(layer)
         bench = Bench(CellSpec(layer, cell.cell(0), cell.owned(0, 2), needs_grad, (False,), 1), self.mode)
-        recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3
-        before = [partial(leave_only, tensors, self.mode.device) for tensors in recent]
-        reading = self.stopwatch([bench.forward, bench.backward, bench.forget], before)
-        forward, backward, forget = reading.seconds
-        return Reading((forward, backward + forget), reading.spread, reading.samples)
+        return cold(bench, self.stopwatch, wanted=graph.layers[-1].specs[0].volume > BATCH * WIDTH)
 
 
 def _chain(count: int, width: int) -> LayerGraph:

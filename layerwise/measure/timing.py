@@ -7,7 +7,6 @@ count, however long they took.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,10 +73,9 @@ class Stopwatch:
         count = min(self.most, max(self.least, int(self.budget_s / max(estimate, 1e-6))))
         samples = sample(pairs, count)
         totals = sorted(sum(row) for row in samples)
-        median = statistics.median(totals)
-        middle = totals[-1 - count // 4] - totals[count // 4]
-        seconds = tuple(statistics.median(column) for column in zip(*samples, strict=True))
-        return Reading(seconds, middle / median if median > 0 else 0.0, count)
+        middle, apart = median(totals), totals[-1 - count // 4] - totals[count // 4]
+        seconds = tuple(median(column) for column in zip(*samples, strict=True))
+        return Reading(seconds, apart / middle if middle > 0 else 0.0, count)
 
     def _clocked(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
         samples, now = [], self.clock or time.perf_counter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from layerwise.cache import answers
 from layerwise.cli import (
@@ -30,7 +30,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
 from layerwise.machine import Profile, load
 from layerwise.oracle.ask import Budget, ask, compare_with, plan_of, suggest
-from layerwise.oracle.question import NAMES, Oracle, Question, canonical, unknown
+from layerwise.oracle.names import NAMES, known
+from layerwise.oracle.question import Oracle, Question
 from layerwise.oracle.report.found import found
 from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import read_runs
@@ -38,6 +39,7 @@ from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.plan import MAX_BATCH
 from layerwise.report.figures import check_plot, save_plot
 
+BATCH = 32  # samples a GPU, where nothing is said
 EPILOG = """examples:
   python -m layerwise.oracle resnet50 --gpus 1..1024 --profile v100
       an epoch of ImageNet under every strategy, and which to take
@@ -129,24 +131,21 @@ def main(args: argparse.Namespace) -> None:
         if args.scaling == "weak":
             raise LayerwiseError("--global-batch is of all GPUs, however many: with --scaling weak give --batch")
         args.scaling, args.batch = "strong", args.global_batch
-    args.scaling = args.scaling or "weak"
     profile = load(args.profile)
     profile.processor.peak(args.dtype)
-    named = _strategies(args.strategy)
+    named = _named(args.strategy, "--strategy", NAMES, ", ", known)
     runs = [] if args.measured is None else read_runs(args.measured)
     gpus = args.gpus or (() if runs else (args.gpus_per_node or profile.gpus_per_node,))
     _check(args, named, gpus)
     for devices in gpus:
         profile.device_graph(devices, args.gpus_per_node)
-    oracle = Oracle(_question(args, profile), answers(wanted=not args.no_cache))
+    budget = Budget(
+        args.max_gpus, args.max_memory and args.max_memory * 2**30, args.max_hours and args.max_hours * 3600
+    )
+    oracle = Oracle(_question(args, profile, budget), answers(wanted=not args.no_cache))
     with progress_bar("asking", quiet=args.json) as progress:
         asked = ask(oracle, named, gpus, args.search_up_to, progress)
     compared = compare_with(oracle, runs)
-    budget = Budget(
-        args.max_gpus,
-        None if args.max_memory is None else args.max_memory * 2**30,
-        None if args.max_hours is None else args.max_hours * 3600,
-    )
     suggestion = suggest(list(asked.answers.values()), args.samples, budget) if asked.answers else None
     if args.plan is not None:
         (((_, devices), answer),) = asked.answers.items()
@@ -164,57 +163,47 @@ def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) 
     """LayerwiseError for flags that do not go together, and for files that cannot be written."""
     if args.scaling == "strong" and args.batch is None:
         raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
-    batch = (args.batch or 32) * (max(gpus, default=1) if args.scaling == "weak" else 1)
+    batch = (args.batch or BATCH) * (1 if args.scaling == "strong" else max(gpus, default=1))
     if batch > MAX_BATCH:
         raise LayerwiseError(f"--batch: at most {MAX_BATCH:,} samples a step of all GPUs can be planned for")
     if args.plan is not None and (len(named) != 1 or len(gpus) != 1):
         raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
     if args.plot_phases is not None and not gpus:
         raise LayerwiseError("--plot-phases draws answers: give numbers of --gpus")
-    for flag, path in (("--plot", args.plot), ("--plot-phases", args.plot_phases)):
+    figures = {"--plot": args.plot, "--plot-phases": args.plot_phases}
+    for flag, path in figures.items():
         if path is not None:
             check_plot(path, flag)
-    check_files({"--plan": args.plan, "--plot": args.plot, "--plot-phases": args.plot_phases, "--html": args.html})
+    check_files({"--plan": args.plan, **figures, "--html": args.html})
 
 
-def _question(args: argparse.Namespace, profile: Profile) -> Question:
+def _question(args: argparse.Namespace, profile: Profile, budget: Budget) -> Question:
     """The question that the flags ask about the model."""
-    dims = _dims(args.spatial_dims)
+    dims = _named(args.spatial_dims, "--spatial-dims", SPATIAL, ",") or SPATIAL
+    options = CostOptions(io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm)
     return Question(
         graph=fuse(load_model(args.model, 1, args.input_shape)),
         profile=profile,
-        batch=args.batch or 32,
-        scaling=args.scaling,
+        batch=args.batch or BATCH,
+        scaling=args.scaling or "weak",
         gpus_per_node=args.gpus_per_node,
         segments=args.segments,
         wishes=Wishes(args.group_size, args.gather_after, dims),
-        options=CostOptions(
-            io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
-        ),
-        memory_limit_bytes=None if args.max_memory is None else args.max_memory * 2**30,
+        options=options,
+        memory_limit_bytes=budget.memory_bytes,
     )
 
 
-def _strategies(text: str | None) -> tuple[str, ...]:
-    """The strategies that the user names; none: all that suit the model."""
+def _named(
+    text: str | None, flag: str, choices: Sequence[str], joint: str, read: Callable[[str], str] = str
+) -> tuple[str, ...]:
+    """The names that a flag joins by commas, as `read` reads each, once; none where it is not given."""
     if text is None:
         return ()
-    names = tuple(dict.fromkeys(canonical(part.strip()) for part in text.split(",") if part.strip()))
-    for name in names:
-        if name not in NAMES:
-            raise unknown(name)
-    if not names:
-        raise LayerwiseError(f"--strategy {text!r}: choose from {', '.join(NAMES)}, joined by commas")
+    names = tuple(dict.fromkeys(read(part.strip()) for part in text.split(",") if part.strip()))
+    if not names or not set(names) <= set(choices):
+        raise LayerwiseError(f"{flag} {text!r}: choose from {joint.join(choices)}, joined by commas")
     return names
-
-
-def _dims(text: str | None) -> tuple[str, ...]:
-    if text is None:
-        return SPATIAL
-    dims = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not dims or any(d not in SPATIAL for d in dims):
-        raise LayerwiseError(f"--spatial-dims {text!r}: choose from {','.join(SPATIAL)}, joined by commas")
-    return dims
 
 
 def _samples(text: str) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, Progress
 from layerwise.cost.price import ANALYTIC_ERROR, unmeasured_error
 from layerwise.errors import LayerwiseError
-from layerwise.oracle.question import Answer, Oracle, applicable
+from layerwise.oracle.names import counted
+from layerwise.oracle.question import Answer, Oracle
 from layerwise.oracle.runs import Compared, Run, compare
-from layerwise.oracle.strategies import Limit, UnreachableError
+from layerwise.oracle.strategies import Limit, UnreachableError, applicable
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.plan import Plan
 from layerwise.search.find import candidate
@@ -35,28 +37,27 @@ class Asked:
 
 
 def ask(
-    oracle: Oracle,
-    named: Sequence[str],
-    gpus: Sequence[int],
-    search_up_to: int,
-    progress: Progress | None = None,
+    oracle: Oracle, named: Sequence[str], gpus: Sequence[int], search_up_to: int, progress: Progress | None = None
 ) -> Asked:
     """The named strategies (default: those that suit the model) at all numbers of devices.
 
     Where a strategy cannot use a number of them, `reasons` says why. Raises LayerwiseError where none can use any.
     """
     single = oracle.answer("serial", 1)
-    if not gpus:
-        return Asked((), single, {}, {}, {}, ())
-    names = tuple(named) or applicable(oracle.question.graph, oracle.node)
+    names = (tuple(named) or applicable(oracle.question.graph, oracle.node)) if gpus else ()
     answers: dict[tuple[str, int], Answer] = {}
     reasons: dict[tuple[str, int], str] = {}
+    notes: tuple[str, ...] = ()
     work = [(name, count) for count in gpus for name in names]
     for done, (name, count) in enumerate(work, start=1):
         if name == names[0]:
             oracle.learn(names, count)
         if name == "layerwise" and count > search_up_to:
             reasons[name, count] = f"layerwise is searched for up to {search_up_to} GPUs: add --search-up-to {count}"
+            notes = (
+                f"layerwise: no plan was searched for more than {counted(search_up_to)}; "
+                f"--search-up-to {max(gpus)} does it, and takes minutes.",
+            )
         else:
             try:
                 answers[name, count] = oracle.answer(name, count)
@@ -64,38 +65,28 @@ def ask(
                 reasons[name, count] = str(error)
         if progress:
             progress(done, len(work))
-    if not answers:
+    if gpus and not answers:
         raise LayerwiseError(reasons[names[0], gpus[0]])
-    notes = []
-    unsearched = [count for name, count in reasons if name == "layerwise" and count > search_up_to]
-    if unsearched:
-        notes.append(
-            f"layerwise: no plan was searched for more than {search_up_to} GPU{'s' * (search_up_to > 1)}; "
-            f"--search-up-to {max(unsearched)} does it, and takes minutes."
-        )
-    limits = {name: oracle.limit(name, max(gpus)) for name in names}
-    return Asked(tuple(gpus), single, answers, limits, reasons, tuple(notes))
+    return Asked(tuple(gpus), single, answers, {name: oracle.limit(name, max(gpus)) for name in names}, reasons, notes)
 
 
 def compare_with(oracle: Oracle, runs: Sequence[Run]) -> list[Compared]:
     """Projects every measured run at its own batch, groups and segments. LayerwiseError where a strategy cannot."""
-    oracles: dict[tuple[int, int | None, int | None], Oracle] = {}
+    question = oracle.question
+
+    @cache
+    def oracle_of(batch: int, inside: int | None, segments: int | None) -> Oracle:
+        wishes = replace(question.wishes, inside=inside or question.wishes.inside)
+        segments = segments or question.segments
+        return Oracle(replace(question, batch=batch, scaling="strong", wishes=wishes, segments=segments))
+
     pairs = []
-
-    def oracle_of(run: Run) -> Oracle:
-        key = (run.batch, run.inside, run.segments)
-        if key not in oracles:
-            q = oracle.question
-            wishes = replace(q.wishes, inside=run.inside or q.wishes.inside)
-            segments = run.segments or q.segments
-            oracles[key] = Oracle(replace(q, batch=run.batch, scaling="strong", wishes=wishes, segments=segments))
-        return oracles[key]
-
     for number, run in enumerate(runs, start=1):
         try:
-            pairs.append((run, oracle_of(run).answer(run.strategy, run.gpus)))
+            answer = oracle_of(run.batch, run.inside, run.segments).answer(run.strategy, run.gpus)
         except LayerwiseError as error:
             raise LayerwiseError(f"measured run {number}: {error}") from None
+        pairs.append((run, answer))
     return compare(pairs)
 
 
@@ -147,35 +138,29 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
     def cost(a: Answer) -> float:
         return a.epoch_s(samples) * (a.projection.devices if budget.seconds is not None else 1)
 
-    few = [a for a in answers if budget.gpus is None or a.projection.devices <= budget.gpus]
+    few = [a for a in answers if _within(a.projection.devices, budget.gpus)]
     if not few:
         return Suggestion(why=f"no strategy was asked about with at most {budget.gpus} GPUs")
     roomy = [a for a in few if a.fits and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
     if not roomy:
-        least = min(few, key=lambda a: a.projection.phases.memory_bytes)
-        return Suggestion(
-            why=f"none fits into memory: the least, {_at(least)}, "
-            f"needs {least.projection.phases.memory_bytes / 2**30:.3g} GiB a device",
-        )
+        p = min((a.projection for a in few), key=lambda p: p.phases.memory_bytes)
+        need = f"{p.strategy} at {counted(p.devices)}, needs {p.phases.memory_bytes / 2**30:.3g} GiB a device"
+        return Suggestion(why=f"none fits into memory: the least, {need}")
     quick = [a for a in roomy if _within(a.epoch_s(samples), budget.seconds)]
     if not quick:
         fastest = min(roomy, key=lambda a: a.epoch_s(samples))
-        return Suggestion(
-            why=f"none is fast enough: the fastest, {_at(fastest)}, "
-            f"takes {fastest.epoch_s(samples) / 3600:.3g} hours an epoch",
-        )
+        p, hours = fastest.projection, fastest.epoch_s(samples) / 3600
+        need = f"{p.strategy} at {counted(p.devices)}, takes {hours:.3g} hours an epoch"
+        return Suggestion(why=f"none is fast enough: the fastest, {need}")
     least = min(quick, key=cost)
     near = [a for a in quick if cost(least) >= cost(a) * (1 - max(_most(a), _most(least)))]
     errors = {id(a): error_between(a, least) for a in near}
     tied = [a for a in near if cost(least) >= cost(a) * (1 - errors[id(a)])]
     best = min(tied, key=lambda a: (a.projection.strategy not in ("serial", "data"), a.projection.devices, cost(a)))
-    gain, error = cost(best) / cost(least), errors[id(best)]
-    name = best.projection.strategy
-    others = [a for a in quick if a.kind != best.kind and a.projection.strategy != name]
-    if not others:
-        return Suggestion(best, gain=gain, error=error)
-    second = min(others, key=cost)
-    return Suggestion(best, second, cost(second) / cost(best) - 1, gain=gain, error=error)
+    others = (a for a in quick if a.kind != best.kind and a.projection.strategy != best.projection.strategy)
+    second = min(others, key=cost, default=None)
+    margin = None if second is None else cost(second) / cost(best) - 1
+    return Suggestion(best, second, margin, gain=cost(best) / cost(least), error=errors[id(best)])
 
 
 def error_between(a: Answer, b: Answer) -> float:
@@ -186,11 +171,6 @@ def error_between(a: Answer, b: Answer) -> float:
 def _most(a: Answer) -> float:
     """The largest error that the answer can have: known without a price of its layers."""
     return ANALYTIC_ERROR if a.priced is None else unmeasured_error(a.priced.model)
-
-
-def _at(a: Answer) -> str:
-    devices = a.projection.devices
-    return f"{a.projection.strategy} at {devices} GPU{'s' * (devices > 1)}"
 
 
 def _within(value: float, most: float | None) -> bool:

@@ -5,7 +5,7 @@ The paper's memory stalling is its framework's allocator and no matter of a stra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -71,25 +71,19 @@ def findings(
     """
     if projection.devices == 1:
         return []
-    result = [
+    every = [
         *_communication(projection, devices, exposed_s),
         *_computation(projection, sizes, staged),
-        *_memory(projection, sizes),
+        *_memory(projection, sizes, devices),
     ]
-    used = projection.phases.memory_bytes / devices.usable_bytes
-    if used > 1:
-        text = f"needs {used:.2f}× what a plan may take of a device's memory"
-        result.append(Finding("limit", "memory capacity", used, 0.0, text))
     most = projection.limit
-    share = projection.devices / most.devices
     text = f"{projection.devices} of at most {most.devices:,} devices, by {most.by}"
-    result.append(Finding("limit", "number of PEs", share, 0.0, text))
-    return sorted(result, key=lambda f: -f.lost_s)
+    every.append(Finding("limit", "number of PEs", projection.devices / most.devices, 0.0, text))
+    return sorted(every, key=lambda f: -f.lost_s)
 
 
-def _communication(projection: Projection, devices: DeviceGraph, exposed_s: float | None) -> list[Finding]:
+def _communication(projection: Projection, devices: DeviceGraph, exposed_s: float | None) -> Iterator[Finding]:
     name, phases = projection.strategy, projection.phases
-    result: list[Finding] = []
     lost_s = phases.gradient_s if exposed_s is None else exposed_s
     if name in GRADIENTS and phases.gradient_s:
         share = phases.gradient_s / phases.total_s
@@ -97,7 +91,7 @@ def _communication(projection: Projection, devices: DeviceGraph, exposed_s: floa
         if exposed_s is not None:
             share = exposed_s / (phases.total_s - phases.gradient_s + exposed_s)
             text += f"; beside the backward pass, what is left of it is {share:.1%}"
-        result.append(Finding("limit", "gradient exchange", share, lost_s, text))
+        yield Finding("limit", "gradient exchange", share, lost_s, text)
     layerwise_s = phases.gather_s + phases.reduce_s if name in LAYERWISE else 0.0
     shares: tuple[tuple[FindingKind, str, float, str], ...] = (
         ("limit", "layer-wise communication", layerwise_s, "collectives of single layers are"),
@@ -107,52 +101,50 @@ def _communication(projection: Projection, devices: DeviceGraph, exposed_s: floa
     for kind, what, seconds, text in shares:
         if seconds:
             share = seconds / phases.total_s
-            result.append(Finding(kind, what, share, seconds, f"{text} {share:.1%} of an iteration"))
+            yield Finding(kind, what, share, seconds, f"{text} {share:.1%} of an iteration")
     p1, p2 = projection.groups
     flows = flows_per_port(devices, p2) if name in ("df", "grid") and p1 > 1 else 1.0
     if flows > 1:
         text = f"{p2} gradient exchanges at once: {flows:g} share each network port of a node"
         saved_s = min(lost_s, phases.gradient_s * (1 - 1 / flows))  # what is hidden costs nothing
-        result.append(Finding("bottleneck", "network congestion", flows, saved_s, text))
-    return result
+        yield Finding("bottleneck", "network congestion", flows, saved_s, text)
 
 
-def _computation(projection: Projection, sizes: Sizes, staged: Sequence[PipelineStage]) -> list[Finding]:
-    name, phases, p = projection.strategy, projection.phases, projection.devices
-    result: list[Finding] = []
+def _computation(projection: Projection, sizes: Sizes, staged: Sequence[PipelineStage]) -> Iterator[Finding]:
+    phases, p = projection.phases, projection.devices
     if phases.update_s:
         share = phases.update_s / phases.computation_s
         added = ", with the gradients of segments added up," if projection.segments > 1 else ""
         text = f"the weight update{added} is {share:.1%} of the computation"
-        result.append(Finding("limit", "weight update", share, phases.update_s, text))
+        yield Finding("limit", "weight update", share, phases.update_s, text)
     ideal_s = projection.batch / p * sizes.compute_s
-    if name == "pipeline":
-        over = imbalance(staged)
-        idle = (p - 1) / (p + projection.segments - 1)
+    if projection.strategy == "pipeline":
+        over, idle = imbalance(staged), (p - 1) / (p + projection.segments - 1)
         text = (
             f"the slowest stage takes {over:.1%} longer than the mean; {idle:.1%} of all turns are filling and draining"
         )
-        result.append(Finding("limit", "workload balancing", over, phases.compute_s - ideal_s, text))
-    else:
-        over = phases.compute_s / ideal_s - 1
-        if over > 1e-9:
-            text = f"computation takes {1 + over:.2f}× its ideal share: repeated work, and small local shapes"
-            result.append(Finding("bottleneck", "computation redundancy", over, phases.compute_s - ideal_s, text))
-    return result
+        yield Finding("limit", "workload balancing", over, phases.compute_s - ideal_s, text)
+    elif (over := phases.compute_s / ideal_s - 1) > 1e-9:
+        text = f"computation takes {1 + over:.2f}× its ideal share: repeated work, and small local shapes"
+        yield Finding("bottleneck", "computation redundancy", over, phases.compute_s - ideal_s, text)
 
 
-def _memory(projection: Projection, sizes: Sizes) -> list[Finding]:
-    """The share of a device's memory that other devices of its group, or of all, hold as well."""
+def _memory(projection: Projection, sizes: Sizes, devices: DeviceGraph) -> Iterator[Finding]:
+    """The share of a device's memory that other devices of its group, or of all, hold as well; and too much of it."""
     name, (p1, p2) = projection.strategy, projection.groups
     weights = 2 * sizes.weights + sizes.biases
     activations = 2 * projection.batch / p1 * sizes.activations
-    if name in GRADIENTS and name not in LAYERWISE:
+    share, text = 0.0, ""
+    if name in LAYERWISE:
+        share = activations * (1 - 1 / p2) / (activations + weights / p2)
+        text = f"every device of a group holds whole activations: {share:.1%} of its memory is another's too"
+    elif name in GRADIENTS:
         spread = activations / (p2 if name in ("spatial", "ds") else 1)
         share = weights / (weights + spread)
         text = f"every device holds all weights and their gradients: {share:.1%} of its memory"
-    elif name in LAYERWISE:
-        share = activations * (1 - 1 / p2) / (activations + weights / p2)
-        text = f"every device of a group holds whole activations: {share:.1%} of its memory is another's too"
-    else:
-        return []
-    return [Finding("bottleneck", "memory redundancy", share, 0.0, text)] if share > 0 else []
+    if share > 0:
+        yield Finding("bottleneck", "memory redundancy", share, 0.0, text)
+    used = projection.phases.memory_bytes / devices.usable_bytes
+    if used > 1:
+        text = f"needs {used:.2f}× what a plan may take of a device's memory"
+        yield Finding("limit", "memory capacity", used, 0.0, text)

@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 
 from layerwise.config import Config
+from layerwise.cost.compute.roofline import ComputeTime
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import held_bytes
 from layerwise.graph.layer_graph import LayerGraph
@@ -39,16 +40,16 @@ def pipeline_stages(
     are added up, which is a step of plain SGD to them, and divided by the number of segments, two thirds of one.
     """
     graph = model.graph
-    whole = CostModel(model.original, _single(model.devices), model.options)
-    alone = {layer.name: whole.end_config(layer) if layer.end else Config() for layer in graph.layers}
-    memory = {layer.name: held_bytes(whole, layer, whole.layout(layer, (alone[layer.name],))) for layer in graph.layers}
+    level = replace(model.devices.levels[0], devices=1, devices_per_port=1)
+    whole = CostModel(model.original, replace(model.devices, count=1, levels=(level,)), model.options)
     part = CostModel(model.original.rebatch(-(-graph.batch // segments)), whole.devices, model.options)
-    times = {layer.name: part.node_cost(layer, (Config(),)).compute for layer in part.graph.layers}
-    adding_s = dict.fromkeys(times, 0.0)
-    if segments > 1:
-        plain = CostModel(part.original, part.devices, replace(model.options, optimizer="sgd"))
-        for layer in part.graph.layers:
-            adding_s[layer.name] = float(plain.node_cost(layer, (Config(),)).compute.update[0])
+    plain = CostModel(part.original, part.devices, replace(model.options, optimizer="sgd"))
+    memory, times, adding_s = dict[str, float](), dict[str, ComputeTime](), dict[str, float]()
+    for layer, segment in zip(graph.layers, part.graph.layers, strict=True):
+        alone = whole.end_config(layer) if layer.end else Config()
+        memory[layer.name] = held_bytes(whole, layer, whole.layout(layer, (alone,)))
+        times[layer.name] = part.node_cost(segment, (Config(),)).compute
+        adding_s[layer.name] = float(plain.node_cost(segment, (Config(),)).compute.update[0]) if segments > 1 else 0.0
     names = [layer.name for layer in graph.inner]
     ends = [layer.name for layer in graph.layers if layer.end and layer.inputs]  # the loss, on the last stage
     fed = [layer.name for layer in graph.layers if layer.end and not layer.inputs]  # the batch, on the first one
@@ -59,8 +60,7 @@ def pipeline_stages(
     passed = crossing_bytes(part.graph)
     result = []
     for first, end in pairwise(cuts):
-        last = end == len(names)
-        inside = names[first:end]
+        last, inside = end == len(names), names[first:end]
         held = [*([] if first else fed), *inside, *(ends if last else [])]
         here = [times[name] for name in [*inside, *([*fed, *ends] if last else [])]]
         added = sum(adding_s[name] for name in inside)
@@ -68,12 +68,12 @@ def pipeline_stages(
         result.append(
             PipelineStage(
                 tuple(inside),
-                sum(float(t.forward[0]) for t in here),
-                sum(float(t.backward[0]) for t in here),
-                sum(float(t.update[0]) for t in here) + added * 2 / 3,
-                sum(memory[name] for name in held) + second,
-                0.0 if last else passed[inside[-1]],
-                added,
+                forward_s=sum(float(t.forward[0]) for t in here),
+                backward_s=sum(float(t.backward[0]) for t in here),
+                update_s=sum(float(t.update[0]) for t in here) + added * 2 / 3,
+                memory_bytes=sum(memory[name] for name in held) + second,
+                passed_bytes=0.0 if last else passed[inside[-1]],
+                accumulate_s=added,
             )
         )
     return tuple(result)
@@ -95,10 +95,8 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     Dynamic programming over (runs, end): exact.
     """
     assert 1 <= parts <= len(costs)
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    best, starts = total[:], [[0] * len(total)]  # one run: from the beginning
+    total = [0.0, *accumulate(costs)]
+    best, starts = total, [[0] * len(total)]  # one run: from the beginning
     for part in range(2, parts + 1):
         row, start = [float("inf")] * len(total), [0] * len(total)
         for end in range(part, len(total)):
@@ -181,23 +179,19 @@ def _through(
 
 def _passing_s(staged: Sequence[PipelineStage], devices: DeviceGraph) -> list[float]:
     """Seconds of the message of a segment from each stage to the next, as measured where it was."""
-    return [_message_s(stage.passed_bytes, device, devices) for device, stage in enumerate(staged[:-1])]
-
-
-def _message_s(size_bytes: float, device: int, devices: DeviceGraph) -> float:
-    level = devices.level_between(device, device + 1)
-    curve = devices.links.curve("message", (1,) * level + (2,), 1) if devices.links else None
-    if curve is not None:
-        return float(curve.seconds(np.array(size_bytes)))
-    return devices.levels[level].alpha_s + size_bytes * devices.levels[level].beta_s_per_byte
+    result = []
+    for device, stage in enumerate(staged[:-1]):
+        level = devices.level_between(device, device + 1)
+        curve = devices.links.curve("message", (1,) * level + (2,), 1) if devices.links else None
+        if curve is not None:
+            result.append(float(curve.seconds(np.array(stage.passed_bytes))))
+        else:
+            link = devices.levels[level]
+            result.append(link.alpha_s + stage.passed_bytes * link.beta_s_per_byte)
+    return result
 
 
 def imbalance(staged: Sequence[PipelineStage]) -> float:
     """The excess of the slowest stage over the mean: 0 is perfect."""
     times = [s.forward_s + s.backward_s for s in staged]
     return max(times) / (sum(times) / len(times)) - 1
-
-
-def _single(devices: DeviceGraph) -> DeviceGraph:
-    level = replace(devices.levels[0], devices=1, devices_per_port=1)
-    return replace(devices, count=1, levels=(level,))

@@ -6,46 +6,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.model import CostModel, CostOptions, Progress
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
-from layerwise.cost.timeline.simulate import Timeline
-from layerwise.errors import LayerwiseError, nearest
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import Profile
 from layerwise.oracle.limits import Finding, Sizes, findings, sizes_of
+from layerwise.oracle.names import NAMES
 from layerwise.oracle.pipeline import PipelineStage, pipeline_phases, pipeline_stages, pipelined_s
-from layerwise.oracle.strategies import (
-    Limit,
-    Shape,
-    UnreachableError,
-    Wishes,
-    is_mlp,
-    limit,
-    shapes,
-    strategy,
-    weighted,
-)
-from layerwise.oracle.tables import (
-    STRATEGIES,
-    TITLES,
-    LayerGroups,
-    Phases,
-    Priced,
-    Projection,
-    price_plan,
-    priced_as_json,
-    read_priced,
-)
+from layerwise.oracle.strategies import Limit, Shape, UnreachableError, Wishes, limit, shapes, strategy
+from layerwise.oracle.tables import Phases, Priced, Projection, cheapest, price_plan, read_priced
 from layerwise.search.find import search
 from layerwise.search.recall import Recall
 from layerwise.search.result import SearchResult
 
-NAMES = (*STRATEGIES, "grid", "layerwise")
-ALIASES = {long: short for short, long in TITLES.items()}  # the names that the tables print
 Scaling = Literal["weak", "strong"]
 
 
@@ -73,6 +50,11 @@ class Question:
         return min(wanted, self.batch_at(devices))
 
 
+def batch_of(question: Question) -> str:
+    """`32 samples a GPU`: what stays the same, however many devices there are."""
+    return f"{question.batch:,} samples {'a GPU' if question.scaling == 'weak' else 'a step'}"
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The cost of a strategy on a number of devices."""
@@ -92,9 +74,7 @@ class Answer:
 
     @property
     def kind(self) -> str:
-        """The strategy, by the name that it has elsewhere: of a search without gain, of a grid of samples only, and of
-        anything on one device.
-        """
+        """The name that the same strategy has elsewhere: one device is serial, and a search may find a named one."""
         if self.projection.devices == 1:
             return "serial"
         if self.projection.strategy == "grid" and self.projection.groups[1] == 1:
@@ -114,9 +94,8 @@ class Oracle:
         """answers: of earlier runs, which are used and kept (`layerwise.cache`)."""
         self.question, self._answers = question, answers
         self._models: dict[int, CostModel] = {}
-        self._groups = LayerGroups()
-        self._plans: dict[tuple[int, tuple[tuple[str, Config], ...], Timeline | None], Priced] = {}
-        self._known: dict[tuple[str, int], Priced] = {}  # of the tables
+        self._groups: dict[tuple[int, int], CostModel] = {}  # of one group alone, by its devices and batch
+        self._priced: dict[tuple[str, int], Priced] = {}
 
     def model(self, devices: int) -> CostModel:
         """The cost model of so many devices at their batch."""
@@ -136,6 +115,11 @@ class Oracle:
         """Bytes that a plan may take of a device's memory, as `layerwise search` has it."""
         return self.model(1).devices.usable_bytes
 
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The network on one device, at that device's batch."""
+        return sizes_of(self.model(1).graph, self.answer("serial", 1).projection.phases.compute_s)
+
     def limit(self, name: str, devices: int) -> Limit:
         """The most devices that a strategy can use, with the batch that `devices` have."""
         return limit(self.model(devices).graph, name, self.node, self.question.wishes)
@@ -144,46 +128,54 @@ class Oracle:
         """The ways in which a strategy can use so many devices. Raises UnreachableError."""
         return shapes(self.model(devices).graph, name, devices, self.node, self.question.wishes)
 
-    @cached_property
-    def sizes(self) -> Sizes:
-        """The network on one device, at that device's batch."""
-        return sizes_of(self.model(1).graph, self.answer("serial", 1).projection.phases.compute_s)
-
-    def answer(self, name: str, devices: int, progress: Progress | None = None) -> Answer:
+    def answer(self, name: str, devices: int) -> Answer:
         """The answer of the cost tables; of a pipeline, that of a simulation of stages that they price.
 
         Raises UnreachableError where the strategy cannot use so many devices.
         """
         model, q = self.model(devices), self.question
+        if name == "pipeline":
+            (shape,), segments = self.shapes(name, devices), q.segments_at(devices)
+            stages = pipeline_stages(model, devices, segments)
+            phases = pipeline_phases(stages, segments, model.devices)
+            step_s = pipelined_s(stages, segments, model.devices)
+            return self._answer(name, shape, phases, step_s, segments, stages=stages)
+        found: SearchResult | None = None
         if name == "layerwise":
             # With statistics, gradients and memory as every other strategy has them.
             space = SearchSpace(devices, spread=model.devices.nodes > 1)
             limit_bytes = min(q.memory_limit_bytes or self.usable_bytes, self.usable_bytes)
-            result = search(model, space, memory_limit_bytes=limit_bytes, progress=progress, answers=self._answers)
-            inner = {layer.name: result.best.strategy[layer.name] for layer in model.graph.inner}
-            return self._answer(name, self._priced(model, Shape(1, devices), inner, result.best.timeline), result)
-        if name == "pipeline":
-            return self._pipeline(devices)
-        if (name, devices) not in self._known:
-            self._known[name, devices] = self._priced(model, *self._plan(name, devices))
-        return self._answer(name, self._known[name, devices], None)
+            found = search(model, space, memory_limit_bytes=limit_bytes, answers=self._answers)
+            inner = {layer.name: found.best.strategy[layer.name] for layer in model.graph.inner}
+            priced = price_plan(model, Shape(1, devices), inner, found.best.timeline)
+        else:
+            if (name, devices) not in self._priced:
+                self._priced[name, devices] = price_plan(model, *self._plan(name, devices))
+            priced = self._priced[name, devices]
+        return self._answer(name, priced.shape, priced.phases, priced.overlapped_s, priced=priced, searched=found)
+
+    def _answer(
+        self, name: str, shape: Shape, phases: Phases, overlapped_s: float, segments: int = 1, **origin: Any
+    ) -> Answer:
+        devices, groups = shape.devices, (shape.groups, shape.inside)
+        batch, most = self.question.batch_at(devices), self.limit(name, devices)
+        projection = Projection(name, devices, groups, segments, batch, phases, most)
+        return Answer(projection, overlapped_s, phases.memory_bytes <= self.usable_bytes, shape, **origin)
 
     def learn(self, names: Sequence[str], devices: int) -> None:
         """Prices these strategies together, before `answer` is asked for each: that is faster. Or an earlier run did.
 
         Only those that the tables price, and that can use so many devices.
         """
-        q, model = self.question, self.model(devices)
+        model = self.model(devices)
         wanted = [name for name in names if name not in ("pipeline", "layerwise")]
         priced = Recall(self._answers, model).recalled(
-            (wanted, q.wishes, self.node),
+            (wanted, self.question.wishes, self.node),
             lambda: self._learned(wanted, devices),
-            priced_as_json,
-            lambda cached: read_priced(model, cached),
+            lambda found: {name: one.as_json() for name, one in found.items()},
+            lambda cached: {name: read_priced(model, name, one) for name, one in cached.items()},
         )
-        for name, known in priced.items():
-            self._known[name, devices] = known
-            self._plans.setdefault((devices, tuple(known.strategy.items()), None), known)
+        self._priced |= {(name, devices): one for name, one in priced.items()}
 
     def _learned(self, names: Sequence[str], devices: int) -> dict[str, Priced]:
         model, plans = self.model(devices), dict[str, tuple[Shape, dict[str, Config]]]()
@@ -191,13 +183,31 @@ class Oracle:
             with suppress(UnreachableError):
                 plans[name] = self._plan(name, devices)
         model.learn([complete(model, plan) for _, plan in plans.values()])
-        return {name: self._priced(model, *plan) for name, plan in plans.items()}
+        return {name: price_plan(model, *plan) for name, plan in plans.items()}
 
     def _plan(self, name: str, devices: int) -> tuple[Shape, dict[str, Config]]:
-        """The best shape by the tables, and every layer's configuration."""
-        model = self.model(devices)
-        shape = self._groups.best(model, name, self.shapes(name, devices))
-        return shape, strategy(model.graph, name, shape)
+        """The cheapest of a strategy's shapes by the tables, and every layer's configuration.
+
+        What groups exchange is the same for all their grids, so that one group is priced by itself where it is in a
+        node; process grids differ in all.
+        """
+        model, found = self.model(devices), self.shapes(name, devices)
+        best, groups, inside = found[0], found[0].groups, found[0].inside
+        if len(found) > 1:
+            priced, candidates = model, found
+            if name != "grid" and groups > 1 and model.devices.levels[0].devices % inside == 0:
+                priced, candidates = self._group(model, groups, inside), [replace(shape, groups=1) for shape in found]
+            best = found[cheapest(priced, [strategy(priced.graph, name, shape) for shape in candidates])]
+        return best, strategy(model.graph, name, best)
+
+    def _group(self, model: CostModel, groups: int, inside: int) -> CostModel:
+        """One of the groups by itself, in a node. Groups of any number of devices have it in common."""
+        batch = max(1, model.graph.batch // groups)
+        if (inside, batch) not in self._groups:
+            level = replace(model.devices.levels[0], devices=inside, devices_per_port=1)
+            alone = replace(model.devices, count=inside, levels=(level,))
+            self._groups[inside, batch] = CostModel(model.original.rebatch(batch), alone, model.options)
+        return self._groups[inside, batch]
 
     def findings(self, answer: Answer) -> list[Finding]:
         """The limits and bottlenecks of an answer, the costliest first; none of a searched plan."""
@@ -206,50 +216,3 @@ class Oracle:
             return []
         exposed_s = None if answer.priced is None else answer.priced.exposed_s
         return findings(p, self.sizes, self.model(p.devices).devices, answer.stages, exposed_s)
-
-    def _projection(self, name: str, devices: int, shape: Shape, phases: Phases, segments: int = 1) -> Projection:
-        batch, most = self.question.batch_at(devices), self.limit(name, devices)
-        return Projection(name, devices, (shape.groups, shape.inside), segments, batch, phases, most)
-
-    def _priced(
-        self, model: CostModel, shape: Shape, plan: Mapping[str, Config], step: Timeline | None = None
-    ) -> Priced:
-        """A plan's price; several strategies may be the same plan, as all are on one device."""
-        key = model.devices.count, tuple(plan.items()), step
-        if key not in self._plans:
-            self._plans[key] = price_plan(model, shape, plan, step)
-        return replace(self._plans[key], shape=shape)
-
-    def _answer(self, name: str, result: Priced, searched: SearchResult | None) -> Answer:
-        shape, memory = result.shape, result.phases.memory_bytes
-        projection = self._projection(name, shape.devices, shape, result.phases)
-        return Answer(projection, result.overlapped_s, memory <= self.usable_bytes, shape, result, (), searched)
-
-    def _pipeline(self, devices: int) -> Answer:
-        model, segments = self.model(devices), self.question.segments_at(devices)
-        (shape,) = self.shapes("pipeline", devices)
-        staged = pipeline_stages(model, devices, segments)
-        phases = pipeline_phases(staged, segments, model.devices)
-        projection = self._projection("pipeline", devices, shape, phases, segments)
-        overlapped_s = pipelined_s(staged, segments, model.devices)
-        return Answer(projection, overlapped_s, phases.memory_bytes <= self.usable_bytes, shape, None, staged)
-
-
-def applicable(graph: LayerGraph, node: int) -> tuple[str, ...]:
-    """The strategies that mean anything for a model: no spatial ones for one without positions."""
-    without = set[str]() if is_mlp(graph) else {"grid"}
-    if limit(graph, "spatial", node).devices == 1:
-        without |= {"spatial", "ds"}
-    if len(weighted(graph)) < 2:
-        without |= {"filter", "channel", "df"}
-    return tuple(name for name in NAMES if name not in without)
-
-
-def unknown(name: str) -> LayerwiseError:
-    """The error for the name of a strategy that is none."""
-    return LayerwiseError(f"unknown strategy {name!r}{nearest(name, NAMES)}; there are {', '.join(NAMES)}")
-
-
-def canonical(name: str) -> str:
-    """A strategy by its short name: `data+filter` is `df`."""
-    return ALIASES.get(name, name)

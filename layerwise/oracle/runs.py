@@ -1,8 +1,6 @@
 """Measured runs beside their projections: accuracy as the paper defines it, and runs that are out of line.
 
-A file is `{"runs": [{"strategy": "data", "gpus": 16, "batch": 1024, "iteration_s": 0.23}, ...]}`. Instead of
-`iteration_s`, which may be a list of iterations, a run may have `epoch_s` and `samples`; `inside` (devices a group)
-is for hybrids (df, ds), `segments` for pipelines. `batch` is of all devices together.
+The command's help says what is in a file of them.
 """
 
 from __future__ import annotations
@@ -13,10 +11,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layerwise.errors import LayerwiseError
 from layerwise.files import read_json
 from layerwise.machine import MAX_GPUS
 from layerwise.machine.fields import Field
-from layerwise.oracle.question import NAMES, Answer, canonical, unknown
+from layerwise.oracle.names import known
+from layerwise.oracle.question import Answer
 from layerwise.plan import MAX_BATCH
 
 FENCE = 1.5  # Tukey, Exploratory Data Analysis (1977): outliers are beyond the quartiles by 1.5 times their distance
@@ -71,9 +71,11 @@ def read_runs(path: str | os.PathLike[str]) -> list[Run]:
 
 def _run(run: Field) -> Run:
     given = run.members(("strategy", "gpus", "batch"), ("iteration_s", "epoch_s", "samples", *FOR))
-    name = canonical(given["strategy"].text())
-    if name not in NAMES:
-        raise given["strategy"].error(str(unknown(name)))
+    named = given["strategy"].text()
+    try:
+        name = known(named)
+    except LayerwiseError as error:
+        raise given["strategy"].error(str(error)) from None
     for key, names in FOR.items():
         if key in given and name not in names:
             raise given[key].error(f"is for {' and '.join(names)}, not for {name}")
@@ -112,16 +114,13 @@ def compare(pairs: Sequence[tuple[Run, Answer]]) -> list[Compared]:
 
     That is what congestion by others does: the projection knows of the training's own traffic only.
     """
-    ratios: dict[str, list[float]] = {}
-    for run, answer in pairs:
-        ratios.setdefault(run.strategy, []).append(run.iteration_s / answer.overlapped_s)
+    ratios = [(run.strategy, run.iteration_s / answer.overlapped_s) for run, answer in pairs]
     result = []
-    for run, answer in pairs:
-        ratio, rest = run.iteration_s / answer.overlapped_s, ratios[run.strategy]
-        notes = []
-        if ratio > _fence(rest):
-            usual = statistics.median(rest)
-            notes.append(f"{ratio:.2f}× its projection, where runs of {run.strategy} take {usual:.2f}×: congestion?")
+    for (run, answer), (name, ratio) in zip(pairs, ratios, strict=True):
+        usual, notes = [other for strategy, other in ratios if strategy == name], []
+        if ratio > _fence(usual):
+            median = statistics.median(usual)
+            notes.append(f"{ratio:.2f}× its projection, where runs of {name} take {median:.2f}×: congestion?")
         if run.slow > SHARE * run.iterations:
             notes.append(f"{run.slow} of {run.iterations} iterations are outliers")
         result.append(Compared(run, answer, answer.overlapped_s, "; ".join(notes)))

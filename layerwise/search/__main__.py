@@ -30,7 +30,6 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import read_json
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model, names_code
 from layerwise.importers.with_loss import model_with
 from layerwise.machine import DeviceGraph, load
@@ -102,7 +101,8 @@ def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostMo
     io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
     kind: StepKind = "inference" if args.inference else "training"
     options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
-    return CostModel(_graph(args.model, batch, args), devices, options)
+    raw = load_model(args.model, batch, args.input_shape, args.whole)
+    return CostModel(raw if args.no_fuse else fuse(raw), devices, options)
 
 
 def _searched(
@@ -129,11 +129,6 @@ def _searched(
         if args.memory_limit is not None:  # asked for, and cannot be had
             raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
     return model, result, tried
-
-
-def _graph(name: str, batch: int, args: argparse.Namespace) -> LayerGraph:
-    raw = load_model(name, batch, args.input_shape, args.whole)
-    return raw if args.no_fuse else fuse(raw)
 
 
 def _twice(args: argparse.Namespace, devices: DeviceGraph) -> DeviceGraph | None:

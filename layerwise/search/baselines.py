@@ -44,12 +44,17 @@ def baseline(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config
     assert name in NAMES
     if replicas > 1:
         return _in_replicas(model, name, replicas)
-    strategy, whole = {}, of_all_classes(model)
-    for layer in model.graph.inner:
-        by_channel = name == "model" or (name == "owt" and isinstance(layer.main, Linear))
-        by_channel = by_channel and layer.name not in whole
-        strategy[layer.name] = (_channels if by_channel else data_parallel)(layer, model.devices.count)
-    return strategy
+    by_channel = _by_channel(model, name)
+    return {
+        layer.name: (_channels if layer.name in by_channel else data_parallel)(layer, model.devices.count)
+        for layer in model.graph.inner
+    }
+
+
+def _by_channel(model: CostModel, name: str) -> set[str]:
+    """The layers whose channels a baseline splits: none of those of which a device has to have all classes."""
+    named = [x for x in model.graph.inner if name == "model" or (name == "owt" and isinstance(x.main, Linear))]
+    return {layer.name for layer in named} - of_all_classes(model)
 
 
 def named_strategy(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config] | None:
@@ -61,11 +66,10 @@ def named_strategy(model: CostModel, name: str, replicas: int = 1) -> dict[str, 
 
 def _in_replicas(model: CostModel, name: str, replicas: int) -> dict[str, Config]:
     """Each layer's configuration on a replica's devices, for as many samples more as there are replicas."""
-    devices, strategy = model.devices.count, dict[str, Config]()
-    each, whole = devices // replicas, of_all_classes(model)
+    devices, by_channel, strategy = model.devices.count, _by_channel(model, name), dict[str, Config]()
+    each = devices // replicas
     for layer in model.graph.inner:
-        by_channel = name == "model" or (name == "owt" and isinstance(layer.main, Linear))
-        label = "c" if by_channel and layer.name not in whole and not isinstance(layer.main, Softmax) else "n"
+        label = "c" if layer.name in by_channel and not isinstance(layer.main, Softmax) else "n"
         if layer.space.max_degree("n") < replicas:  # no samples
             strategy[layer.name] = data_parallel(layer, devices)
             continue

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import product
+from math import prod
 from typing import Any, TypeVar, cast
 
 from layerwise.config import Config, SearchSpace
@@ -50,9 +51,7 @@ def _tied(model: CostModel, space: SearchSpace, find: Find) -> SearchResult:
     if not ties or all(_is_met(tie, result.best.strategy) for tie in ties):
         return result
     choices = [_common(model, space, tie) for tie in ties]
-    count = 1
-    for common in choices:
-        count *= len(common)
+    count = prod(map(len, choices))
     if count > MOST:
         raise LayerwiseError(
             f"{' and '.join(repr(tie.text) for tie in ties)} leave {count:,} choices, each a search, of which at most "

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from layerwise.cache import Answers
 from layerwise.config import SearchSpace
-from layerwise.cost.model import CostModel, Progress
+from layerwise.cost.model import CostModel
 from layerwise.search.find import search
 from layerwise.search.halos import search_halos
 from layerwise.search.result import Candidate, SearchResult, timeline_s
@@ -39,32 +38,21 @@ def memory_curve(
     objective: Literal["timeline", "additive"] = "timeline",
     offer: Iterable[str],
     points: int = POINTS,
-    memory_bytes: float = 2**31,
-    progress: Progress | None = None,
-    answers: Answers | None = None,
+    **options: Any,
 ) -> list[Point]:
     """The fastest plan under `most_bytes`, then under what is less than that one needs, and so on to `least_bytes`.
 
     By equation 1 no limit between a point's and the memory of its plan has another answer, so that curve is exact
     at its steps; with overlap, a point is the best of the candidates that were met. Where there are more steps than
     `points` some are left out, and a limit is then a given factor below the last. The last point may be one where
-    nothing fits.
+    nothing fits. options: the other ones of `search`.
     """
     seconds = timeline_s if objective == "timeline" else step_time_s
     factor, offered = (least_bytes / most_bytes) ** (1 / max(points - 1, 1)), tuple(offer)
     limit, results = most_bytes, list[tuple[float, SearchResult, float]]()
     while True:
-        found = partial(
-            search,
-            space=space,
-            objective=objective,
-            memory_bytes=memory_bytes,
-            memory_limit_bytes=limit,
-            offer=offered,
-            progress=progress,
-            answers=answers,
-        )
-        _, result = search_halos(model, found)
+        under = partial(search, space=space, objective=objective, memory_limit_bytes=limit, offer=offered, **options)
+        _, result = search_halos(model, under)
         results.append((limit, result, seconds(result.best)))
         need = result.best.price.memory_bytes
         if not result.best.fits or need <= least_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median, mode
 
 from layerwise.comm.base import Comm
@@ -123,18 +124,16 @@ def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
 
 def _together(ranks: Mapping[int, Times], *, alone: bool) -> Part:
     """The median over the steps, of the slowest rank; what several ranks do together begins when the last has come."""
+    steps = list(zip(*ranks.values(), strict=False))  # of each the rank's start and end
+    if alone:
+        return Part(None, median(max(end - start for start, end in step) for step in steps))
     seconds, waiting, last = [], [], []
-    for number in range(min(map(len, ranks.values()))):
-        spans = {rank: times[number] for rank, times in ranks.items()}
-        if alone:
-            seconds.append(max(end - start for start, end in spans.values()))
-            continue
-        latest = max(spans, key=lambda rank: spans[rank][0])
-        ready = spans[latest][0]
-        seconds.append(max(max(end for _, end in spans.values()) - ready, 0.0))
-        waiting.append(ready - min(start for start, _ in spans.values()))
+    for step in steps:
+        ready, latest = max(zip((start for start, _ in step), ranks, strict=True), key=itemgetter(0))
+        seconds.append(max(max(end for _, end in step) - ready, 0.0))
+        waiting.append(ready - min(start for start, _ in step))
         last.append(latest)
-    return Part(None, median(seconds), median(waiting) if waiting else 0.0, mode(last) if last else 0)
+    return Part(None, median(seconds), median(waiting), mode(last))
 
 
 def _comparison(plan: Plan, step_s: float, measured: Mapping[Key, Sequence[Part]]) -> Comparison:

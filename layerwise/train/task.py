@@ -86,13 +86,13 @@ class TrainingTask:
 
         Data sets have floating-point numbers of any type, and integers: inputs are `floats`, and what the model says.
         """
-        left = None
+        feeds, left = list(self.inputs), None
         if self.target is not None:
+            feeds.insert(self.slot, self.target)
             inputs = (*inputs[: self.slot], target, *inputs[self.slot :])
         else:
             left = target if self.positions == 1 else target.flatten(0, 1)
-        feeds = [*self.inputs[: self.slot], self.target, *self.inputs[self.slot :]] if self.target else self.inputs
-        types = [floats if f.spec.differentiable else getattr(torch, f.spec.dtype) for f in feeds if f is not None]
+        types = [floats if feed.spec.differentiable else getattr(torch, feed.spec.dtype) for feed in feeds]
         return tuple(x.to(dtype) for x, dtype in zip(inputs, types, strict=True)), left
 
 

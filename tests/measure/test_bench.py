@@ -189,7 +189,7 @@ def test_forward_finds_the_inputs_and_backward_the_gradients(monkeypatch: pytest
             seen.append("backward")
             super().backward()
 
-    monkeypatch.setattr(layers, "leave_only", leave_only)
+    monkeypatch.setattr(cold, "leave_only", leave_only)
     monkeypatch.setattr(layers, "Bench", Told)
     layers.timed(cell, CPU, Stopwatch(CPU.device, 0.0, least=1, warm=1))
     assert seen[:5] == ["[(4, 6)]", "forward", "[(4, 3)]", "backward", "all"]

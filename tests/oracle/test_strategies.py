@@ -16,8 +16,17 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.machine import load as load_profile
-from layerwise.oracle.question import Oracle, Question, applicable
-from layerwise.oracle.strategies import Shape, UnreachableError, Wishes, gather_layer, limit, shapes, strategy
+from layerwise.oracle.question import Oracle, Question
+from layerwise.oracle.strategies import (
+    Shape,
+    UnreachableError,
+    Wishes,
+    applicable,
+    gather_layer,
+    limit,
+    shapes,
+    strategy,
+)
 from layerwise.plan import Plan
 from layerwise.search.baselines import ProcessGrid, grid_strategy, grids
 from tests.comm.thread import run_threads

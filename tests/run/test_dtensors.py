@@ -66,6 +66,17 @@ def test_saving_a_split_state_dict_by_accelerate_says_what_to_do() -> None:
     assert all(instead in said for said in run_ranks(ranks, f"{HERE}storage_refusal", cuts))
 
 
+UNEVEN: dtensor_ranks.Cuts = [{"k": 2}, {"c": 2}, {"c": 2}, {}]  # three input channels, and a layer on one rank
+
+
+def test_functions_of_parameters_are_one_devices() -> None:
+    """Also those that DTensor has no rule for, or a wrong one."""
+    assert run_ranks(2, "tests.run.dtensor_functions:other", UNEVEN) == [[], []]
+    assert run_ranks(2, "tests.run.dtensor_functions:written", UNEVEN) == [[], []]
+    for said in run_ranks(2, "tests.run.dtensor_functions:arrays", UNEVEN):
+        assert ["give p.full_tensor().numpy()" in one for one in said] == [True, True]
+
+
 def test_an_optimizer_of_ones_own_that_takes_norms_is_one_devices() -> None:
     """Norms of whole parameters, as LAMB has them."""
     ranks, cuts = PLANS["mixed"]

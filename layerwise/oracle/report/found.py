@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from layerwise.cost.price import basis, describe, warnings
 from layerwise.oracle.ask import Asked, Budget, Suggestion
+from layerwise.oracle.names import NAMES, counted, title
 from layerwise.oracle.pipeline import imbalance
-from layerwise.oracle.question import NAMES, Answer, Oracle
+from layerwise.oracle.question import Answer, Oracle, batch_of
 from layerwise.oracle.runs import Compared, mean_accuracy
-from layerwise.oracle.tables import PHASES, title
+from layerwise.oracle.tables import PHASES
 from layerwise.quantities import duration, units
-from layerwise.report.content import Column, Lines, Marked, Part, Report, Table, Value, filled
+from layerwise.report.content import Column, Lines, Marked, Part, Report, Table, filled
 
-Answers = Mapping[tuple[str, int], Answer]
 MUCH = 0.05  # of an iteration, above which something is worth a line
 HIGH = 0.5  # of a capacity, likewise
 SHORT = {"spatial": "spa-\ntial", "channel": "chan-\nnel", "pipeline": "pipe-\nline", "layerwise": "layer-\nwise"}
@@ -35,8 +35,7 @@ def found(
 ) -> Report:
     """Everything. every: phases at every number of GPUs, and all findings."""
     q = oracle.question
-    each = "a GPU" if q.scaling == "weak" else "a step"
-    about = f" on {q.profile.processor.name}, {q.batch:,} samples {each}, {samples:,} an epoch"
+    about = f" on {q.profile.processor.name}, {batch_of(q)}, {samples:,} an epoch"
     parts: list[Part] = []
     if suggestion is not None:
         parts += _answered(oracle, asked, samples, suggestion.best, every=every)
@@ -55,7 +54,7 @@ def _answered(oracle: Oracle, asked: Asked, samples: int, best: Answer | None, *
     if len(counts) > 1:
         usable = units(oracle.usable_bytes, "B")
         heading = f"an epoch (with overlap; ! over {usable}, which a plan may take of a device)"
-        yield replace(epochs_table(asked.answers, samples, best), title=heading)
+        yield epochs_table(asked, counts, samples, best, heading)
     for gpus in counts if every else [counts[-1] if best is None else best.projection.devices]:
         rows = [a for (_, count), a in asked.answers.items() if count == gpus]
         yield phases_table(rows, oracle.question.profile.processor.memory_bytes, best)
@@ -69,59 +68,53 @@ def _answered(oracle: Oracle, asked: Asked, samples: int, best: Answer | None, *
         yield Table(filled(why, unreached))
 
 
-def epochs_table(answers: Answers, samples: int, best: Answer | None) -> Table:
+def epochs_table(asked: Asked, counts: Sequence[int], samples: int, best: Answer | None, heading: str) -> Table:
     """Time of an epoch, a row for each number of GPUs; `-` is out of reach, `!` over memory."""
-    counts = sorted({gpus for _, gpus in answers})
-    gpus = Column("GPUs", "#", counts)
 
-    def cell(answer: Answer | None) -> Value:
+    def cell(answer: Answer | None) -> Marked:
         if answer is None:
-            return "-"
+            return Marked("-", "")
         text = duration(answer.epoch_s(samples))
         if answer is best:
             return Marked(text, "best")
-        return text if answer.fits else Marked(f"{text}!", "bad")
+        return Marked(text, "") if answer.fits else Marked(f"{text}!", "bad")
 
-    names = [name for name in NAMES if any(name == answered for answered, _ in answers)]
-    wide = [Column(name, "time", [cell(answers.get((name, count))) for count in counts]) for name in names]
-    narrow = [
-        Column(SHORT.get(c.heading, c.heading), "time", [Marked(_narrow(text), mark) for text, mark in c.texts()])
-        for c in wide
-    ]
-    return Table([gpus, *wide], narrower=[[gpus, *narrow]])
-
-
-def _narrow(text: str) -> str:
-    return text.replace(" ", "").replace("min", "m")
+    gpus, wide, narrow = Column("GPUs", "#", counts), list[Column](), list[Column]()
+    for name in (name for name in NAMES if any(name == answered for answered, _ in asked.answers)):
+        cells = [cell(asked.answers.get((name, count))) for count in counts]
+        wide.append(Column(name, "time", cells))
+        short = [replace(c, value=str(c.value).replace(" ", "").replace("min", "m")) for c in cells]
+        narrow.append(Column(SHORT.get(name, name), "time", short))
+    return Table([gpus, *wide], heading, narrower=[[gpus, *narrow]])
 
 
 def phases_table(answers: Sequence[Answer], capacity: float, best: Answer | None) -> Table:
     """An iteration by phase, a row a strategy; phases that nobody has are left out."""
     phases = [a.projection.phases for a in answers]
 
-    def seconds(key: str) -> Column:
-        return Column(PHASES.get(key, key.removesuffix("_s")), "s", [getattr(p, key) or None for p in phases])
+    def seconds(heading: str, key: str) -> Column:
+        return Column(heading, "s", [getattr(p, key) or None for p in phases])
 
-    memory = [f"{units(p.memory_bytes, 'B')} {p.memory_bytes / capacity:4.0%}" for p in phases]
     names = [Marked(title(a.projection.strategy), "best" if a is best else "") for a in answers]
+    memory = [f"{units(p.memory_bytes, 'B')} {p.memory_bytes / capacity:4.0%}" for p in phases]
     strategies, devices = Column("strategy", cells=names), Column("devices", "#", [split(a) for a in answers])
-    used = [column for key in PHASES if any((column := seconds(key)).cells)]
+    used = [column for key, name in PHASES.items() if any((column := seconds(name, key)).cells)]
+    both = [seconds("computation", "computation_s"), seconds("communication", "communication_s")]
     ends = [
         Column("sum", "s", [p.total_s for p in phases]),
         Column("overlap", "s", [a.overlapped_s for a in answers]),
-        Column("memory", "B", [m if a.fits else Marked(m, "bad") for m, a in zip(memory, answers, strict=True)]),
+        Column("memory", "B", [Marked(m, "" if a.fits else "bad") for m, a in zip(memory, answers, strict=True)]),
     ]
-    narrower = [[strategies, *used, *ends], [strategies, seconds("computation_s"), seconds("communication_s"), *ends]]
-    heading = f"an iteration on {_gpus(answers[0].projection.devices)}"
+    heading = f"an iteration on {counted(answers[0].projection.devices)}"
+    narrower = [[strategies, *used, *ends], [strategies, *both, *ends]]
     return Table([strategies, devices, *used, *ends], heading, narrower, list(statistics_lines(answers)))
 
 
 def statistics_lines(answers: Sequence[Answer]) -> Iterator[str]:
     """A line on the cost of batch norm over the full batch, where that is much."""
-    rows = [(a.priced.statistics_s, a.projection) for a in answers if a.priced is not None]
-    seconds, most = max(rows, key=lambda pair: pair[0] / pair[1].phases.total_s, default=(0.0, None))
-    if most is not None and seconds >= MUCH * most.phases.total_s:
-        share = f"{units(seconds, 's')} of {title(most.strategy)}"
+    most = max((a.projection for a in answers), key=lambda p: p.phases.statistics_s / p.phases.total_s)
+    if most.phases.statistics_s >= MUCH * most.phases.total_s:
+        share = f"{units(most.phases.statistics_s, 's')} of {title(most.strategy)}"
         yield (
             f"Batch norm's statistics of the whole batch are part of reduce, {share}: --local-batch-norm leaves them "
             "out, as DistributedDataParallel does."
@@ -166,34 +159,21 @@ def unreached_rows(asked: Asked) -> Iterator[tuple[str, str, str]]:
         yield title(name), ", ".join(f"{count:,}" for count in counts), why
 
 
-MEASURED = (
-    Column("strategy"),
-    Column("GPUs", "#"),
-    Column("batch", "#"),
-    Column("measured", "s"),
-    Column("projected", "s"),
-    Column("accuracy", "%"),
-    Column("", wraps=True),
-)
-
-
 def measured_table(compared: Sequence[Compared]) -> Table:
     """Projection against measured runs."""
-    rows: list[tuple[Value, ...]] = [
-        (
-            title(c.run.strategy),
-            c.run.gpus,
-            c.run.batch,
-            c.run.iteration_s,
-            c.projected_s,
-            c.accuracy,
-            Marked(f"ABNORMAL: {c.abnormal}" if c.abnormal else "", "bad"),
-        )
-        for c in compared
+    abnormal = [Marked(f"ABNORMAL: {c.abnormal}" if c.abnormal else "", "bad") for c in compared]
+    columns = [
+        Column("strategy", cells=[title(c.run.strategy) for c in compared]),
+        Column("GPUs", "#", [c.run.gpus for c in compared]),
+        Column("batch", "#", [c.run.batch for c in compared]),
+        Column("measured", "s", [c.run.iteration_s for c in compared]),
+        Column("projected", "s", [c.projected_s for c in compared]),
+        Column("accuracy", "%", [c.accuracy for c in compared]),
+        Column("", cells=abnormal, wraps=True),
     ]
     means = ", ".join(f"{title(name)} {value:.1%}" for name, value in mean_accuracy(compared).items())
     overall = sum(c.accuracy for c in compared) / len(compared)
-    return Table(filled(MEASURED, rows), notes=[f"mean accuracy: {means}; of all runs {overall:.1%}"])
+    return Table(columns, notes=[f"mean accuracy: {means}; of all runs {overall:.1%}"])
 
 
 def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> Iterator[str]:
@@ -208,28 +188,23 @@ def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> It
         yield f"No suggestion{within}: {suggestion.why}."
         return
     measure = "fewest GPU-hours" if budget.seconds else "fastest"
-    p = suggestion.best.projection
-    yield (
-        f"Suggestion ({measure}{within}): {title(p.strategy)} on {_gpus(p.devices)}, "
-        f"{duration(suggestion.best.epoch_s(samples))} an epoch, {units(p.phases.memory_bytes, 'B')} a device."
-    )
+    memory = units(suggestion.best.projection.phases.memory_bytes, "B")
+    yield f"Suggestion ({measure}{within}): {_taken(suggestion.best, samples)}, {memory} a device."
     if suggestion.gain > 1:
-        kept = "data parallelism" if p.strategy == "data" else title(p.strategy)
+        name = suggestion.best.projection.strategy
+        kept = "data parallelism" if name == "data" else title(name)
         yield f"{suggestion.gain:.3g}×, within the model's error ({100 * suggestion.error:.2g}%): {kept} kept."
     second, margin = suggestion.runner_up, suggestion.margin
     if second is None or margin is None:
         yield "No other strategy keeps to this."
     else:
-        q = second.projection
-        yield (
-            f"Runner-up: {title(q.strategy)} on {_gpus(q.devices)}, "
-            f"{duration(second.epoch_s(samples))} an epoch: {abs(margin):.1%} "
-            f"{'less' if margin < 0 else 'more'} {'GPU-hours' if budget.seconds else 'time'}."
-        )
+        more = f"{abs(margin):.1%} {'less' if margin < 0 else 'more'} {'GPU-hours' if budget.seconds else 'time'}"
+        yield f"Runner-up: {_taken(second, samples)}: {more}."
 
 
-def _gpus(count: int) -> str:
-    return f"{count} GPU" + "s" * (count > 1)
+def _taken(a: Answer, samples: int) -> str:
+    p = a.projection
+    return f"{title(p.strategy)} on {counted(p.devices)}, {duration(a.epoch_s(samples))} an epoch"
 
 
 TIMES_OF = (
@@ -292,7 +267,7 @@ def _answer(a: Answer, samples: int, capacity: float) -> dict[str, Any]:
     if a.shape is not None:
         result |= {"grid": dict(a.shape.grid), "gather_after": a.shape.gather_after}
     if a.priced is not None:
-        result |= {"bytes_moved": a.priced.price.bytes_moved, "statistics_s": a.priced.statistics_s}
+        result |= {"bytes_moved": a.priced.price.bytes_moved, "statistics_s": p.phases.statistics_s}
     if a.stages:
         result["stages"] = [{"layers": len(s.layers), "first": s.layers[0], "last": s.layers[-1]} for s in a.stages]
         result["imbalance"] = imbalance(a.stages)
@@ -309,15 +284,8 @@ def _times(a: Answer, factor: float) -> dict[str, float]:
 
 def _suggestion(s: Suggestion, samples: int) -> dict[str, Any]:
     """The best and the runner-up by name, GPUs and seconds an epoch."""
-    best, runner_up = (
-        a and {"strategy": a.projection.strategy, "gpus": a.projection.devices, "epoch_s": a.epoch_s(samples)}
-        for a in (s.best, s.runner_up)
-    )
-    return {
-        "best": best,
-        "runner_up": runner_up,
-        "margin": s.margin,
-        "why": s.why,
-        "gain_left": s.gain,
-        "model_error": s.error,
+    found = {
+        name: a and {"strategy": a.projection.strategy, "gpus": a.projection.devices, "epoch_s": a.epoch_s(samples)}
+        for name, a in (("best", s.best), ("runner_up", s.runner_up))
     }
+    return {**found, "margin": s.margin, "why": s.why, "gain_left": s.gain, "model_error": s.error}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from typing import TYPE_CHECKING
 
 from layerwise.oracle.ask import Asked
-from layerwise.oracle.question import NAMES, Answer, Question
+from layerwise.oracle.names import NAMES, title
+from layerwise.oracle.question import Answer, Question, batch_of
 from layerwise.oracle.runs import Compared
-from layerwise.oracle.tables import PHASES, title
+from layerwise.oracle.tables import PHASES
 from layerwise.quantities import duration
 
 if TYPE_CHECKING:
@@ -22,8 +23,13 @@ MARKERS = "osv^D<>Php"
 LOOKS = {name: (color, marker) for name, color, marker in zip(NAMES, COLORS, MARKERS, strict=True)}
 PHASE_COLORS = ("#1f5fa8", "#9cc3e6", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#999999")
 IDEAL, OVER = "#888888", "#b00020"
-ROUND_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000)
+ROUND_S = (  # seconds at which an axis has ticks: decades, round minutes and hours, decades of days
+    *(digit * 10.0**power for power in range(-6, 0) for digit in (1, 2, 5)),
+    *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000),
+    *(digit * 86400 * 10.0**power for power in range(20) for digit in (1, 2, 5)),
+)
 COLUMNS = 3  # of panels in the figure of phases
+Row = Sequence[Answer | None]  # a strategy's answers at all numbers of GPUs
 
 
 def draw(question: Question, asked: Asked, samples: int, heading: str, compared: Sequence[Compared] = ()) -> Figure:
@@ -38,68 +44,47 @@ def draw(question: Question, asked: Asked, samples: int, heading: str, compared:
     epoch, speed = figure.subplots(1, 2)
     one_s = asked.single.epoch_s(samples)
     counts = sorted({*asked.gpus, *(c.run.gpus for c in compared)})
-    ideal = [c for c in (1, *counts) if c >= 1]
+    ideal = (1, *counts)
     epoch.plot(ideal, [one_s / c for c in ideal], "--", color=IDEAL, linewidth=1, label="ideal")
     speed.plot(ideal, ideal, "--", color=IDEAL, linewidth=1)
     for name, row in _rows(asked).items():
-        shown = [nan if a is None else a.epoch_s(samples) for a in row]
-        _curve(epoch, name, asked.gpus, shown, row, _label(name, asked, row))
-        _curve(speed, name, asked.gpus, [nan if a is None else asked.speed_up(a) for a in row], row)
+        most = max(gpus for gpus, a in zip(asked.gpus, row, strict=True) if a is not None)
+        label = title(name) if most == asked.gpus[-1] else f"{title(name)} (to {most:,})"  # where it ends first
+        _curve(epoch, name, asked.gpus, row, lambda a: a.epoch_s(samples), label)
+        _curve(speed, name, asked.gpus, row, asked.speed_up)
     for c in compared:
         _pair(epoch, c, [each * samples / c.run.batch for each in (c.run.iteration_s, c.projected_s)])
         _pair(speed, c, [one_s * c.run.batch / each / samples for each in (c.run.iteration_s, c.projected_s)])
     _axes(epoch, counts, "time of an epoch")
     low, high = epoch.get_ylim()
-    times = [seconds for seconds in _times(high) if low <= seconds <= high]
+    times = [seconds for seconds in ROUND_S if low <= seconds <= high]
     epoch.set_yticks(times, [duration(seconds) for seconds in times])
     _axes(speed, counts, "speed-up over one GPU (samples per second)")
     speed.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if compared:
         epoch.plot([], [], "ks", markersize=6, label="measured (full), its projection (hollow)")
-    if any(a.fits is False for a in asked.answers.values()):
+    if not all(a.fits for a in asked.answers.values()):
         epoch.plot([], [], "x", color=OVER, markersize=8, label="over a GPU's memory")
     figure.legend(*epoch.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
-    figure.suptitle(f"{heading}: {scaling(question)}", fontsize=10)
+    figure.suptitle(f"{heading}: {question.scaling} scaling, {batch_of(question)}", fontsize=10)
     return figure
 
 
-def scaling(question: Question) -> str:
-    """The kind of scaling, and what stays the same."""
-    if question.scaling == "weak":
-        return f"weak scaling, {question.batch:,} samples a GPU"
-    return f"strong scaling, {question.batch:,} samples a step"
-
-
-def _times(most: float) -> Iterator[float]:
-    """Round times up to `most` seconds."""
-    yield from (digit * 10.0**power for power in range(-6, 0) for digit in (1, 2, 5))
-    yield from ROUND_S
-    days = 86400.0
-    while days <= most:
-        yield from (days, 2 * days, 5 * days)
-        days *= 10
-
-
-def _rows(asked: Asked) -> dict[str, list[Answer | None]]:
+def _rows(asked: Asked) -> dict[str, Row]:
     """The answers of each strategy at all numbers of GPUs."""
-    rows = {name: [asked.answers.get((name, gpus)) for gpus in asked.gpus] for name in NAMES}
+    rows: dict[str, Row] = {name: [asked.answers.get((name, gpus)) for gpus in asked.gpus] for name in NAMES}
     return {name: row for name, row in rows.items() if any(row)}
 
 
-def _label(name: str, asked: Asked, row: Sequence[Answer | None]) -> str:
-    """The strategy; where it ends before the others, at how many GPUs."""
-    most = max(gpus for gpus, a in zip(asked.gpus, row, strict=True) if a is not None)
-    return title(name) if most == asked.gpus[-1] else f"{title(name)} (to {most:,})"
-
-
 def _curve(
-    axis: Axes, name: str, gpus: Sequence[int], values: Sequence[float], row: Sequence[Answer | None], label: str = ""
+    axis: Axes, name: str, gpus: Sequence[int], row: Row, value: Callable[[Answer], float], label: str = ""
 ) -> None:
     """A line over the GPUs, broken where there is no answer; a cross where memory does not do."""
     color, marker = LOOKS[name]
     style = "--" if name == "layerwise" else "-"  # it may lie on data parallelism's
+    values = [nan if a is None else value(a) for a in row]
     axis.plot(gpus, values, style, color=color, marker=marker, markersize=4, linewidth=1.5, label=label)
-    over = [(p, value) for p, value, a in zip(gpus, values, row, strict=True) if a is not None and a.fits is False]
+    over = [(p, value(a)) for p, a in zip(gpus, row, strict=True) if a is not None and not a.fits]
     if over:
         axis.plot(*zip(*over, strict=True), "x", color=OVER, markersize=8)
 
@@ -146,17 +131,18 @@ def draw_phases(question: Question, asked: Asked, heading: str) -> Figure:
     for axis in axes[::columns]:
         axis.set_ylabel("of an iteration", fontsize=8)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
-    figure.suptitle(f"{heading}: {scaling(question)}; phases one after the other, above the bars their sum", fontsize=9)
+    shown = f"{question.scaling} scaling, {batch_of(question)}; phases one after the other, above the bars their sum"
+    figure.suptitle(f"{heading}: {shown}", fontsize=9)
     return figure
 
 
-def _panel(axis: Axes, gpus: Sequence[int], row: Sequence[Answer | None], colors: Mapping[str, str]) -> None:
+def _panel(axis: Axes, gpus: Sequence[int], row: Row, colors: Mapping[str, str]) -> None:
     """The bars of one strategy; a dash where there is no answer."""
     from matplotlib.ticker import PercentFormatter
 
     bottom = [0.0] * len(row)
     for key, color in colors.items():
-        shares = list(_shares(row, key))
+        shares = [0.0 if a is None else getattr(a.projection.phases, key) / a.projection.phases.total_s for a in row]
         axis.bar(range(len(row)), shares, 0.8, bottom=bottom, color=color, label=PHASES[key])
         bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     for x, a in enumerate(row):
@@ -167,8 +153,3 @@ def _panel(axis: Axes, gpus: Sequence[int], row: Sequence[Answer | None], colors
     axis.yaxis.set_major_formatter(PercentFormatter(1))
     axis.set_xticks(range(len(row)), [f"{count:,}" for count in gpus], fontsize=6)
     axis.tick_params(axis="y", labelsize=7)
-
-
-def _shares(row: Sequence[Answer | None], key: str) -> Iterator[float]:
-    for a in row:
-        yield 0.0 if a is None else getattr(a.projection.phases, key) / a.projection.phases.total_s

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.refusals import unsupported
@@ -124,8 +125,9 @@ class OriginalModel:
 
 
 def _buffers(module: nn.Module) -> list[tuple[int, Version]]:
-    """Returns which buffers a module has, and how often these were written to."""
-    return [(id(b), version(b)) for b in module._buffers.values() if b is not None and not b.is_inference()]
+    """Returns which buffers a module has, and how often they were written to, but for those that its calls write to."""
+    held = () if isinstance(module, _NormBase) else module._buffers.values()
+    return [(id(b), version(b)) for b in held if b is not None and not b.is_inference()]
 
 
 def _settings(module: nn.Module) -> dict[str, object]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from layerwise.run.state.meshes import ALL_RANKS, everywhere, on_mesh
+
 
 def each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
     """Returns what `act` makes of an operation's arguments or results, and of those in lists."""
@@ -22,6 +24,56 @@ def each_of(act: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str,
     return each(act, args), dict(zip(kwargs, each(act, kwargs.values()), strict=True))
 
 
+def computed_in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
+    """Returns what an operation makes of full tensors, on all ranks; DTensors that it writes to have their part of it.
+
+    All ranks call this.
+    """
+    fulls: dict[int, tuple[DTensor, Tensor]] = {}
+
+    def full(x: Any) -> Any:
+        if isinstance(x, DTensor) and id(x) not in fulls:
+            value = everywhere(x).contiguous() if x.is_contiguous() else everywhere(x)
+            fulls[id(x)] = x, value.clone() if any(x is one for one in written) else value
+        return fulls[id(x)][1] if isinstance(x, DTensor) else x
+
+    full_args, named = each_of(full, args, kwargs)
+    result = func(*full_args, **named)
+    mesh = next(ALL_RANKS.get(x.device_mesh, x.device_mesh) for x, _ in fulls.values())
+    stands_for = {id(value): x for x, value in fulls.values() if any(x is one for one in written)}
+    for x, value in fulls.values():
+        if id(value) in stands_for:
+            brought = on_mesh(x.device_mesh, value).redistribute(placements=x.placements)
+            x._local_tensor.copy_(brought._local_tensor)
+    return each(lambda x: stands_for.get(id(x), on_mesh(mesh, x)) if isinstance(x, Tensor) else x, (result,))[0]
+
+
+# What DTensor makes right of shards of any size, and without a full tensor; so do element-wise operations and lists.
+REDUCTIONS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "max", "amax", "min", "amin", "all", "any"))
+OF_SHARDS = REDUCTIONS | frozenset(
+    (
+        *("detach", "alias", "clone", "_to_copy", "is_same_size", "record_stream"),
+        *("zeros_like", "ones_like", "empty_like", "full_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
+        *("mm", "addmm", "bmm", "baddbmm", "dot", "cat", "stack", "split", "split_with_sizes", "select", "slice"),
+        *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand"),
+        *("unsqueeze", "squeeze", "squeeze_"),
+    )
+)
+if torch.__version__ < "2.13":  # it cannot flatten what is cut
+    OF_SHARDS -= {"view", "_unsafe_view", "reshape"}
+
+
+def of_shards(func: Any, args: Sequence[Any]) -> bool:
+    """True if DTensor makes right of shards what an operation makes of these."""
+    name: str = func._schema.name.removeprefix("aten::")
+    if name in ("max", "min") and func._schema.overload_name:  # of a dimension, with places
+        return False
+    if name in REDUCTIONS:
+        return not any(type(x) in (list, tuple) and not x for x in args[1:])  # no dimension is all, and DTensor's none
+    return name in OF_SHARDS or name.startswith(("_foreach_", "_fused_")) or elementwise(func)
+
+
 @cache
 def elementwise(func: Any) -> bool:
     """True if each element of the result is made of the elements in its place."""
@@ -29,6 +81,7 @@ def elementwise(func: Any) -> bool:
     if name.startswith(("_foreach_", "_fused_")):
         return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
     pointwise: bool = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    pointwise &= all(str(made.type) == "Tensor" for made in func._schema.returns)  # `equal` makes one bool of all
     return pointwise or name in ("zero_", "fill_", "copy_")
 
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from layerwise.errors import LayerwiseError
@@ -45,10 +45,12 @@ from layerwise.run.state.meshes import (
 from layerwise.run.state.operations import (
     aligned,
     beside_plain,
+    computed_in_full,
     each,
     each_of,
     elementwise,
     is_mask,
+    of_shards,
     own_tensors,
     writes_numbers,
     written_by,
@@ -56,7 +58,7 @@ from layerwise.run.state.operations import (
 from layerwise.run.state.own_numbers import NumberBesideOwn
 
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
-NUMBER = torch.ops.aten._local_scalar_dense.default
+NO_RULE = "Sharding propagation failed", "does not have a sharding strategy"  # how DTensor says it, alike on all ranks
 CAT = torch.ops.aten.cat.default
 PUT, MASKED = torch.ops.aten.index_put_.default, torch.ops.aten.masked_fill_.Tensor
 
@@ -87,8 +89,6 @@ class PlanDTensor(DTensor):
             return func(*args, **named)
         if elementwise(func) and (columns := aligned(args, kwargs)) is not None:
             return _run_locally(func, args, kwargs, columns)
-        if func is NUMBER:
-            return func(everywhere(args[0]))
         if func is UNSCALE:
             return unscale(*args)
         if func.namespace == "c10d" or (func is CAT and not all(isinstance(x, DTensor) for x in args[0])):
@@ -111,6 +111,8 @@ class PlanDTensor(DTensor):
                 "random numbers were asked for of a parameter that the plan splits, and would be other ones than one "
                 "device's: initialise the model before, or by model.apply(fn), or give load_state_dict the values"
             )
+        if not of_shards(func, args):
+            return _in_full(func, args, kwargs, written)
         dtensors = list[DTensor]()
         each_of(lambda x: dtensors.append(x) if isinstance(x, DTensor) else None, args, kwargs)
         if len({x.device_mesh for x in dtensors}) > 1 and any(x.device_mesh in ALL_RANKS for x in dtensors):
@@ -136,9 +138,14 @@ class PlanDTensor(DTensor):
         try:
             result = func(*plain_args, **named)
         except RuntimeError as error:
-            if "placement changes" not in str(error) or not _settled(args[0]):
+            if "placement changes" in str(error) and _settled(args[0]):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
+            if not any(said in str(error) for said in NO_RULE):
                 raise
-            return cls.__torch_dispatch__(func, types, args, kwargs)
+            return _in_full(func, args, kwargs, written)
+        if torch.Tag.inplace_view in func.tags:
+            args[0]._spec, args[0]._local_tensor = result._spec, result._local_tensor
+            return return_and_correct_aliasing(func, args, kwargs, args[0])  # type: ignore[no-untyped-call]
         return each(marked, (result,))[0]
 
     if torch.__version__ < "2.13":  # its C++ takes an object of a subclass for a DTensor, and does not come here
@@ -185,6 +192,15 @@ class PlanDTensor(DTensor):
             return plain_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return _shard_of, (torch.distributed.get_rank(), plain_dtensor(self))
 
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """LayerwiseError: an array of it would have this rank's part."""
+        raise LayerwiseError(
+            "an array or list was asked for of a parameter that the plan splits: give p.full_tensor().numpy(), whose "
+            "full_tensor() every rank calls"
+        )
+
+    tolist = numpy
+
     def storage(self) -> NoReturn:  # what safetensors and Accelerate know shared memory by
         """LayerwiseError: a file of it would have this rank's part."""
         raise LayerwiseError(
@@ -200,11 +216,12 @@ class PlanDTensor(DTensor):
             "parallel one would share them out once more: leave fully_shard out"
         )
 
-    def bring(self, gradient: DTensor) -> DTensor:
-        """Returns a gradient of it, however that lies, as this lies."""
+    def bring(self, gradient: Tensor) -> DTensor:
+        """Returns a gradient of it as this lies, also a plain one of all of it, as some of autograd's formulas make."""
         mesh, device = self.device_mesh, self._local_tensor.device
-        here = gradient if gradient.device_mesh == mesh else on_mesh(mesh, full(gradient))
-        plain = plain_dtensor(here)
+        if not (isinstance(gradient, DTensor) and gradient.device_mesh == mesh):
+            gradient = on_mesh(mesh, full(gradient) if isinstance(gradient, DTensor) else gradient)
+        plain = plain_dtensor(gradient)
         return _marked(plain.redistribute(mesh, self.placements), device)
 
 
@@ -262,6 +279,19 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
     if meta is not None and meta.dtype != results.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, results.dtype))
     return wrap(results, spec)
+
+
+def _in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
+    """Returns what an operation makes of full tensors, for which DTensor has no rule."""
+    dtensors, written = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)], tree_leaves(written)
+    if any(p.is_partial() for x in written if isinstance(x, DTensor) for p in x.placements):
+        raise LayerwiseError(
+            f"{func._schema.name.removeprefix('aten::')}() would write to a sum of parameters' parts, which another "
+            "tensor shares: write to a clone of it"
+        )
+    result = computed_in_full(func, args, kwargs, written)
+    device = dtensors[0]._local_tensor.device
+    return each(lambda x: _marked(x, device) if type(x) is DTensor else x, (result,))[0]
 
 
 def _check_view(view: PlanDTensor) -> None:

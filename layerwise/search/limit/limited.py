@@ -184,7 +184,7 @@ def least_memory(problem: Problem, *, memory_bytes: float = 2.0**31, known: Iter
     minimise = by_elimination(memory_bytes)
     game = least_rows(problem, minimise)
     seen = Known(problem, np.inf)
-    for choice in [*known, *(m.choice for m in sorted(game.met, key=lambda met: float(met.rows.max()))[:LOOKS])]:
+    for choice in [*known, *(met.choice for met in game.lightest(LOOKS))]:
         seen.see(choice)
     rest = Rest.of(problem, game.mixed(seen.least_bytes), memory_bytes)
     lower = game.bound if rest is None else max(game.bound, rest.smallest(seen))

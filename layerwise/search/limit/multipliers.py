@@ -8,7 +8,7 @@ what the mixture exceeds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,7 @@ from layerwise.search.limit.additive import Capped, Choice, Costs, Minimise, Pro
 ROUNDS = 60  # of elimination
 CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
 FACTORS = (0.5, 2.0)  # of the best price of memory
+Mixture = tuple[Floats, Floats, float]  # shares of choices, prices of rows, and what the mixture takes
 DEAREST = 1e3  # the most that any choice is beyond the limit costs at most that many times the unconstrained step
 
 
@@ -47,6 +48,15 @@ class Multipliers:
     bound: float = -np.inf  # no choice that fits takes less
     met: list[Met] = field(default_factory=list)
     solved: dict[int, Costs] = field(default_factory=dict)  # the tables of the rows that were looked at
+
+    @staticmethod
+    def begun(start: Multipliers | None) -> Multipliers:
+        """Multipliers without prices, with what `start` has met and looked at."""
+        return Multipliers() if start is None else Multipliers(met=list(start.met), solved=dict(start.solved))
+
+    def lightest(self, count: int) -> list[Met]:
+        """Of what was met, those whose fullest rows have the fewest bytes."""
+        return sorted(self.met, key=lambda met: float(met.rows.max()))[:count]
 
     def over(self, problem: Problem) -> Multipliers:
         """The multipliers for a problem that has more rows, with what was met and the tables of rows."""
@@ -101,22 +111,23 @@ class Multipliers:
 
 
 def best_multipliers(
-    problem: Problem,
-    limit: float,
-    minimise: Minimise,
-    start: Multipliers | None = None,
+    problem: Problem, limit: float, minimise: Minimise, start: Multipliers | None = None
 ) -> Multipliers:
     """Multipliers that make the bound of the least time within `limit` bytes as large as it gets.
 
     start: what was met with other limits.
     """
-    best = Multipliers() if start is None else Multipliers({}, -np.inf, list(start.met), dict(start.solved))
+    best = Multipliers.begun(start)
     active = sorted(best.solved)
     price: dict[int, float] = {}
     value, solved = np.inf, False  # of the mixture that the prices are from: what was met allows no better bound
+
+    def mix(taken: Floats) -> Mixture:
+        return _fit_on_average(best.met, taken, limit, max(best.met[0].cost, 1e-30))
+
     for _ in range(ROUNDS):
         if best.met:
-            mixture = _next(problem, best, active, limit, solved)
+            mixture = _next(problem, best, active, mix, solved, limit)
             if mixture is None:
                 break
             price, value = mixture
@@ -131,25 +142,30 @@ def best_multipliers(
 
 
 def _next(
-    problem: Problem, best: Multipliers, active: list[int], limit: float, solved: bool
+    problem: Problem,
+    best: Multipliers,
+    active: list[int],
+    mix: Callable[[Floats], Mixture],
+    solved: bool,
+    limit: float | None = None,
 ) -> tuple[dict[int, float], float] | None:
-    """The prices of the best mixture of what was met, and its time; None where the bound is as good as it gets.
+    """The prices of the best mixture of what was met, and its value; None where the bound is as good as it gets.
 
-    Rows that a mixture exceeds become `active`. solved: whether its prices over the active ones are the best.
+    Rows that a mixture exceeds become `active`. mix: the mixture by the bytes of active rows. solved: whether its
+    prices over these are the best. limit: bytes that no row of a mixture may exceed; None: the value itself.
     """
-    scale = max(best.met[0].cost, 1e-30)
     while True:
-        share, prices, value = _fit_on_average(best.met, best.taken(active), limit, scale)
+        best.solved |= {row: problem.row(row) for row in active if row not in best.solved}
+        share, prices, value = mix(best.taken(active))
         near = np.isfinite(best.bound) and value <= best.bound + CLOSE * abs(best.bound)
         if not solved and not near:
             return {row: float(p) for row, p in zip(active, prices, strict=True) if p > 0}, value
         mixed = share @ np.stack([met.rows for met in best.met])
         mixed[active] = 0.0
         worst = int(mixed.argmax())
-        if mixed[worst] <= limit * (1 + CLOSE):
+        if mixed[worst] <= (value if limit is None else limit) * (1 + CLOSE):
             return None
         active.append(worst)
-        best.solved[worst] = problem.row(worst)
         solved = False
 
 
@@ -157,13 +173,7 @@ def _known(problem: Problem, choice: Choice) -> Met:
     return Met(choice, problem.time.of(choice, problem.base), problem.rows(choice), problem.base)
 
 
-def _meet(problem: Problem, costs: Costs, minimise: Minimise) -> tuple[Met, float]:
-    """A good choice by `costs`, and a lower bound of them."""
-    choice, least = minimise(costs, problem.base)
-    return _known(problem, choice), least
-
-
-def _fit_on_average(met: list[Met], taken: Floats, limit: float, scale: float) -> tuple[Floats, Floats, float]:
+def _fit_on_average(met: list[Met], taken: Floats, limit: float, scale: float) -> Mixture:
     """The mixture of choices that fits on average and takes the least: shares, prices of rows, and the time.
 
     taken: (rows, choices) bytes.
@@ -196,37 +206,28 @@ def least_rows(
     A matrix game: one mixes choices, the other rows. It ends early where a choice is met whose rows are at most
     `enough`.
     """
-    best = Multipliers() if start is None else Multipliers({}, -np.inf, list(start.met), dict(start.solved))
+    best = Multipliers.begun(start)
     if not best.met:
-        best.met.append(_meet(problem, problem.time, minimise)[0])
+        best.met.append(_known(problem, minimise(problem.time, problem.base)[0]))
     active = sorted({*best.solved, int(best.met[0].rows.argmax())})
     solved = False
     for _ in range(rounds):
-        while True:
-            best.solved |= {row: problem.row(row) for row in active if row not in best.solved}
-            share, prices, value = _fullest_on_average(best.taken(active))
-            if not solved and value > best.bound * (1 + CLOSE):
-                break
-            mixed = share @ np.stack([met.rows for met in best.met])
-            mixed[active] = 0.0
-            worst = int(mixed.argmax())
-            if mixed[worst] <= value * (1 + CLOSE):
-                return best
-            active.append(worst)
-            solved = False
-        price = {row: float(p) for row, p in zip(active, prices, strict=True) if p > 0}
+        mixture = _next(problem, best, active, _fullest_on_average, solved)
+        if mixture is None:
+            break
+        price, value = mixture
         costs = weighted_sum(list(price.values()), [best.solved[row] for row in price])
-        met, least = _meet(problem, costs, minimise)
+        choice, least = minimise(costs, problem.base)
         if least > best.bound:
             best.bound, best.price = least, price
-        solved = costs.of(met.choice, problem.base) >= value * (1 - CLOSE)
-        best.met.append(met)
-        if met.rows.max() <= enough:
+        solved = costs.of(choice, problem.base) >= value * (1 - CLOSE)
+        best.met.append(_known(problem, choice))
+        if best.met[-1].rows.max() <= enough:
             break
     return best
 
 
-def _fullest_on_average(taken: Floats) -> tuple[Floats, Floats, float]:
+def _fullest_on_average(taken: Floats) -> Mixture:
     """The mixture of choices whose fullest row is the least: shares of choices, shares of rows, and the bytes.
 
     taken: (rows, choices) bytes.

@@ -128,9 +128,8 @@ class LimitedSearch:
         memory = Memory.of(self.model, space)
         problem = self._memory_alone(space, memory)
         game = least_rows(problem, by_messages)
-        met = sorted(game.met, key=lambda met: float(met.rows.max()))[:LOOKS]
         formed = [space.choice(s) for strategy in known for s in self.formed(strategy)]
-        least = min([*formed, *(m.choice for m in met)], key=problem.peak)
+        least = min([*formed, *(met.choice for met in game.lightest(LOOKS))], key=problem.peak)
         keep = possible(problem, game.mixed(problem.peak(least)))
         small, begin = space.restrict(keep), inside([least], keep)
         found = least_memory(

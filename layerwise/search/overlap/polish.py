@@ -195,7 +195,7 @@ def overlapped(
     minimise = by_elimination(memory_bytes) if sums <= WORK else by_messages
     game = least_rows(_problem(cuts, step_s), minimise)
     polish = Polish(cuts, game.mixed(upper)[0].costs, step_s, fits, effort)
-    met = sorted(game.met, key=lambda met: float(met.rows.max()))[: MET if SIMULATIONS[effort] else 0]
+    met = game.lightest(MET if SIMULATIONS[effort] else 0)
     starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
     ends = dict[float, Choice]()
     for start in sorted(starts, key=polish.seconds)[:STARTS]:

@@ -42,6 +42,7 @@ from layerwise.search.find import candidate, configurations
 from layerwise.search.report.forms import Alternative, all_alternatives, alternatives_table, limit_of
 from layerwise.search.report.found import about, price_dict
 from layerwise.search.report.tables import (
+    NUMBERS,
     candidates_table,
     curve_table,
     picture,
@@ -185,8 +186,7 @@ def _layer_facts(planned: Planned, layer: Layer) -> Iterator[tuple[str, str]]:
 def _tables(planned: Planned) -> Iterator[Part]:
     model, best = planned.model, planned.best
     heads = [Column(heading) for heading in ("layer", "operator", "output", "configuration")]
-    numbers = (Column("devices", "#"), *(Column(name, "s") for name in COLUMNS), Column("memory", "B"))
-    yield Table(filled([*heads, *numbers], (_layer_row(layer, best) for layer in model.graph.inner)), "Layers")
+    yield Table(filled([*heads, *NUMBERS], (_layer_row(layer, best) for layer in model.graph.inner)), "Layers")
     heads = [Column(heading) for heading in ("from", "to", "tensor")]
     rows = (_edge_row(model, best, name) for name in model.graph.edges())
     yield Table(filled([*heads, Column("transfer", "s"), Column("sent", "B")], rows), "Edges, in all directions")

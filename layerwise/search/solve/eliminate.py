@@ -133,10 +133,7 @@ class Factor:
 
 def min_fill_order(sizes: Mapping[str, int], scopes: Iterable[tuple[str, ...]]) -> list[str]:
     """Variables in the order in which eliminating them joins the fewest others; ties by the smaller table."""
-    around: dict[str, set[str]] = {name: set() for name in sizes}
-    for scope in scopes:
-        _connect(around, scope)
-    order = []
+    around, order = _neighbours(sizes, scopes), list[str]()
     while around:
 
         def effort(name: str) -> tuple[int, int]:
@@ -144,37 +141,40 @@ def min_fill_order(sizes: Mapping[str, int], scopes: Iterable[tuple[str, ...]]) 
             fill = sum(b not in around[a] for a, b in combinations(near, 2))
             return fill, prod(sizes[a] for a in near) * sizes[name]
 
-        best = min(around, key=effort)
-        near = around.pop(best)
-        _connect(around, near)
-        for name in near:
-            around[name].remove(best)
-        order.append(best)
+        order.append(best := min(around, key=effort))
+        _take(around, best)
     return order
 
 
 def sums_of(sizes: Mapping[str, int], pairs: Iterable[tuple[str, ...]]) -> float:
     """The number of sums that an elimination forms, about: of variables of these sizes, joined in these pairs."""
-    around: dict[str, set[str]] = {name: set() for name in sizes}
-    for pair in pairs:
-        _connect(around, pair)
-    count, waiting = 0.0, list(around)
-
-    def take(name: str) -> None:
-        nonlocal count
-        near = around.pop(name)
-        count += sizes[name] * prod(sizes[other] for other in near)
-        for other in near:
-            around[other].remove(name)
-        _connect(around, near)
-        waiting.extend(near)
-
+    around, count = _neighbours(sizes, pairs), 0.0
+    waiting = list(around)
     while waiting:  # along chains, as node elimination goes
         if (name := waiting.pop()) in around and len(around[name]) <= 2:
-            take(name)
+            near = _take(around, name)
+            count += sizes[name] * prod(sizes[other] for other in near)
+            waiting.extend(near)
     for name in min_fill_order({n: sizes[n] for n in around}, [(n, m) for n, near in around.items() for m in near]):
-        take(name)
+        count += sizes[name] * prod(sizes[other] for other in _take(around, name))
     return count
+
+
+def _neighbours(names: Iterable[str], scopes: Iterable[tuple[str, ...]]) -> dict[str, set[str]]:
+    """The variables that share a table with each."""
+    around: dict[str, set[str]] = {name: set() for name in names}
+    for scope in scopes:
+        _connect(around, scope)
+    return around
+
+
+def _take(around: dict[str, set[str]], name: str) -> set[str]:
+    """Eliminates a variable, which joins its neighbours: these."""
+    near = around.pop(name)
+    for other in near:
+        around[other].remove(name)
+    _connect(around, near)
+    return near
 
 
 def _connect(around: dict[str, set[str]], names: Iterable[str]) -> None:
