@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_leaves
 
+from layerwise.errors import LayerwiseError
 from layerwise.run.state.meshes import ALL_RANKS, everywhere, on_mesh
 
 
@@ -27,8 +28,13 @@ def each_of(act: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str,
 def computed_in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
     """Returns what an operation makes of full tensors, on all ranks; DTensors that it writes to have their part of it.
 
-    All ranks call this.
+    All ranks call this. LayerwiseError where it would write to the ranks' parts of a sum.
     """
+    if any(p.is_partial() for x in written if isinstance(x, DTensor) for p in x.placements):
+        raise LayerwiseError(
+            f"{func._schema.name.removeprefix('aten::')}() would write to a sum of parameters' parts, which another "
+            "tensor shares: write to a clone of it"
+        )
     fulls: dict[int, tuple[DTensor, Tensor]] = {}
 
     def full(x: Any) -> Any:
@@ -48,6 +54,10 @@ def computed_in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return each(lambda x: stands_for.get(id(x), on_mesh(mesh, x)) if isinstance(x, Tensor) else x, (result,))[0]
 
 
+# Of the ranks' parts of a norm these make parts of a norm.
+OF_NORMS = frozenset(
+    (torch.ops.aten.stack.default, torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar)
+)
 # What DTensor makes right of shards of any size, and without a full tensor; so do element-wise operations and lists.
 REDUCTIONS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "max", "amax", "min", "amin", "all", "any"))
 OF_SHARDS = REDUCTIONS | frozenset(
@@ -60,18 +70,31 @@ OF_SHARDS = REDUCTIONS | frozenset(
         *("unsqueeze", "squeeze", "squeeze_"),
     )
 )
-if torch.__version__ < "2.13":  # it cannot flatten what is cut
-    OF_SHARDS -= {"view", "_unsafe_view", "reshape"}
 
 
 def of_shards(func: Any, args: Sequence[Any]) -> bool:
     """True if DTensor makes right of shards what an operation makes of these."""
     name: str = func._schema.name.removeprefix("aten::")
+    if torch.__version__ < "2.13" and name in ("view", "_unsafe_view"):  # it flattens what is cut along the first alone
+        return not any(p.is_shard() and not p.is_shard(0) for p in args[0].placements)
     if name in ("max", "min") and func._schema.overload_name:  # of a dimension, with places
         return False
     if name in REDUCTIONS:
         return not any(type(x) in (list, tuple) and not x for x in args[1:])  # no dimension is all, and DTensor's none
     return name in OF_SHARDS or name.startswith(("_foreach_", "_fused_")) or elementwise(func)
+
+
+def put_together(func: Any, tensor: DTensor) -> bool:
+    """True if the ranks' parts of a tensor are to be one before an operation, which DTensor makes of the parts.
+
+    Parts of a norm or of `any` are no terms of a sum; what was an element-wise operation with a number before, DTensor
+    takes for that again.
+    """
+    parts = [p for p in tensor.placements if isinstance(p, Partial)]
+    if not parts or func in OF_NORMS:
+        return False
+    terms = all(p.reduce_op in ("sum", "avg") and getattr(p, "norm_type", 1) == 1 for p in parts)
+    return elementwise(func) or not terms or tensor.dtype is torch.bool
 
 
 @cache

@@ -6,7 +6,10 @@ It is a DTensor that does right what DTensor (torch 2.11 to 2.15) does wrong wit
 - GradScaler looks for infinities over the mesh axes that cut the first gradient, not over those that cut others.
 - Random numbers on a CPU are drawn by each rank for its own shard: here they are refused.
 - A sum or a mean (Adafactor's, for one) that is written to raises, as it is not added up over the ranks yet.
-- Sums of norms (`p.norm(dim=1).sum()`), or of `any`, add up the ranks' parts like terms of a sum.
+- Sums of norms (`p.norm(dim=1).sum()`), or of `any`, add up the ranks' parts like terms of a sum; `p.sum() + q.sum()`
+  after `p.sum() + 1.0` raises.
+- Functions without a rule raise, wait for ever where some ranks have the parameter alone (`argmax`), or follow rules
+  that are wrong of uneven shards (`mse_loss`): here all but a list of functions are made of full tensors.
 - A number (a norm, a penalty on weights) beside a rank's own tensor raises: here it is a plain number (`PlanNumber`).
 - A DTensor of a sub-mesh, of a layer on some of the ranks, is computed with there alone: elsewhere sums and norms are
   zeros, `full_tensor()` is empty, and tensors of two meshes do not mix. Here what is a number, or is asked for as a
@@ -23,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -53,6 +56,7 @@ from layerwise.run.state.operations import (
     is_mask,
     of_shards,
     own_tensors,
+    put_together,
     writes_numbers,
     written_by,
 )
@@ -61,10 +65,6 @@ from layerwise.run.state.own_numbers import NumberBesideOwn
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NO_RULE = "Sharding propagation failed", "does not have a sharding strategy"  # how DTensor says it, alike on all ranks
 CAT = torch.ops.aten.cat.default
-# Of the ranks' parts of a norm these make parts of a norm.
-OF_NORMS = frozenset(
-    (torch.ops.aten.stack.default, torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar)
-)
 PUT, MASKED = torch.ops.aten.index_put_.default, torch.ops.aten.masked_fill_.Tensor
 
 
@@ -127,17 +127,15 @@ class PlanDTensor(DTensor):
             args, kwargs = each_of(lambda x: instead.get(id(x), x), args, kwargs)
         same: dict[int, Tensor] = {}
 
-        keeps = func in OF_NORMS
-
         def plain(x: Any) -> Any:
-            if isinstance(x, cls):
-                plain_tensor = plain_dtensor(x)
-                if not keeps and _adds_up_otherwise(x) and all(x is not output for output in tree_leaves(written)):
-                    placements = [Replicate() if p.is_partial() else p for p in x.placements]
-                    plain_tensor = plain_tensor.redistribute(placements=placements)
-                same[id(plain_tensor)] = x
-                return plain_tensor
-            return x
+            if not isinstance(x, cls):
+                return x
+            plain_tensor = plain_dtensor(x)
+            if put_together(func, x) and all(x is not output for output in tree_leaves(written)):
+                placements = [Replicate() if p.is_partial() else p for p in x.placements]
+                plain_tensor = plain_tensor.redistribute(placements=placements)
+            same[id(plain_tensor)] = x
+            return plain_tensor
 
         def marked(x: Any) -> Any:
             if id(x) in same:
@@ -292,15 +290,9 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
 
 
 def _in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
-    """Returns what an operation makes of full tensors, for which DTensor has no rule."""
-    dtensors, written = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)], tree_leaves(written)
-    if any(p.is_partial() for x in written if isinstance(x, DTensor) for p in x.placements):
-        raise LayerwiseError(
-            f"{func._schema.name.removeprefix('aten::')}() would write to a sum of parameters' parts, which another "
-            "tensor shares: write to a clone of it"
-        )
-    result = computed_in_full(func, args, kwargs, written)
-    device = dtensors[0]._local_tensor.device
+    """Returns what an operation makes of full tensors."""
+    device = next(x._local_tensor.device for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor))
+    result = computed_in_full(func, args, kwargs, tree_leaves(written))
     return each(lambda x: _marked(x, device) if type(x) is DTensor else x, (result,))[0]
 
 
@@ -329,13 +321,6 @@ def _settled(tensor: Any) -> bool:
     settled = plain_dtensor(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
     tensor._local_tensor, tensor._spec = settled._local_tensor, settled._spec
     return True
-
-
-def _adds_up_otherwise(tensor: DTensor) -> bool:
-    """True if ranks have parts of it (of a norm, of `any`) that are no terms of a sum: DTensor adds them like terms."""
-    parts = [p for p in tensor.placements if isinstance(p, Partial)]
-    others = (p.reduce_op not in ("sum", "avg") or getattr(p, "norm_type", 1) != 1 for p in parts)
-    return any(others) or (bool(parts) and tensor.dtype is torch.bool)
 
 
 def _marked(tensor: DTensor, device: torch.device) -> DTensor:
