@@ -72,10 +72,14 @@ OF_SHARDS = REDUCTIONS | frozenset(
 )
 
 
+# Of what is cut along the first dimension alone, on PyTorch 2.11.
+FIRST_ALONE = frozenset(("view", "_unsafe_view") if torch.__version__ < "2.13" else ())
+
+
 def of_shards(func: Any, args: Sequence[Any]) -> bool:
     """True if DTensor makes right of shards what an operation makes of these."""
     name: str = func._schema.name.removeprefix("aten::")
-    if torch.__version__ < "2.13" and name in ("view", "_unsafe_view"):  # it flattens what is cut along the first alone
+    if name in FIRST_ALONE:
         return not any(p.is_shard() and not p.is_shard(0) for p in args[0].placements)
     if name in ("max", "min") and func._schema.overload_name:  # of a dimension, with places
         return False
