@@ -16,16 +16,24 @@ from layerwise.run.local_tensor import version
 
 
 class RefusedParameter(nn.Parameter):
-    """A parameter that is not the trained one: any use raises the sentence of its class."""
+    """A parameter that is not the trained one: any use that its class does not allow raises the sentence of that."""
 
     sentence: ClassVar[str] = ""
+
+    @classmethod
+    def allows(cls, func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Returns whether a function may have it."""
+        return False
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """LayerwiseError."""
-        raise LayerwiseError(cls.sentence)
+        """Returns what `func` makes of it. LayerwiseError where that is not allowed."""
+        if not cls.allows(func, args):
+            raise LayerwiseError(cls.sentence)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 # What may be asked of it as ever; the first ones by load_state_dict.
@@ -48,16 +56,11 @@ class StaleParameter(RefusedParameter):
     )
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """LayerwiseError for all that reads values or trains."""
-        if func == Tensor.copy_ and isinstance(args[0], cls):
+    def allows(cls, func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Returns whether neither values are read nor trained. Values that are loaded make it a parameter again."""
+        if loaded := func == Tensor.copy_ and isinstance(args[0], cls):
             refresh(args[0])
-        elif func not in METADATA:
-            raise LayerwiseError(cls.sentence)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return loaded or func in METADATA
 
 
 class UnreadParameter(RefusedParameter):
@@ -69,22 +72,16 @@ class UnreadParameter(RefusedParameter):
     )
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """LayerwiseError where a gradient may be wanted of it."""
-        if torch.is_grad_enabled() and func not in METADATA:
-            raise LayerwiseError(cls.sentence)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    def allows(cls, func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Returns whether no gradient may be wanted of it."""
+        return not torch.is_grad_enabled() or func in METADATA
 
     @classmethod
-    def of(cls, values: Tensor) -> UnreadParameter:
+    def of(cls, values: Tensor) -> nn.Parameter:
         """Returns one in the same memory."""
-        made = nn.Parameter(values, requires_grad=False)
-        made.__class__ = cls
-        assert isinstance(made, cls)
-        return made
+        parameter = nn.Parameter(values, requires_grad=False)
+        parameter.__class__ = cls
+        return parameter
 
 
 _originals: weakref.WeakKeyDictionary[nn.Module, OriginalModel] = weakref.WeakKeyDictionary()
