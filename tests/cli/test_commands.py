@@ -107,7 +107,7 @@ def test_price_round_trip(run: Run, here: Path) -> None:
     (here / "data").write_text(text)  # named as a baseline
     assert "\nyours " in run(*flags, "--price", "data")
     read, write = os.pipe()  # as a shell's --price <(command) has it
-    with open(write, "w") as file:
+    with os.fdopen(write, "w") as file:
         json.dump(found["strategy"], file)
     assert "\nyours " in run(*flags, "--price", f"/dev/fd/{read}")
     os.close(read)
