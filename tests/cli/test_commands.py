@@ -107,8 +107,8 @@ def test_price_round_trip(run: Run, here: Path) -> None:
     (here / "data").write_text(text)  # named as a baseline
     assert "\nyours " in run(*flags, "--price", "data")
     read, write = os.pipe()  # as a shell's --price <(command) has it
-    with os.fdopen(write, "w") as file:
-        json.dump(found["strategy"], file)
+    with os.fdopen(write, "w") as pipe:
+        json.dump(found["strategy"], pipe)
     assert "\nyours " in run(*flags, "--price", f"/dev/fd/{read}")
     os.close(read)
 
