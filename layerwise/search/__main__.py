@@ -153,7 +153,7 @@ def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Na
     check_names(space.constraints, [layer.name for layer in model.graph.inner])
     strategy = None if Path(args.price).is_file() else named_strategy(model, args.price, space.replicas)
     name = args.price
-    if strategy is None and name and not (Path(name).suffix or Path(name).is_file()):
+    if strategy is None and name and not (Path(name).suffix or Path(name).exists()):
         raise LayerwiseError(f"--price {name!r} is no file, and none of {', '.join(NAMES)}, and grid:RxC of an MLP")
     if strategy is None:
         strategy, name = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count), "yours"

@@ -145,6 +145,7 @@ def test_buffers_with_values_of_a_model_on_meta(named: bool, strategy: Any) -> N
             super().__init__()
             self.linear = nn.Linear(6, 4)
             self.register_buffer("shift", torch.arange(4.0, device="cpu"))
+            self.register_buffer("seen", torch.zeros(3))  # there without values
 
         def forward(self, x: Tensor) -> Tensor:
             made: Tensor = self.linear(x) * 0 + self.shift[None, :]

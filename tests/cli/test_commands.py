@@ -106,6 +106,11 @@ def test_price_round_trip(run: Run, here: Path) -> None:
     assert "\nyours " in table
     (here / "data").write_text(text)  # named as a baseline
     assert "\nyours " in run(*flags, "--price", "data")
+    read, write = os.pipe()  # as a shell's --price <(command) has it
+    with os.fdopen(write, "w") as pipe:
+        json.dump(found["strategy"], pipe)
+    assert "\nyours " in run(*flags, "--price", f"/dev/fd/{read}")
+    os.close(read)
 
 
 def test_a_plan_whose_profile_is_a_file_has_none_read(run: Run, refuse: Run, here: Path) -> None:

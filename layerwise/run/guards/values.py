@@ -18,7 +18,7 @@ class Values:
 
     def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         self._read = read
-        self._before = {name: (id(x), version(x), digest(local_tensor(x))) for name, x in read().items()}
+        self._before = {name: (id(x), version(x), _bits(local_tensor(x))) for name, x in read().items()}
 
     def changed(self) -> str | None:
         """Returns the name of a tensor that has other values now."""
@@ -28,10 +28,15 @@ class Values:
             same = number == id(tensor) and now == before
             if same and (local.numel() > FEW or local.device.type != "cpu"):
                 continue
-            if digest(local) != bits:
+            if _bits(local) != bits:
                 return name
             self._before[name] = id(tensor), now, bits
         return None
+
+
+def _bits(tensor: Tensor) -> int | None:
+    """Returns a digest of its values; None where it has none, on the meta device."""
+    return None if tensor.is_meta else digest(tensor)
 
 
 def check_folded(values: Values) -> None:
