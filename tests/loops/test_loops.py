@@ -59,8 +59,9 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
     "ddp_of_a_holder": {
         "data": "DistributedDataParallel is around a module that holds the parallel one",
-        # torch 2.11 does not flatten what is cut, and says so itself
-        "split": "" if torch.__version__.startswith("2.11.") else "parameters that the plan splits were to be sent",
+        "split": "Attempted to flatten multiple dimensions"  # PyTorch's own words
+        if torch.__version__.startswith("2.11.")
+        else "parameters that the plan splits were to be sent",
     },
     "fully_shard_of_a_holder": {
         "data": "leave fully_shard out",
