@@ -34,6 +34,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm of a dimension": lambda p: p.norm(dim=0),
     "norms of rows": lambda p: p.norm(dim=-1).sum(),
     "any of rows": lambda p: (p > 0.3).any(0).sum(),
+    "all are finite": lambda p: torch.stack([torch.isfinite(p).all(), (p > -9).all()]).all(),
+    "largest and norm": lambda p: torch.stack([p.max(), p.sum(), p.norm()]),
     "histogram": lambda p: torch.histogram(p, 4).hist,
     "sum of no dimension": lambda p: p.sum(dim=[]),
     "mean of the last": lambda p: p.mean(-1),

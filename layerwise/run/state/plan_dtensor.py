@@ -131,7 +131,7 @@ class PlanDTensor(DTensor):
             if not isinstance(x, cls):
                 return x
             plain_tensor = plain_dtensor(x)
-            if put_together(func, x) and all(x is not output for output in tree_leaves(written)):
+            if put_together(func, x, dtensors) and all(x is not output for output in tree_leaves(written)):
                 placements = [Replicate() if p.is_partial() else p for p in x.placements]
                 plain_tensor = plain_tensor.redistribute(placements=placements)
             same[id(plain_tensor)] = x
@@ -148,7 +148,7 @@ class PlanDTensor(DTensor):
         except RuntimeError as error:
             if "placement changes" in str(error) and _settled(args[0]):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
-            if not any(said in str(error) for said in NO_RULE):
+            if not any(said in str(error) for said in (*NO_RULE, "placement changes")):
                 raise
             return _in_full(func, args, kwargs, written)
         if torch.Tag.inplace_view in func.tags:
