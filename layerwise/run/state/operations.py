@@ -60,6 +60,7 @@ def computed_in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return each(lambda x: stands_for.get(id(x), on_mesh(mesh, x)) if isinstance(x, Tensor) else x, (result,))[0]
 
 
+TO_TYPE = torch.ops.aten._to_copy.default  # a sum of whole parts is no whole number of the sum
 SAME_MEMORY = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default))
 # Of the ranks' parts of a norm these make parts of a norm.
 OF_NORMS = frozenset(
@@ -104,7 +105,7 @@ def put_together(func: Any, tensor: DTensor, beside: Iterable[DTensor]) -> bool:
     if func in OF_NORMS and len(kinds) == 1 and tensor.dtype is not torch.bool:
         return False
     terms = all(p.reduce_op in ("sum", "avg") and getattr(p, "norm_type", 1) == 1 for p in parts)
-    return elementwise(func) or not terms or tensor.dtype is torch.bool
+    return elementwise(func) or func is TO_TYPE or not terms or tensor.dtype is torch.bool
 
 
 @cache

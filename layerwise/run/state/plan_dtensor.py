@@ -62,6 +62,7 @@ from layerwise.run.state.operations import (
 )
 from layerwise.run.state.own_numbers import NumberBesideOwn
 
+COMPUTED = frozenset(("data", "T", "mT", "H", "mH"))  # attributes that are further tensors
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NO_RULE = "Sharding propagation failed", "does not have a sharding strategy"  # how DTensor says it, alike on all ranks
 CAT = torch.ops.aten.cat.default
@@ -164,7 +165,7 @@ class PlanDTensor(DTensor):
         ) -> Any:
             """Returns what `func` makes of it, with this class's way to run operations."""
             with torch._C.DisableTorchFunctionSubclass():
-                if getattr(func, "__name__", "") == "__get__":
+                if getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in COMPUTED:
                     return func(*args, **(kwargs or {}))
                 kwargs = kwargs or {}
                 given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
