@@ -61,7 +61,7 @@ class Recurrent(Op):
         if len(x.shape) != 3:
             raise LayerwiseError(f"a recurrent layer takes (samples, steps, channels), not {x.describe()}")
         n = 0 if self.batch_first else 1
-        if x.dims[1 - n] == "n":
+        if x.dims[1 - n] == "n" and x.shape[n] > 1:  # of one sequence, samples may be the steps
             raise LayerwiseError(
                 f"its steps are dimension {1 - n}, along which the model's samples lie, so that one sample would be "
                 "a step of the next: samples are dimension 0 of what the model is called with; build it with "

@@ -28,8 +28,14 @@ def each_of(act: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str,
 def computed_in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
     """Returns what an operation makes of full tensors, on all ranks; DTensors that it writes to have their part of it.
 
-    All ranks call this. LayerwiseError where it would write to the ranks' parts of a sum.
+    All ranks call this. LayerwiseError where it would write to parts of a sum, or change a shape.
     """
+    if torch.Tag.inplace_view in func.tags:
+        name = func._schema.name.removeprefix("aten::")
+        raise LayerwiseError(
+            f"{name}() would change the shape of a parameter that the plan splits, or its gradient, in place: take "
+            f"what {name.removesuffix('_')}() returns"
+        )
     if any(p.is_partial() for x in written if isinstance(x, DTensor) for p in x.placements):
         raise LayerwiseError(
             f"{func._schema.name.removeprefix('aten::')}() would write to a sum of parameters' parts, which another "
@@ -54,6 +60,8 @@ def computed_in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return each(lambda x: stands_for.get(id(x), on_mesh(mesh, x)) if isinstance(x, Tensor) else x, (result,))[0]
 
 
+TO_TYPE = torch.ops.aten._to_copy.default  # a sum of whole parts is no whole number of the sum
+SAME_MEMORY = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default))
 # Of the ranks' parts of a norm these make parts of a norm.
 OF_NORMS = frozenset(
     (torch.ops.aten.stack.default, torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar)
@@ -88,17 +96,20 @@ def of_shards(func: Any, args: Sequence[Any]) -> bool:
     return name in OF_SHARDS or name.startswith(("_foreach_", "_fused_")) or elementwise(func)
 
 
-def put_together(func: Any, tensor: DTensor) -> bool:
+def put_together(func: Any, tensor: DTensor, beside: Iterable[DTensor]) -> bool:
     """True if the ranks' parts of a tensor are to be one before an operation, which DTensor makes of the parts.
 
     Parts of a norm or of `any` are no terms of a sum; what was an element-wise operation with a number before, DTensor
-    takes for that again.
+    takes for that again. beside: all that the operation is given.
     """
     parts = [p for p in tensor.placements if isinstance(p, Partial)]
-    if not parts or func in OF_NORMS:
+    if not parts or func in SAME_MEMORY:
+        return False
+    kinds = {p for x in beside for p in x.placements if p.is_partial()}
+    if func in OF_NORMS and len(kinds) == 1 and tensor.dtype is not torch.bool:
         return False
     terms = all(p.reduce_op in ("sum", "avg") and getattr(p, "norm_type", 1) == 1 for p in parts)
-    return elementwise(func) or not terms or tensor.dtype is torch.bool
+    return elementwise(func) or func is TO_TYPE or not terms or tensor.dtype is torch.bool
 
 
 @cache

@@ -62,6 +62,7 @@ from layerwise.run.state.operations import (
 )
 from layerwise.run.state.own_numbers import NumberBesideOwn
 
+COMPUTED = frozenset(("data", "T", "mT", "H", "mH"))  # attributes that are further tensors
 ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
 NO_RULE = "Sharding propagation failed", "does not have a sharding strategy"  # how DTensor says it, alike on all ranks
 CAT = torch.ops.aten.cat.default
@@ -131,7 +132,7 @@ class PlanDTensor(DTensor):
             if not isinstance(x, cls):
                 return x
             plain_tensor = plain_dtensor(x)
-            if put_together(func, x) and all(x is not output for output in tree_leaves(written)):
+            if put_together(func, x, dtensors) and all(x is not output for output in tree_leaves(written)):
                 placements = [Replicate() if p.is_partial() else p for p in x.placements]
                 plain_tensor = plain_tensor.redistribute(placements=placements)
             same[id(plain_tensor)] = x
@@ -148,7 +149,7 @@ class PlanDTensor(DTensor):
         except RuntimeError as error:
             if "placement changes" in str(error) and _settled(args[0]):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
-            if not any(said in str(error) for said in NO_RULE):
+            if not any(said in str(error) for said in (*NO_RULE, "placement changes")):
                 raise
             return _in_full(func, args, kwargs, written)
         if torch.Tag.inplace_view in func.tags:
@@ -164,7 +165,7 @@ class PlanDTensor(DTensor):
         ) -> Any:
             """Returns what `func` makes of it, with this class's way to run operations."""
             with torch._C.DisableTorchFunctionSubclass():
-                if getattr(func, "__name__", "") == "__get__":
+                if getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in COMPUTED:
                     return func(*args, **(kwargs or {}))
                 kwargs = kwargs or {}
                 given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]

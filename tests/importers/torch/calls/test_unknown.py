@@ -144,6 +144,21 @@ def test_steps_along_the_samples_are_refused() -> None:
         from_torch(nn.GRU(8, 5), (X,))
 
 
+class Tagger(nn.Module):
+    """As in PyTorch's tutorial of sequence models: a sentence is the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x.view(len(x), 1, -1))[0]
+
+
+def test_samples_may_be_the_steps_of_one_sequence() -> None:
+    assert from_torch(Tagger(), (torch.randn(4, 8),)).batch == 4
+
+
 class Attends(nn.Module):
     """By PyTorch's default, dimension 0 has the positions."""
 
