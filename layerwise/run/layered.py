@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Never
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -281,6 +281,11 @@ class LayeredModule(SplitFacade):
         if self._network.module is not original:  # else it is traced again, as it cannot be copied
             self._original = OriginalModel(original, self.parameters())
         self._trained = Trained(original, original.named_parameters())
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of the model, and of the one that it was made of."""
+        self._original.train(mode)
+        return super().train(mode)
 
     def _may_change(self) -> None:
         """Notes that the loop may write to parameters."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.refusals import unsupported
@@ -129,6 +130,14 @@ class OriginalModel:
             )
         self._settings = []
 
+    def train(self, mode: bool) -> None:
+        """Sets its mode with the parallel module's, as a module that shares its layers has it."""
+        original = self._settings[0][0]() if self._settings else None
+        if original is not None and self._has_stale():
+            original.train(mode)
+            settings = self._settings
+            self._settings = [(ref, path, m.training, s) for ref, path, _, s in settings if (m := ref()) is not None]
+
     def _changed(self, training: bool) -> Iterator[str]:
         """Yields what layers go by, and is another now."""
         for module, _, mode, settings in self._settings:
@@ -143,7 +152,7 @@ class OriginalModel:
     def _own_buffers(self) -> dict[str, Tensor]:
         """Returns the buffers of modules of the user's own: PyTorch's write theirs in a forward pass."""
         modules = ((m, path) for module, path, *_ in self._settings if (m := module()) is not None)
-        own = [(m, path) for m, path in modules if not type(m).__module__.startswith("torch.")]
+        own = [x for x in modules if not (isinstance(x[0], _NormBase) or type(x[0]).__module__.startswith("torch."))]
         return {path + name: b for m, path in own for name, b in m._buffers.items() if b is not None}
 
     def _has_stale(self) -> bool:
