@@ -121,7 +121,7 @@ def test_a_file_that_is_no_profile(content: bytes, said: str, tmp_path: Path) ->
     [
         ("h10", "did you mean h100"),
         ("P100", "did you mean p100"),
-        ("", "Built in are cpu, h100, h200-measured, p100, pcie, v100"),
+        ("", "built in are cpu, h100, h200-measured, p100, pcie, v100"),
         ("none/such.json", "profile none/such.json: cannot be read: No such file"),
         ("such.json", "profile such.json: cannot be read: No such file"),
         (".", "cannot be read: Is a directory"),

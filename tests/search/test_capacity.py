@@ -104,7 +104,7 @@ def test_memory_of_a_module_is_what_a_search_says() -> None:
     assert said.samples.beyond is not None
     assert said.samples.fits.bytes <= 1e6 < said.samples.beyond.bytes
     assert said.at == "the optimizer's update"
-    assert "4 devices at least" in str(said)
+    assert "4 devices hold at least 1,024 samples" in str(said)
     answers = layerwise.memory(net, torch.randn(16, 64), inference=True)
     assert answers.bytes < said.bytes
     assert answers.at == "forward of 0"

@@ -1,4 +1,4 @@
-"""An operation of PyTorch as its schema has it: what it reads and writes, and whether it goes element by element."""
+"""An operation of PyTorch: what it reads and writes, whether it goes element by element, and what is right of shards."""
 
 from __future__ import annotations
 
@@ -78,8 +78,6 @@ OF_SHARDS = REDUCTIONS | frozenset(
         *("unsqueeze", "squeeze", "squeeze_"),
     )
 )
-
-
 # Of what is cut along the first dimension alone, on PyTorch 2.11.
 FIRST_ALONE = frozenset(("view", "_unsafe_view") if torch.__version__ < "2.13" else ())
 
