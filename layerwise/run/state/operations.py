@@ -1,4 +1,4 @@
-"""An operation of PyTorch: what it reads and writes, whether it goes element by element, and what is right of shards."""
+"""An operation of PyTorch: what it reads and writes, if it goes element by element, and what is right of shards."""
 
 from __future__ import annotations
 
