@@ -201,7 +201,7 @@ class Oracle:
         return best, strategy(model.graph, name, best)
 
     def _group(self, model: CostModel, groups: int, inside: int) -> CostModel:
-        """One of the groups by itself, in a node. Groups of any number of devices have it in common."""
+        """Returns the cost model of one group by itself, in a node, which groups of any number of devices share."""
         batch = max(1, model.graph.batch // groups)
         if (inside, batch) not in self._groups:
             level = replace(model.devices.levels[0], devices=inside, devices_per_port=1)

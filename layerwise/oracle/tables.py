@@ -92,7 +92,7 @@ class Priced:
         return model_error(self.model, complete(self.model, self.strategy))
 
     def as_json(self) -> dict[str, object]:
-        """What `read_priced` needs beside the model and the strategy's name."""
+        """Returns what `read_priced` needs beside the model and the strategy's name."""
         times = {"overlapped_s": self.overlapped_s, "exposed_s": self.exposed_s}
         return {"shape": asdict(self.shape), "phases": asdict(self.phases), **times}
 

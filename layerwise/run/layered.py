@@ -283,8 +283,8 @@ class LayeredModule(SplitFacade):
         self._trained = Trained(original, original.named_parameters())
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of the model, and of the one that it was made of."""
-        self._original.train(mode)
+        """Sets the mode, whatever that of the model is that this was made of."""
+        self._original.take_modes()
         return super().train(mode)
 
     def _may_change(self) -> None:

@@ -1,4 +1,4 @@
-"""What a training loop gets of a plan's outputs: as the model returns them, or the loss of the global batch."""
+"""Outputs of a plan as a training loop gets them: as the model returns them, or the loss of the global batch."""
 
 from __future__ import annotations
 

@@ -392,24 +392,26 @@ def test_changes_of_the_given_model_are_noticed(what: str) -> None:
         assert f"{what.strip()} of the model that parallelize was given, changed since, is not supported where" in said
 
 
-def test_the_mode_of_the_given_model_is_the_parallel_ones() -> None:
-    """As where the model is the given one: it may be evaluated beside, and trains on with the parallel one."""
+def test_the_mode_of_the_parallel_model_is_its_own_once_it_was_set() -> None:
+    """The given one, and others that were made of it, may have another."""
 
     def rank(comm: Comm) -> list[bool]:
         given = Scaled().double()
-        made = parallelize(given, X[:4], **quiet(comm, strategy={"linear": {"c": 2}}))
+        first, second = (parallelize(given, X[:4], **quiet(comm, strategy={"linear": {"c": 2}})) for _ in range(2))
         given.eval()
-        modes = []
-        for mode in (True, False, True):
-            made.train(mode)
-            made(X[:4])
-            modes += [given.training, given.dropout.training]
+        first.train()
+        second.eval()
+        modes = [module.training for module in (given, first, second)]
+        for module in (first, second, first):
+            module(X[:4])
+        given.train()
+        first(X[:4])
         given.eval()
         with pytest.raises(LayerwiseError, match="the mode"):
-            made(X[:4])
+            first(X[:4])
         return modes
 
-    assert run_threads(2, rank, timeout_s=240) == [[True, True, False, False, True, True]] * 2
+    assert run_threads(2, rank, timeout_s=240) == [[False, True, False]] * 2
 
 
 def test_a_given_model_that_took_the_trained_values_is_one_of_its_own() -> None:

@@ -305,7 +305,7 @@ def _total(graph: LayerGraph, name: str, x: Tensor) -> Tensor:
 
 
 def _gradients(outputs: Sequence[Tensor], of: Iterable[Tensor]) -> Sequence[Tensor | None]:
-    """Of the outputs' sum with fixed weights; sparse ones of embeddings as they are in full."""
+    """Returns the gradients of the outputs' sum with fixed weights; sparse ones of embeddings in full."""
     return [g if g is None else g.to_dense() for g in _as_made(outputs, of)]
 
 

@@ -99,7 +99,8 @@ class OriginalModel:
         modules = [] if model is None else list(model.modules())
         self._before = [(weakref.ref(m), _facts(m)) for m in modules]
         named = () if model is None else model.named_modules()
-        self._settings = [(weakref.ref(m), f"{name}.".lstrip("."), m.training, _settings(m)) for name, m in named]
+        self._settings = [(weakref.ref(m), f"{name}.".lstrip("."), _settings(m)) for name, m in named]
+        self.take_modes()
         self._buffers = Values(self._own_buffers)
         self._trained = [(weakref.ref(p), version(p)) for p in trained]
         if model is not None:
@@ -130,21 +131,19 @@ class OriginalModel:
             )
         self._settings = []
 
-    def train(self, mode: bool) -> None:
-        """Sets its mode with the parallel module's, as a module that shares its layers has it."""
-        original = self._settings[0][0]() if self._settings else None
-        if original is not None and self._has_stale():
-            original.train(mode)
-            settings = self._settings
-            self._settings = [(ref, path, m.training, s) for ref, path, _, s in settings if (m := ref()) is not None]
+    def take_modes(self) -> None:
+        """Takes its modes as they are: the loop has set that of the parallel module, after whatever it did to this."""
+        self._modes = {path: m.training for ref, path, _ in self._settings if (m := ref()) is not None}
 
     def _changed(self, training: bool) -> Iterator[str]:
         """Yields what layers go by, and is another now."""
-        for module, _, mode, settings in self._settings:
+        for module, path, settings in self._settings:
             if (m := module()) is not None:
                 now, kind = vars(m), f"of a {type(m).__name__}"
                 yield from (f"{k!r} {kind}" for k, value in settings.items() if now.get(k) not in (value,))
-                if m.training not in (mode, training):
+                if m.training == training:
+                    self._modes[path] = training
+                elif m.training != self._modes[path]:
                     yield f"the mode (train or eval) {kind}"
         if (name := self._buffers.changed()) is not None:
             yield f"buffer {name!r}"

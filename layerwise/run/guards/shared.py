@@ -15,7 +15,7 @@ _latest = WeakIdKeyDictionary()  # who trains a parameter, by a weak reference
 
 
 class Trained:
-    """Those of a model that require gradients, on which this has a claim until another model's module has."""
+    """A claim on the parameters of a model that require gradients, until the module of another model has it."""
 
     def __init__(self, model: nn.Module | None = None, parameters: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
         self._model = None if model is None else weakref.ref(model)

@@ -55,7 +55,7 @@ class Multipliers:
         return Multipliers() if start is None else Multipliers(met=list(start.met), solved=dict(start.solved))
 
     def lightest(self, count: int) -> list[Met]:
-        """Of what was met, those whose fullest rows have the fewest bytes."""
+        """Returns, of the choices that were met, those whose fullest rows have the fewest bytes."""
         return sorted(self.met, key=lambda met: float(met.rows.max()))[:count]
 
     def over(self, problem: Problem) -> Multipliers:
