@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import AxisMap, Lattices, identity, scaled, whole, window
+from layerwise.geometry import AxisMap, identity, scaled, whole, window
 from layerwise.ops.base import volumes
 from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Local, Maps, Parameter, Saved
 from layerwise.ops.nn import onednn
-from layerwise.ops.nn.windows import Windowed, given, interval, margins, padded, skipping
+from layerwise.ops.nn.windows import Windowed, given, interval, margins, padded
 from layerwise.ops.specs import bound, resized
 from layerwise.tensor import TensorSpec
 
@@ -122,10 +122,6 @@ class Conv(_Convolution):
             for i, k, s, d, (low, _) in self.windows(2)
         )
         return ((identity(x.shape[0], 0), self.channels(x, out), *spatial),)
-
-    def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
-        (x,) = inputs
-        return (skipping(x, self.output(x).shape, self.kernel, self.stride, self.padding),)
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         per_group = inputs[0].shape[1] // self.groups
