@@ -42,7 +42,6 @@ from layerwise import explain, export
 from layerwise.checkpoint.save_and_load import save
 from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
-from layerwise.compare import main as compare
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.machine import save as save_profile
@@ -50,6 +49,7 @@ from layerwise.oracle.__main__ import main as oracle
 from layerwise.plan import load_plan
 from layerwise.run.load import load
 from layerwise.search.__main__ import main as search
+from layerwise.search.report.traces import read_trace
 from layerwise.tensorfile import weights_file
 from layerwise.volumes.sources import source_of
 
@@ -193,7 +193,7 @@ KINDS: Mapping[str, Kind] = {
     "npy": Kind(_npy, _array),
     "zarr": Kind(_zarr, _array),
     "measured": Kind(_measured, lambda path: oracle([*_ORACLE, "--measured", str(path)])),
-    "trace": Kind(_trace, lambda path: compare([str(path), str(path)])),
+    "trace": Kind(_trace, read_trace),
     "cache": Kind(_cache, _from_cache, _sealed),
 }
 

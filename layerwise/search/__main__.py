@@ -36,10 +36,9 @@ from layerwise.plan import parse_strategy
 from layerwise.program import StepKind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Picture, Report
-from layerwise.report.figures import save_plot
+from layerwise.report.figures import check_plot, save_plot
 from layerwise.report.html import check_charts
 from layerwise.search.baselines import NAMES, baselines, named_strategy
-from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.flags import parser
@@ -69,8 +68,9 @@ def main(args: argparse.Namespace) -> None:
     offer = [choice for choice in args.offer if choice not in args.no_offer]
     if args.price is not None and args.export_costs:
         raise LayerwiseError("--price does not search: leave out --export-costs")
-    check_curve(args)
-    if args.html is not None and args.memory_curve is None:
+    if args.plot is not None:
+        check_plot(args.plot)
+    if args.html is not None:
         check_charts()
     files = {"--out": args.out, "--export-costs": args.export_costs, "--timeline": args.timeline}
     check_files(files | {"--plot": args.plot, "--html": args.html})
@@ -79,9 +79,6 @@ def main(args: argparse.Namespace) -> None:
     seconds = {"import": time.perf_counter() - started}
     if args.price is not None:
         _price(model, space, limit, args)
-        return
-    if args.memory_curve is not None:
-        show_curve(model, space, offer, args)
         return
     model, result, tried = _searched(model, space, limit, offer, args)
     seconds |= result.seconds

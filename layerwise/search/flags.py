@@ -149,12 +149,7 @@ def _output_flags(g: Flags) -> None:
     output_arguments(g)
     g.add_argument("--layers", action="store_true", help="a row for every layer")
     g.add_argument("--memory", action="store_true", help="what a step holds where its memory is fullest")
-    g.add_argument(
-        "--memory-curve",
-        metavar="8GB..80GB",
-        help="the fastest plan for each of some limits between these, instead of one",
-    )
-    g.add_argument("--plot", metavar="FILE.svg", help="draw the plan; with --memory-curve that, also as .png or .pdf")
+    g.add_argument("--plot", metavar="FILE.svg", help="draw the plan")
     g.add_argument("--out", metavar="PLAN.json", help="write the plan")
     g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step as a Chrome trace of every device")
     g.add_argument(
