@@ -17,7 +17,6 @@ from layerwise.graph.cells import Cells
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
-from layerwise.partition.ahead import weights_late
 from layerwise.partition.blocks import blocks, recomputable, saved_within
 from layerwise.partition.groups import statistics
 from layerwise.partition.moved import Transfer, groups_of, transfer
@@ -83,7 +82,6 @@ class ScheduledEdge:
     redistribution: Redistribution  # how it travels
     backward: bool  # whether a gradient comes back
     stays: bool  # whether nothing travels, and all that this rank has is used
-    weights_late: bool  # whether its gradient leaves before its user makes that of its weights
     within: bool  # whether what its source keeps of its own output is kept in what arrives
 
     @property
@@ -119,11 +117,6 @@ class ScheduledLayer:
     gathered: bool  # whether its parameters are full while it computes only
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 
-    @property
-    def deferred_weight(self) -> str | None:
-        """Returns the weights whose gradient is made after that of the layer's input has left."""
-        return self.parameters[0] if self.edges and self.edges[0].weights_late else None
-
 
 class Schedule:
     """One rank's layers for one global batch, in the order in which all ranks go through them.
@@ -157,7 +150,6 @@ class Schedule:
         edges = [(layer.layer.name, slot, edge) for layer in self.layers for slot, edge in enumerate(layer.edges)]
         facts = StrategyFacts(
             travels={(name, slot) for name, slot, edge in edges if edge.travels},
-            late={name for name, _, edge in edges if edge.weights_late},
             recomputed=self._recomputed,
             gathered=[layer.layer.name for layer in self.layers if layer.gathered],
             gradients=(),
@@ -233,10 +225,9 @@ class Schedule:
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind, positions=positions)
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
         backward = self.graph.flows_back(layer)[slot]
-        deferred = slot == 0 and part.pattern != "local" and weights_late(layer, backward, self.options.device.type)
         within = self._within.get(source) == (layer.name, slot) and part.pattern != "local" and _holds_all(part)
         within = within and self._recomputed.isdisjoint((source, layer.name))
-        return ScheduledEdge(source, redistribution, backward, stays, deferred, within)
+        return ScheduledEdge(source, redistribution, backward, stays, within)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """Returns each rank's box of an output: its samples; all, or all classes of a box (io free); its own box."""
