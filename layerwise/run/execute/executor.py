@@ -177,7 +177,7 @@ class _Forward:
             if part is not None and not part.numel() and run.differentiate and edge.backward and not part.requires_grad:
                 part.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
             return part
-        return self._communicate(edge, x, at_once(*self._ways(edge, alike=full and not self.schedule.all_classes)))
+        return self._communicate(edge, x, at_once(*self._ways(edge, alike=full)))
 
     def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[TimedTransfer, TimedTransfer]:
         """Returns the ways there and back. alike: nothing is added up, as all ranks have the same gradient."""

@@ -20,7 +20,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.blocks import blocks, recomputable, saved_within
 from layerwise.partition.groups import statistics
 from layerwise.partition.moved import Transfer, groups_of, transfer
-from layerwise.partition.place import Each, Place, data_parallel, input_maps, lattices_of, of_all_classes, place, read
+from layerwise.partition.place import Each, Place, data_parallel, input_maps, lattices_of, place, read
 from layerwise.partition.sharding import Sharding, sharded, states_of
 from layerwise.plan import Plan
 from layerwise.program import Program, StepKind, StrategyFacts, program
@@ -126,12 +126,10 @@ class Schedule:
     output. within: layers of whose output this rank keeps what a reader is given.
     """
 
-    def __init__(
-        self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, all_classes: bool
-    ) -> None:
+    def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
         self.places, self._io, self.bucket_bytes = places(graph, plan), plan.io, plan.bucket_bytes
-        self.free, self.boxes, self.all_classes = plan.io != "sample", plan.io == "boxes", all_classes
+        self.free, self.boxes = plan.io != "sample", plan.io == "boxes"
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
@@ -230,12 +228,9 @@ class Schedule:
         return ScheduledEdge(source, redistribution, backward, stays, within)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
-        """Returns each rank's box of an output: its samples; all, or all classes of a box (io free); its own box."""
-        spec, source = sink.specs[slot], self.graph[sink.inputs[slot]]
+        """Returns each rank's box of an output: its samples; all of it (io free); its own box (io boxes)."""
         if self.boxes and self._keeps_its_box(sink, slot):
-            need = self.places[source.name].owned.each
-        elif self.free and self.all_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
-            need = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each
+            need = self.places[sink.inputs[slot]].owned.each
         else:
             need = self.places[sink.name].computed.needs(sink.space.needs[slot]).each
         self.sinks.append(need)
