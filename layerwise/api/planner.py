@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -24,12 +23,11 @@ from layerwise.quantities import samples, units
 from layerwise.report.content import Lines, Part, Report
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
-from layerwise.search.halos import search_halos
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.overlap.polish import Effort
 from layerwise.search.remedies import remedies
-from layerwise.search.report.sentences import constraint_lines, halo_lines, nothing_fits, why_data
+from layerwise.search.report.sentences import constraint_lines, nothing_fits, why_data
 from layerwise.search.report.tables import strategy_table
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensor import LABELS
@@ -125,9 +123,8 @@ class Planner:
             notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
         fixed = fixed_layers(model, strategy, space.replicas)
-        find = partial(search, space=space, fixed=fixed, effort=self.request.effort)
-        model, result = search_halos(model, find)
-        notes += [*halo_lines(result), *constraint_lines(result)]
+        result = search(model, space, fixed=fixed, effort=self.request.effort)
+        notes += constraint_lines(result)
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
         plan = replace(plan, device_order=self.world.device_order)
         searched = result if strategy is None else None

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -42,7 +41,6 @@ from layerwise.search.baselines import NAMES, baselines, named_strategy
 from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.flags import parser
-from layerwise.search.halos import search_halos
 from layerwise.search.limit.additive import Costs
 from layerwise.search.limit.variants import Configs
 from layerwise.search.limit.within import LimitedSearch
@@ -80,7 +78,7 @@ def main(args: argparse.Namespace) -> None:
     if args.price is not None:
         _price(model, space, limit, args)
         return
-    model, result, tried = _searched(model, space, limit, offer, args)
+    result, tried = _searched(model, space, limit, offer, args)
     seconds |= result.seconds
     if args.export_costs is not None:
         _export(model, configurations(model, space, baselines(model, space), {}), result, args)
@@ -103,12 +101,12 @@ def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostMo
 
 def _searched(
     model: CostModel, space: SearchSpace, limit: float, offer: Sequence[str], args: argparse.Namespace
-) -> tuple[CostModel, SearchResult, list[Remedy]]:
-    """The network, the result for it, and remedies where nothing fits."""
+) -> tuple[SearchResult, list[Remedy]]:
+    """The result, and remedies where nothing fits."""
     with progress_bar("pricing transfers", quiet=args.json) as progress:
-        find = partial(
-            search,
-            space=space,
+        result = search(
+            model,
+            space,
             objective=args.objective,
             memory_bytes=args.search_memory * 2**30,
             memory_limit_bytes=limit,
@@ -116,14 +114,13 @@ def _searched(
             effort=args.effort,
             progress=progress,
         )
-        model, result = search_halos(model, find)
     tried: list[Remedy] = []
     if not result.best.fits:
         twice = _twice(args, model.devices)
         tried = remedies(model, space, result.memory_bytes, offer=offer, more_devices=twice)
         if args.memory_limit is not None:  # asked for, and cannot be had
             raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
-    return model, result, tried
+    return result, tried
 
 
 def _twice(args: argparse.Namespace, devices: DeviceGraph) -> DeviceGraph | None:

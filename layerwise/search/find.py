@@ -22,7 +22,6 @@ from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import baselines as named_baselines
 from layerwise.search.baselines import cuts_classes, of_all_classes
 from layerwise.search.constrained import allowed, heeding_constraints
-from layerwise.search.halos import reading_s
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.limit.within import LimitedSearch, Within
@@ -161,7 +160,7 @@ class _Pool:
         cap = best_cap(model, known[0].strategy)
 
         def step_s(strategy: Strategy) -> float:
-            return timeline(model, strategy, bucket_bytes=cap).total_s + reading_s(model, strategy)
+            return timeline(model, strategy, bucket_bytes=cap).total_s
 
         def within_limit(strategy: Strategy) -> bool:
             return not fits or float(peak_bytes(model, strategy).max()) <= self.limit
@@ -265,7 +264,7 @@ def candidate(
     strategy = complete(model, strategy)
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
     step = timeline(model, strategy, bucket_bytes=bucket_bytes)
-    return Candidate(name, strategy, step, model, limit, reading_s(model, strategy), bucket_bytes)
+    return Candidate(name, strategy, step, model, limit, bucket_bytes)
 
 
 def configurations(

@@ -99,13 +99,10 @@ def _proven(plan: Plan, result: SearchResult) -> Plan:
         proof["memory_prices"] = [asdict(price) for price in result.within.prices]
     if (other := result.unconstrained) is not None:
         proof["without_constraints"] = {"timeline_s": other.timeline.total_s, "step_time_s": other.price.step_time_s}
-    if result.halos is not None:
-        proof["halos"] = asdict(result.halos)
     return replace(
         plan,
         predicted={**plan.predicted, **predicted},
         provenance={**plan.provenance, **proof},
-        halos_sent=result.halos_sent,
     )
 
 

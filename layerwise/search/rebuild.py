@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import cast, get_args, get_type_hints
 
 from layerwise.config import SearchSpace
@@ -20,7 +19,6 @@ from layerwise.machine.profiles import planned
 from layerwise.plan import Plan
 from layerwise.quantities import units
 from layerwise.search.find import search
-from layerwise.search.halos import search_halos
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.tensor import LABELS
@@ -68,8 +66,7 @@ def replan(
         options = replace(options, io="free")
     cost = CostModel(fuse(raw) if plan.fused else raw, devices, options)
     limit, offer = memory_limit(plan, cost), offered(plan)
-    find = partial(search, space=space, memory_limit_bytes=limit, offer=offer)
-    cost, result = search_halos(cost, find)
+    result = search(cost, space, memory_limit_bytes=limit, offer=offer)
     if not result.best.fits:
         raise LayerwiseError(
             f"no plan of {plan.model} fits into {units(limit, 'B')} on each of {gpus} devices: start more of them, or "

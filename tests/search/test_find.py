@@ -158,22 +158,12 @@ def test_what_is_not_proven_is_no_worse_than_a_baseline(monkeypatch: pytest.Monk
     assert not found.optimum.proven
 
 
-def made(name: str, total_s: float, fits: bool, error: float = ANALYTIC, reading_s: float = 0.0) -> Candidate:
+def made(name: str, total_s: float, fits: bool, error: float = ANALYTIC) -> Candidate:
     """error: the model's."""
     layer = LayerPrice(Config(), {"compute": 1.0}, {}, 0.0)
-    candidate = Candidate(name, {}, Timeline(total_s, 0.0, 0.0, 0.0), MODEL, 1.0, reading_s)
+    candidate = Candidate(name, {}, Timeline(total_s, 0.0, 0.0, 0.0), MODEL, 1.0)
     vars(candidate).update(memory_bytes=2.0 - fits, price=Price({"fc": layer}, 1.0, 2.0 - fits), error=error)
     return candidate
-
-
-def test_what_is_read_before_a_step_counts_once() -> None:
-    data, other = made("data", 1.0, True, reading_s=1.0), made("layerwise", 0.99, True, reading_s=0.25)
-    assert choose([other], {"data": data}) is other  # by itself the step gains less than the model's error
-    slower = made("layerwise", 0.5, True, reading_s=1.6)
-    assert choose([slower, other], {"data": data}) is other
-    assert choose([slower], {"data": data}) is data
-    twice = made("layerwise", 0.2, True, reading_s=0.8)  # 1.0; if reading counted twice, 1.8 of 1.49
-    assert choose([other, twice], {"data": data}) is twice
 
 
 times = st.sampled_from([1.0, 0.9995, 0.985, 0.975, 0.96, 0.5, 2.0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from layerwise.comm.base import Comm, Group, TrafficKind
 from layerwise.config import States
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, boundaries
-from layerwise.graph.cells import Cells
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
@@ -136,9 +135,7 @@ class Schedule:
         self._recomputed = self._to_recompute(plan)
         self._gathered = {name for name, config in plan.strategy.items() if config.states == "gathered"}
         self._within = saved_within(self.graph)
-        # Random numbers go by a layer's number, so reading halos or sending them does not change those of the others.
-        numbers = accumulate((not isinstance(layer.op, Cells) for layer in self.graph.layers), initial=0)
-        self.layers = tuple(map(self._scheduled, numbers, self.graph.layers))
+        self.layers = tuple(starmap(self._scheduled, enumerate(self.graph.layers)))
         self.unread = self._unread()
         self.within = frozenset(edge.source for layer in self.layers for edge in layer.edges if edge.within)
         self.blocks = self._blocks() if self._recomputed else {}

@@ -115,7 +115,6 @@ def as_dict(
         "profile": model.devices.name,
         "batch": model.graph.batch,
         "io": model.options.io,
-        "halos": result.halos,
         "chosen": best.name,
         **costs_json(best),
         "samples_per_s": model.graph.batch / best.timeline.total_s,

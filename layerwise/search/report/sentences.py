@@ -46,7 +46,6 @@ def conclusion(result: SearchResult) -> Iterator[str]:
     yield from overlap_lines(result)
     yield from constraint_lines(result)
     yield from limit_lines(result)
-    yield from halo_lines(result)
 
 
 def overlap_lines(result: SearchResult) -> Iterator[str]:
@@ -108,17 +107,6 @@ def why_data(result: SearchResult) -> str:
         )
     gain = f"the fastest plan found is predicted {1 / (1 - less):.4g}× as fast ({less:.1%} less time)"
     return f"kept: {gain}, within the model's error ({100 * error:.2g}%)"
-
-
-def halo_lines(result: SearchResult) -> Iterator[str]:
-    """Lines on halos of inputs: whether they are read or sent, and what either costs."""
-    if (halos := result.halos) is not None:
-        chosen = "sent" if halos.sent else "read by each device that needs them"
-        yield (
-            f"Halos of {', '.join(halos.inputs)} are {chosen}: with reading, a step takes {units(halos.read_s, 's')} "
-            f"where they are read ({units(halos.read_bytes, 'B')} by the busiest device), {units(halos.sent_s, 's')} "
-            f"where they are sent ({units(halos.sent_bytes, 'B')})."
-        )
 
 
 def whole_shares(candidate: Candidate) -> dict[str, float]:
