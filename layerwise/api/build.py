@@ -148,7 +148,7 @@ class Task:
         world = self.world
         if not isinstance(self.model, nn.Module) or not (self.plan is None or self._planned_as_written):
             raise why
-        if self.request.io is not None or self.strategy not in (None, "data") or self.request.constraints:
+        if self.request.io is not None or self.strategy not in (None, "data"):
             raise LayerwiseError(f"{why}. strategy='data' runs the model as it is written") from why
         if self.batch < world.size:
             needs = f"needs a sample on every rank, and there are {self.batch} for {world.size}"

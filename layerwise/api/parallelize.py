@@ -22,7 +22,6 @@ from layerwise.api.planner import Request, Strategy
 from layerwise.api.source import ExampleInputs, Model, device_of, examples_of, unbatched
 from layerwise.api.world import join
 from layerwise.cli import console
-from layerwise.constraints import parse_constraints
 from layerwise.errors import LayerwiseError
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
@@ -31,7 +30,6 @@ from layerwise.run.compiling import settings_of
 from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule
-from layerwise.tensor import LABELS
 
 DEFAULT = ParallelOptions()
 
@@ -49,7 +47,6 @@ class Keywords(TypedDict, total=False):
     io: Literal["boxes"] | None
     inference: bool
     whole: Sequence[str]
-    constraints: Sequence[str]
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
     options: ParallelOptions
@@ -81,7 +78,6 @@ def parallelize(
     io: Literal["boxes"] | None = None,
     inference: bool = False,
     whole: Sequence[str] = (),
-    constraints: Sequence[str] = (),
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
     options: ParallelOptions = DEFAULT,
@@ -104,8 +100,9 @@ def parallelize(
         example_inputs: What one rank calls the model with, a tensor, a tuple, or a dict of arguments by name; or a
             DataLoader of (inputs, target) or of tensors by name.
         held_out: DataLoaders to evaluate with.
-        strategy: "data", "model", "owt", or {layer: {dimension: degree}} for some layers, such as {"fc": {"c": 4}}
-            (outputs) or {"fc": {"k": 4}} (inputs); the others are optimised around them. None: all are.
+        strategy: "data", "model", "owt", or {layers: {dimension: degree}} for some layers, such as {"fc*": {"c": 4}}
+            (outputs) or {"head": {"k": 4}} (inputs); {} is one device. Layers are named as one, as a module around
+            them, or with * and ?. The others are optimised around them. None: all are.
         plan: A plan, or its file, to run without a search.
         batch: Samples of all ranks together. None: the example's times the number of ranks. With fewer samples than
             ranks every rank feeds the whole batch.
@@ -120,8 +117,6 @@ def parallelize(
             evaluation mode, and its parameters are not trained.
         whole: Modules of the model, by path, that are called as they are written, each rank with its own samples, and
             not taken apart into layers. Those that cannot be are found without it.
-        constraints: What the search must not do, by layers' names, such as ["keep decoder.*=n", "at-most head=2",
-            "one-node encoder.*", "same up1=up2"]: the plan is the best among those that meet them.
         device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
             group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
             layer. None: all ranks.
@@ -143,11 +138,6 @@ def parallelize(
     """
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
-    if plan is not None and constraints:
-        raise LayerwiseError("constraints= are for a search, and plan= is one's result: give one of them")
-    if isinstance(constraints, str):
-        raise LayerwiseError(f"constraints= is a list of texts, such as [{constraints!r}]")
-    parse_constraints(constraints, 1, (*LABELS, "k"))
     check(model, optimizer, options.sync_every, memory_limit, batch, whole)
     check_autocast(autocast)
     at_least_1("race", options.race)
@@ -166,7 +156,7 @@ def parallelize(
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
-        "names of inputs": ", ".join(call[1]), "whole": ", ".join(whole), "constraints": ", ".join(constraints),
+        "names of inputs": ", ".join(call[1]), "whole": ", ".join(whole),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
     lists = unbatched(call, world.comm) if isinstance(model, nn.Module) else None
@@ -175,10 +165,7 @@ def parallelize(
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm
-    request = Request(
-        _title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort,
-        tuple(constraints),
-    )  # fmt: skip
+    request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort)
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )

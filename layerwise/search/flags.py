@@ -6,8 +6,8 @@ import argparse
 
 from layerwise.cli import (
     Parser,
-    constraint_arguments,
     count,
+    fix_argument,
     machine_arguments,
     output_arguments,
     positive,
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     machine_arguments(p)
     training_arguments(p)
     _space_flags(p.add_argument_group("search space"))
-    constraint_arguments(p)
+    fix_argument(p)
     _cost_flags(p.add_argument_group("cost model"))
     _output_flags(p.add_argument_group("output"))
     return p

@@ -103,7 +103,6 @@ class SearchResult:
     within: Within | None  # what the search under the limit found, where `unlimited` does not fit
     least: Least[Strategy] | None  # what needs the least memory, where nothing was found to fit
     overlap_bound_s: float | None  # no strategy that `best` was chosen from has a faster step with overlap
-    unconstrained: Candidate | None = None  # the best without the space's constraints, where it has some
 
     @property
     def fastest(self) -> Candidate:

@@ -21,9 +21,7 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, telling_devices, traffic
 from layerwise.geometry import AxisMap, boundaries, fixed, identity, interval_overlap, scaled, whole, window
 from layerwise.graph.builder import GraphBuilder
-from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.load import load_model
 from layerwise.machine import Curve, DeviceGraph, Links, Overlap, load
 from layerwise.machine.curves import Operation
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
@@ -183,22 +181,6 @@ def test_any_maps(
 
 def _spec(dims: tuple[Dim, ...], dtype: str) -> TensorSpec:
     return TensorSpec(tuple(d.extent for d in dims), tuple(d.label for d in dims), dtype, tuple(d.unit for d in dims))
-
-
-@pytest.mark.parametrize(
-    ("shortcut", "times"),
-    [("layer2.0.downsample.0", 3.86), ("layer3.0.downsample.0", 3.72), ("layer4.0.downsample.0", 3.45)],
-)
-def test_shortcuts_get_a_quarter_of_their_boxes(shortcut: str, times: float) -> None:
-    """ResNet-50's, from space to samples: of 7 x 7 positions in a box of 13 x 13 the last one."""
-    network = fuse(load_model("resnet50", 64))
-    model, layer = CostModel(network, load("v100").device_graph(16)), network[shortcut]
-    name, u, v = (layer.inputs[0], shortcut, 0), (Config.of({"h": 4, "w": 4}),), (Config.of({"n": 16}),)
-    edge, boxes = model.edge(name, u, v), layer.space.needs[0]
-    whole = Edge.of(layer.specs[0], edge.owners, boxes, layer.space.dims, edge.needers)
-    packed, box = (traffic(one, model.devices).total_bytes.sum() for one in (edge, whole))
-    assert packed == 64 * layer.specs[0].shape[1] * layer.out.shape[2] ** 2 * 15 / 16 * 4
-    assert box / packed == pytest.approx(times, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,6 @@ def as_dict(
         "least_memory_bound_bytes": None if result.least is None else result.least.lower_bound_bytes,
         "without_limit": None if result.within is None else costs_json(result.unlimited),
         "memory_prices": [] if result.within is None else result.within.prices,
-        "without_constraints": None if result.unconstrained is None else costs_json(result.unconstrained),
         "baselines": {n: costs_json(c) for n, c in result.baselines.items()},
         **strategy_json(best),
         "whole": whole_shares(best),

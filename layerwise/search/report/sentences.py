@@ -44,7 +44,6 @@ def conclusion(result: SearchResult) -> Iterator[str]:
             f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
     yield from overlap_lines(result)
-    yield from constraint_lines(result)
     yield from limit_lines(result)
 
 
@@ -59,15 +58,6 @@ def overlap_lines(result: SearchResult) -> Iterator[str]:
             slower = units(timeline_s(ddp), "s")
             yield f"Gradients travel in buckets of {size}; in those of DistributedDataParallel a step takes {slower}."
         yield f"With overlap: {found}; no strategy of the space is below {least} ({gap:.1%})."
-
-
-def constraint_lines(result: SearchResult) -> Iterator[str]:
-    """A line on what the user's constraints cost."""
-    if (free := result.unconstrained) is not None and result.best.fits:
-        step_s, free_s = timeline_s(result.best), timeline_s(free)
-        cost = "nothing" if step_s <= free_s * 1.0005 else f"{step_s / free_s - 1:.1%} of a step"
-        needs = "" if free.fits else ", but does not fit into memory"
-        yield f"The constraints cost {cost}: without them the best plan takes {units(free_s, 's')}{needs}."
 
 
 def verdict(result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]:
