@@ -16,8 +16,8 @@ from layerwise.cli import (
 )
 from layerwise.importers.load import HELP
 from layerwise.importers.with_loss import LOSSES
-from layerwise.search.limit.variants import OFFERS
 from layerwise.search.overlap.polish import EFFORTS
+from layerwise.search.priced.variants import OFFERS
 
 EPILOG = """examples:
   python -m layerwise.search vgg16 --gpus 16

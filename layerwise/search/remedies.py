@@ -11,9 +11,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
-from layerwise.search.limit.limited import Least
-from layerwise.search.limit.variants import OFFERS, Strategy
-from layerwise.search.limit.within import LimitedSearch
+from layerwise.search.priced.limited import Least, LimitedSearch
+from layerwise.search.priced.variants import OFFERS, Strategy
 
 
 @dataclass(frozen=True, slots=True)
