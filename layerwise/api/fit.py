@@ -27,8 +27,8 @@ from layerwise.api.source import Model
 from layerwise.api.split import seat
 from layerwise.checkpoint.signals import handled
 from layerwise.cli import console, progress_bar
+from layerwise.comm.guard import noted
 from layerwise.comm.start import default_device
-from layerwise.comm.watch import noted
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
