@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader
 
 from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate
-from layerwise.api.arguments import ParallelOptions, at_least_1, check, check_autocast, check_io, facts
+from layerwise.api.arguments import ParallelOptions, check, check_autocast, check_io, facts
 from layerwise.api.build import Task
 from layerwise.api.planner import Request, Strategy
 from layerwise.api.source import ExampleInputs, Model, device_of, examples_of, unbatched
 from layerwise.api.world import join
+from layerwise.arguments import Count, checked
 from layerwise.cli import console
 from layerwise.constraints import parse_constraints
 from layerwise.errors import LayerwiseError
@@ -36,15 +37,12 @@ from layerwise.tensor import LABELS
 DEFAULT = ParallelOptions()
 
 
-class Keywords(TypedDict, total=False):
-    """The keywords of `parallelize`, which `fit` takes, too."""
+class Further(TypedDict, total=False):
+    """The keywords of `parallelize` that `fit` hands on."""
 
     strategy: Strategy | None
     plan: Plan | str | os.PathLike[str] | None
-    batch: int | None
     memory_limit: float | str | None
-    optimizer: str
-    autocast: torch.dtype | None
     compile: bool | Mapping[str, Any]
     io: Literal["boxes"] | None
     inference: bool
@@ -53,6 +51,14 @@ class Keywords(TypedDict, total=False):
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
     options: ParallelOptions
+
+
+class Keywords(Further, total=False):
+    """The keywords of `parallelize`."""
+
+    batch: Count | None
+    optimizer: str
+    autocast: torch.dtype | None
 
 
 @overload
@@ -67,13 +73,14 @@ def parallelize(
 ) -> ParallelModule: ...
 
 
+@checked
 def parallelize(
     model: Model,
     example_inputs: ExampleInputs | DataLoader[Any] | None = None,
     *held_out: DataLoader[Any],
     strategy: Strategy | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    batch: int | None = None,
+    batch: Count | None = None,
     memory_limit: float | str | None = None,
     optimizer: str = "sgd",
     autocast: torch.dtype | None = None,
@@ -145,12 +152,9 @@ def parallelize(
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
     if plan is not None and constraints:
         raise LayerwiseError("constraints= are for a search, and plan= is one's result: give one of them")
-    if isinstance(constraints, str):
-        raise LayerwiseError(f"constraints= is a list of texts, such as [{constraints!r}]")
     parse_constraints(constraints, 1, (*LABELS, "k"))
-    check(model, optimizer, options.sync_every, memory_limit, batch, whole)
+    check(model, optimizer, memory_limit)
     check_autocast(autocast)
-    at_least_1("race", options.race)
     settings = settings_of(compile)
     loaders = _loaders(example_inputs, held_out, batch)
     if isinstance(example_inputs, DataLoader):
@@ -161,7 +165,7 @@ def parallelize(
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
     check_io(io, user_plan, loaders)
     boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
-    whole = tuple(whole or ())
+    whole = tuple(whole)
     arguments = {
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.built_in import SAMPLES, written_graph
@@ -63,6 +64,7 @@ class Network:
         return self.value(name if name in self.stored else name.partition(":")[0])
 
 
+@checked
 def load_model(
     spec: str,
     batch: int,

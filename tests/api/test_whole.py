@@ -303,12 +303,6 @@ def test_a_whole_module_has_no_values_of_before_it_was_run() -> None:
     assert torch.equal(made, torch.full((2, 3), 10.0))
 
 
-@pytest.mark.parametrize("wrong", ["middle", [nn.Linear(1, 1)]])
-def test_whole_is_paths(wrong: Any) -> None:
-    with pytest.raises(LayerwiseError, match=r"whole= must be paths of modules, such as \['decoder.nms'\]"):
-        parallelize(Net(Gate), X[:4].float(), whole=wrong, options=ParallelOptions(comm=CPU), verbose=False)
-
-
 @dataclass
 class Head:
     out: Tensor

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.batches import import_once
@@ -18,6 +19,7 @@ from layerwise.importers.torch.trace import Dims, placeholders
 from layerwise.importers.torch.traced_program import TracedProgram
 
 
+@checked
 def from_torch(
     model: nn.Module | fx.GraphModule | ExportedProgram | TracedProgram,
     example_inputs: Sequence[object] | torch.Tensor | None = None,
