@@ -267,7 +267,6 @@ def _provenance(value: object, where: str) -> dict[str, Any]:
     sound = {
         "profile": isinstance(facts.get("profile", ""), str),
         "powers_of_two": isinstance(facts.get("powers_of_two", False), bool),
-        "whole": _list_of(str, facts.get("whole", [])),
         "dims": _list_of(str, facts.get("dims", [])) and set(facts.get("dims", [])) <= {*LABELS, "k"},
         "input_shape": facts.get("input_shape") is None
         or (_list_of(int, facts["input_shape"]) and min(facts["input_shape"], default=1) > 0),
