@@ -95,7 +95,7 @@ def timeline(
         >>> import layerwise
         >>> graph = layerwise.fuse(layerwise.load_model("lenet5", 64))
         >>> model = layerwise.CostModel(graph, layerwise.load_profile("p100").device_graph(4))
-        >>> step = timeline(model, {layer.name: Config.of({"n": 4}) for layer in graph.inner})
+        >>> step = timeline(model, {layer.name: layerwise.Config.of({"n": 4}) for layer in graph.inner})
         >>> step.forward_s + step.backward_s <= step.total_s
         True
     """
