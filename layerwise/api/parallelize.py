@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -22,7 +22,6 @@ from layerwise.api.planner import Request, Strategy
 from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
 from layerwise.api.world import join
 from layerwise.cli import console
-from layerwise.constraints import parse_constraints
 from layerwise.errors import LayerwiseError
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
@@ -31,7 +30,6 @@ from layerwise.run.compiling import settings_of
 from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule
-from layerwise.tensor import LABELS
 
 DEFAULT = ParallelOptions()
 
@@ -48,7 +46,6 @@ class Keywords(TypedDict, total=False):
     compile: bool | Mapping[str, Any]
     io: Literal["boxes"] | None
     inference: bool
-    constraints: Sequence[str]
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
     options: ParallelOptions
@@ -79,7 +76,6 @@ def parallelize(
     compile: bool | Mapping[str, Any] = False,
     io: Literal["boxes"] | None = None,
     inference: bool = False,
-    constraints: Sequence[str] = (),
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
     options: ParallelOptions = DEFAULT,
@@ -102,8 +98,9 @@ def parallelize(
         example_inputs: What one rank calls the model with, a tensor, a tuple, or a dict of arguments by name; or a
             DataLoader of (inputs, target) or of tensors by name.
         held_out: DataLoaders to evaluate with.
-        strategy: "data", "model", "owt", or {layer: {dimension: degree}} for some layers, such as {"fc": {"c": 4}}
-            (outputs) or {"fc": {"k": 4}} (inputs); the others are optimised around them. None: all are.
+        strategy: "data", "model", "owt", or {layers: {dimension: degree}} for some layers, such as {"fc*": {"c": 4}}
+            (outputs) or {"head": {"k": 4}} (inputs); {} is one device. Layers are named as one, as a module around
+            them, or with * and ?. The others are optimised around them. None: all are.
         plan: A plan, or its file, to run without a search.
         batch: Samples of all ranks together. None: the example's times the number of ranks. With fewer samples than
             ranks every rank feeds the whole batch.
@@ -116,8 +113,6 @@ def parallelize(
             the whole batch, also on the meta device, and the loss is inside the model.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
-        constraints: What the search must not do, by layers' names, such as ["keep decoder.*=n", "at-most head=2",
-            "one-node encoder.*", "same up1=up2"]: the plan is the best among those that meet them.
         device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
             group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
             layer. None: all ranks.
@@ -139,11 +134,6 @@ def parallelize(
     """
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
-    if plan is not None and constraints:
-        raise LayerwiseError("constraints= are for a search, and plan= is one's result: give one of them")
-    if isinstance(constraints, str):
-        raise LayerwiseError(f"constraints= is a list of texts, such as [{constraints!r}]")
-    parse_constraints(constraints, 1, (*LABELS, "k"))
     check(model, optimizer, options.sync_every, memory_limit, batch)
     check_autocast(autocast)
     at_least_1("race", options.race)
@@ -161,7 +151,7 @@ def parallelize(
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
-        "names of inputs": ", ".join(call[1]), "constraints": ", ".join(constraints),
+        "names of inputs": ", ".join(call[1]),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
     counted = examples[0].shape[0] * (1 if boxes else world.size) if examples else 0
@@ -169,10 +159,7 @@ def parallelize(
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm
-    request = Request(
-        _title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort,
-        tuple(constraints),
-    )  # fmt: skip
+    request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort)
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
