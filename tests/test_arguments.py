@@ -99,10 +99,9 @@ def test_whatever_a_public_function_is_given_it_answers_in_one_sentence(name: st
     [
         ({"options": None}, "options is None; it must be a ParallelOptions"),
         ({"options": {"seed": 1}}, "options is {'seed': 1}; it must be a ParallelOptions"),
-        ({"constraints": None}, "constraints is None; it must be a list of texts"),
-        ({"constraints": "keep fc=n"}, "constraints is 'keep fc=n'; it must be a list of texts"),
+        ({"strategy": ["data"]}, r"strategy is \['data'\]; it must be a text, a dict or None"),
         ({"plan": {}}, "plan is {}; it must be a Plan, a text, a path or None"),
-        ({"whole": 3.5}, "whole is 3.5; it must be a list of texts"),
+        ({"memory_limit": [3]}, r"memory_limit is \[3\]; it must be a number, a text or None"),
         ({"optimizer": ["sgd"]}, r"optimizer is \['sgd'\]; it must be a text"),
         ({"model": nn.Sequential(nn.LazyLinear(2))}, "'0.weight' of the model has no shape yet, as nn.LazyLinear's"),
         ({"model": nn.Linear}, "model is the class Linear; it must be a Module"),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from layerwise.api.source import LISTS, arguments_of
 from layerwise.arguments import Count, Range, Seconds, Seed, checked
 from layerwise.comm.base import Comm
 from layerwise.cost.compute.roofline import OPTIMIZERS
@@ -104,8 +103,7 @@ def check_io(io: object, plan: Plan | None, loaders: tuple[object, ...]) -> None
 
 
 def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Mapping[str, object]) -> dict[str, str]:
-    """Returns what ranks compare before any work, by name. Of a list only that it is one: its items may differ."""
-    examples = [leaf for x in arguments_of(call) for leaf in ([x] if isinstance(x, LISTS) else pytree.tree_leaves(x))]
+    """Returns what ranks compare before any work, by name."""
     every = {
         "layerwise": __version__,
         "torch": torch.__version__,
@@ -116,12 +114,10 @@ def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Ma
         "measure_s > 0": options.measure_s > 0,
         "profile": "by itself" if options.profile is None else "given",
         "plan": "" if plan is None else plan_digest(plan),
-        "example_inputs": ", ".join(filter(None, map(_described, examples))),
+        "example_inputs": ", ".join(filter(None, map(_described, pytree.tree_leaves(call)))),
     }
     return {name: str(value) for name, value in every.items()}
 
 
 def _described(example: object) -> str:
-    if isinstance(example, Tensor):
-        return f"{dtype_name(example.dtype)} {list(example.shape)}"
-    return "a list" if isinstance(example, LISTS) else ""
+    return f"{dtype_name(example.dtype)} {list(example.shape)}" if isinstance(example, Tensor) else ""

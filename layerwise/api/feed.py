@@ -57,7 +57,7 @@ class Feed:
             yield batch
 
 
-NO_DATASETS = str | tuple | list | Tensor | Mapping
+NO_DATASETS = (str, tuple, list, Tensor, Mapping)
 
 
 def feed(data: object, name: str) -> Feed:
