@@ -98,16 +98,12 @@ def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None
         )
 
 
-def check_io(io: object, plan: Plan | None, loaders: tuple[object, ...]) -> None:
+def check_io(io: object, plan: Plan | None) -> None:
     """LayerwiseError for an io that there is not, or that another argument contradicts."""
     if io not in (None, "boxes"):
         raise LayerwiseError(f"io is {io!r}; it must be 'boxes', or left out")
     if io is not None and plan is not None and plan.io != io:
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out")
-    if loaders and "boxes" in (io, plan and plan.io):
-        raise LayerwiseError(
-            "a DataLoader has whole samples: with io='boxes' give example_inputs, and feed what a BoxLoader has"
-        )
 
 
 def at_least_1(name: str, value: object) -> None:

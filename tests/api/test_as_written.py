@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.parallelize import parallelize
+from layerwise.api.split import split
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
@@ -59,8 +60,9 @@ def test_a_loop_over_loaders_is_one_devices(name: str, strategy: str | None) -> 
 
     def rank(comm: Comm) -> tuple[dict[str, Tensor], Tensor]:
         how = keywords({"strategy": strategy}, comm=comm, verbose=False)
-        model, *loaders = parallelize(models[comm.rank], *data(), **how)
-        return loop(model, *loaders)
+        batches, held_out = data()
+        model = parallelize(models[comm.rank], IMAGES[:BATCH], batch=BATCH, **how)
+        return loop(model, split(batches, model), held_out)
 
     ranks = run_threads(2, rank, timeout_s=30)
     for state, made in ranks:
@@ -107,8 +109,9 @@ def test_a_frozen_batch_norm_stays_as_it_is() -> None:
     wanted, outputs = loop(copy.deepcopy(module), *data())
 
     def rank(comm: Comm) -> tuple[dict[str, Tensor], Tensor]:
-        model, *loaders = parallelize(copy.deepcopy(module), *data(), **quiet(comm))
-        return loop(model, *loaders)
+        batches, held_out = data()
+        model = parallelize(copy.deepcopy(module), IMAGES[:BATCH], **quiet(comm, batch=BATCH))
+        return loop(model, split(batches, model), held_out)
 
     for state, made in run_threads(2, rank, timeout_s=30):
         assert difference(made, outputs) <= 1e-9
