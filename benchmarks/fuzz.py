@@ -109,12 +109,6 @@ def _onnx(folder: Path) -> Path:
     return folder / "model.onnx"
 
 
-def _pt2(folder: Path) -> Path:
-    module, x = _network()
-    torch.export.save(torch.export.export(module.eval(), (x,)), folder / "model.pt2")
-    return folder / "model.pt2"
-
-
 def _weights(folder: Path) -> Path:
     save_file({"a": torch.ones(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)}, folder / "weights.safetensors")
     return folder / "weights.safetensors"
@@ -187,7 +181,6 @@ KINDS: Mapping[str, Kind] = {
     "plan": Kind(_plan, lambda path: explain.main([str(path), "classifier.0"])),
     "profile": Kind(_profile, lambda path: search(["lenet5", *SEARCHED, "--profile", str(path)])),
     "onnx": Kind(_onnx, lambda path: search([str(path), *SEARCHED])),
-    "pt2": Kind(_pt2, lambda path: search([str(path), *SEARCHED])),
     "safetensors": Kind(_weights, lambda path: dict(weights_file(path))),
     "checkpoint": Kind(_checkpoint, lambda path: export.main([str(path), f"{path}.safetensors"])),
     "npy": Kind(_npy, _array),

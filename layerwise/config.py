@@ -8,7 +8,6 @@ from functools import lru_cache
 from math import prod
 from typing import Literal, get_args
 
-from layerwise.constraints import Constraint
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import nests
 from layerwise.ops.facts import Dim
@@ -110,7 +109,7 @@ class SearchSpace:
         spread: Configurations on fewer devices are tried strided, too, as several nodes make worthwhile.
         replicas: Groups of devices, one after another, each of which computes samples of its own in every layer that
             has a sample dimension: it is split into a multiple of so many parts, and no tensor leaves its group.
-        constraints: What the user rules out, layer by layer.
+        fixed: Layers that keep a configuration, by name (`search.fixed`).
 
     Examples:
         >>> from layerwise.ops.facts import Dim
@@ -123,7 +122,7 @@ class SearchSpace:
     powers_of_two: bool = False  # the only degrees; else all divisors of `devices`
     spread: bool = False  # also try a configuration on fewer devices strided: worthwhile where there are several nodes
     replicas: int = 1
-    constraints: tuple[Constraint, ...] = ()
+    fixed: tuple[tuple[str, Config], ...] = ()
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.devices % self.replicas:
@@ -148,10 +147,7 @@ class SearchSpace:
         return not apart or config["n"] % self.replicas > 0
 
     def check(self, config: Config, dims: Sequence[Dim], layer: str) -> None:
-        """LayerwiseError where it crosses, or a constraint forbids it."""
-        for constraint in self.constraints:
-            if constraint.names(layer) and not constraint.allows(config):
-                raise LayerwiseError(f"layer {layer!r}: {config} is against the constraint {constraint.text!r}")
+        """LayerwiseError where it crosses."""
         if self.crosses(config, dims):
             raise LayerwiseError(
                 f"layer {layer!r}: {config} has samples in common for the {self.replicas} replicas: split n into "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from layerwise.api.source import LISTS, arguments_of
 from layerwise.comm.base import Comm
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
@@ -63,9 +62,7 @@ class ParallelOptions:
     comm: Comm | None = None
 
 
-def check(
-    model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object, whole: Sequence[object]
-) -> None:
+def check(model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object) -> None:
     """LayerwiseError for the first that will not do."""
     if isinstance(model, ParallelModule):
         raise LayerwiseError(
@@ -83,8 +80,6 @@ def check(
         parse_bytes(memory_limit, "memory_limit")
     if batch is not None:
         at_least_1("batch", batch)
-    if isinstance(whole, str) or not all(isinstance(path, str) for path in whole or ()):
-        raise LayerwiseError(f"whole= must be paths of modules, such as ['decoder.nms'], not {whole!r}")
 
 
 def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None:
@@ -113,8 +108,7 @@ def at_least_1(name: str, value: object) -> None:
 
 
 def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Mapping[str, object]) -> dict[str, str]:
-    """Returns what ranks compare before any work, by name. Of a list only that it is one: its items may differ."""
-    examples = [leaf for x in arguments_of(call) for leaf in ([x] if isinstance(x, LISTS) else pytree.tree_leaves(x))]
+    """Returns what ranks compare before any work, by name."""
     every = {
         "layerwise": __version__,
         "torch": torch.__version__,
@@ -125,12 +119,10 @@ def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Ma
         "measure_s > 0": options.measure_s > 0,
         "profile": "by itself" if options.profile is None else "given",
         "plan": "" if plan is None else plan_digest(plan),
-        "example_inputs": ", ".join(filter(None, map(_described, examples))),
+        "example_inputs": ", ".join(filter(None, map(_described, pytree.tree_leaves(call)))),
     }
     return {name: str(value) for name, value in every.items()}
 
 
 def _described(example: object) -> str:
-    if isinstance(example, Tensor):
-        return f"{dtype_name(example.dtype)} {list(example.shape)}"
-    return "a list" if isinstance(example, LISTS) else ""
+    return f"{dtype_name(example.dtype)} {list(example.shape)}" if isinstance(example, Tensor) else ""

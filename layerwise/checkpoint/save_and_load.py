@@ -30,7 +30,6 @@ from layerwise.comm.together import agree, in_thread, patiently
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import JSON
 from layerwise.geometry import Box
-from layerwise.graph.cells import without_cells
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.run.local_tensor import is_dtensor, local_tensor
@@ -281,7 +280,7 @@ def resume(
 
 def model_digest(graph: LayerGraph) -> str:
     """Returns the network's SHA-256, whatever its batch, whether it is fused, reads cells, and what is trained."""
-    graph = without_cells(graph.freeze(()))
+    graph = graph.freeze(())
     try:
         return fuse(graph.rebatch(1)).digest
     except LayerwiseError:  # a network that exists at its own batch only

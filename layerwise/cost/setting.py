@@ -18,7 +18,7 @@ from layerwise.machine import AUTOCAST, DeviceGraph, precision
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
-from layerwise.partition.place import data_parallel, input_maps, lattices_of
+from layerwise.partition.place import data_parallel, input_maps
 from layerwise.program import StepKind
 
 EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, input slot
@@ -170,4 +170,4 @@ class Setting:
         source, target = self.graph[name[0]], self.graph[name[1]]
         maps, epilogue = input_maps(target, name[2])
         owners, needers = self.layout(source, sources).owned, self.layout(target, targets).at(epilogue)
-        return Edge.of(source.out, owners, maps, target.space.dims, needers, lattices_of(target, name[2]))
+        return Edge.of(source.out, owners, maps, target.space.dims, needers)

@@ -63,7 +63,6 @@ class Processor:
     processors: int  # SMs or cores, over which tiles are spread in waves
     tiles: tuple[Tile, ...]
     kernel_floor_s: float  # the least time of any kernel, however small
-    read_bytes_per_s: float | None = None  # at which it reads samples; None: not known, reading takes no time
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for `dtype`. Raises LayerwiseError where the profile states none (a P100 has no bf16)."""

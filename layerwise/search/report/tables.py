@@ -221,9 +221,7 @@ CURVE = (
 
 def curve_table(curve: Sequence[Point]) -> Table:
     """A row a limit."""
-    halos = any(point.result.halos for point in curve)
-    rows = [(*_curve_row(point), *([_halos(point)] if halos else [])) for point in curve]
-    columns = filled([*CURVE, *([Column("halos")] if halos else [])], rows)
+    columns = filled(CURVE, [_curve_row(point) for point in curve])
     narrow = [replace(c, heading=c.heading.replace("recompute", "recom-\npute")) for c in stacked(columns)]
     return Table(columns, narrower=[narrow])
 
@@ -243,10 +241,6 @@ def _curve_row(point: Point) -> tuple[Value, ...]:
         _count(best, "states"),
         proof(result),
     )
-
-
-def _halos(point: Point) -> Value:
-    return None if point.best is None else "sent" if point.halos_sent else "read"
 
 
 def _count(best: Candidate | None, what: str) -> int:
