@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,16 @@ class Feed:
             yield batch
 
 
+NO_DATASETS = (str, tuple, list, Tensor, Mapping)
+
+
 def feed(data: object, name: str, workers: int = 0) -> Feed:
     """Returns the samples of `data`; `name` is how errors call it."""
     tensors = inputs_and_target(data)
     if tensors is not None:
         inputs, target = tensors
         return Feed(name, _Tensors(inputs, target, name), len(target), _as_it_is, workers, target)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | tuple | list | Tensor):
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, NO_DATASETS):
         return Feed(name, data, len(data), default_collate, workers)
     if isinstance(data, DataLoader):
         raise LayerwiseError(f"{name} is a DataLoader: give its data set; fit takes batch=, shuffle= and workers=")

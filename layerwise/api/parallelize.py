@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from layerwise.api.accumulate import Accumulate
-from layerwise.api.arguments import ParallelOptions, at_least_1, check, check_autocast, check_io, facts
+from layerwise.api.arguments import ParallelOptions, check, check_autocast, check_io, facts
 from layerwise.api.build import Task
 from layerwise.api.loaders import example_of
 from layerwise.api.planner import Request, Strategy
 from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
 from layerwise.api.world import join
+from layerwise.arguments import Count, checked
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
 from layerwise.machine import reserved_bytes
@@ -34,15 +35,12 @@ from layerwise.run.parallel import ParallelModule
 DEFAULT = ParallelOptions()
 
 
-class Keywords(TypedDict, total=False):
-    """The keywords of `parallelize`, which the integrations take, too."""
+class Further(TypedDict, total=False):
+    """The keywords of `parallelize` that `fit` hands on."""
 
     strategy: Strategy | None
     plan: Plan | str | os.PathLike[str] | None
-    batch: int | None
     memory_limit: float | str | None
-    optimizer: str
-    autocast: torch.dtype | None
     compile: bool | Mapping[str, Any]
     io: Literal["boxes"] | None
     inference: bool
@@ -51,13 +49,22 @@ class Keywords(TypedDict, total=False):
     options: ParallelOptions
 
 
+class Keywords(Further, total=False):
+    """The keywords of `parallelize`, which the integrations take, too."""
+
+    batch: Count | None
+    optimizer: str
+    autocast: torch.dtype | None
+
+
+@checked
 def parallelize(
     model: Model,
     example_inputs: ExampleInputs | DataLoader[Any] | None = None,
     *,
     strategy: Strategy | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    batch: int | None = None,
+    batch: Count | None = None,
     memory_limit: float | str | None = None,
     optimizer: str = "sgd",
     autocast: torch.dtype | None = None,
@@ -121,9 +128,8 @@ def parallelize(
     """
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
-    check(model, optimizer, options.sync_every, memory_limit, batch)
+    check(model, optimizer, memory_limit)
     check_autocast(autocast)
-    at_least_1("race", options.race)
     settings = settings_of(compile)
     if isinstance(example_inputs, DataLoader):
         if batch is not None:

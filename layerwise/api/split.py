@@ -11,8 +11,8 @@ from typing import Any, Literal, overload
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Subset
 
-from layerwise.api.arguments import at_least_1
 from layerwise.api.loaders import split_loader
+from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
 from layerwise.run.parallel import ParallelModule
@@ -41,17 +41,18 @@ def split(
     dataset: Sized,
     model: ParallelModule | None = None,
     *,
-    batch: int | None = None,
+    batch: Count | None = None,
     remainder: Remainder = "short",
     verbose: bool = True,
 ) -> SplitDataset: ...
 
 
+@checked
 def split(
     dataset: Sized | DataLoader[Any],
     model: ParallelModule | None = None,
     *,
-    batch: int | None = None,
+    batch: Count | None = None,
     remainder: Remainder = "short",
     verbose: bool = True,
 ) -> SplitDataset | DataLoader[Any]:
@@ -93,14 +94,10 @@ def split(
         if isinstance(dataset.dataset, SplitDataset):
             raise LayerwiseError("the loader has a rank's share already, by layerwise.split: leave out one of the two")
         return split_loader(dataset, model)
-    if batch is not None:
-        at_least_1("batch", batch)
     rank, size, free = seat(model)
     count = len(dataset)
     if count < size and not free:
         raise LayerwiseError(f"the data set has {count} samples, too few for {size} ranks: each needs one at least")
-    if remainder not in ("short", "repeat", "leave out"):
-        raise LayerwiseError(f"remainder is {remainder!r}; it must be 'short', 'repeat' or 'leave out'")
     full_batch = batch if batch is not None else model.plan.batch if model is not None else None
     each = count if full_batch is None else full_batch
     left = count % each if full_batch is not None else 0

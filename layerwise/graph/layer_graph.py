@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.digest import digest_of
 from layerwise.graph.layer import Layer, StageGradients
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 
+@checked
 @dataclass(frozen=True)
 class LayerGraph:
     """A network: its layers in topological order (a walk is a pass over them), the last of which is the outputs' sink.

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.built_in import SAMPLES, written_graph
@@ -61,7 +62,8 @@ class Network:
         return self.value(name if name in self.stored else name.partition(":")[0])
 
 
-def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
+@checked
+def load_model(spec: str, batch: Count, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
     """Returns the network that `spec` names, unfused. Weights are not needed and not allocated.
 
     Args:

@@ -145,7 +145,7 @@ def test_an_exported_program_trains_from_its_weights() -> None:
         ({"memory_limit": "2GByte"}, "memory_limit is '2GByte': the unit 'GByte' is none of"),
         ({"plan": "nothing.json"}, "nothing.json"),
         ({"plan": "x", "strategy": "data"}, "give one of them"),
-        ({"device_mesh": "2x2"}, "start the script with torchrun"),
+        ({"device_mesh": "2x2"}, "device_mesh is '2x2'; it must be a DeviceMesh, a ProcessGroup or None"),
     ],
 )
 def test_wrong_arguments(how: dict, message: str) -> None:

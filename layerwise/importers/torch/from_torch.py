@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.batches import import_once
@@ -17,6 +18,7 @@ from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.trace import Dims, placeholders
 
 
+@checked
 def from_torch(
     model: nn.Module | fx.GraphModule | ExportedProgram,
     example_inputs: Sequence[object] | torch.Tensor | None = None,
