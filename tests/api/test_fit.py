@@ -285,7 +285,7 @@ def test_wrong_data(given: object, message: str) -> None:
         ({"loss": nn.CrossEntropyLoss(weight=torch.ones(10))}, "class weights is no mean over samples"),
         ({"loss": nn.NLLLoss(torch.ones(10))}, "class weights is no mean over samples"),
         ({"loss": nn.CrossEntropyLoss(ignore_index=3)}, "data has targets of 3, which the loss ignores"),
-        ({"loss": "ce"}, "loss is of type str"),
+        ({"loss": "ce"}, "loss is 'ce'; it must be a function"),
         ({"autocast": torch.float16}, "fit scales no losses, as float16 needs"),
         ({"autocast": torch.float64}, "it must be torch.bfloat16 or torch.float16"),
         ({"autocast": torch.bfloat16}, "plans mixed precision of a float32 model, and this one is float64"),
