@@ -29,8 +29,8 @@ from layerwise.api.split import seat
 from layerwise.arguments import Count, Natural, NotNegative, Seed, checked
 from layerwise.checkpoint.signals import handled
 from layerwise.cli import console, progress_bar
+from layerwise.comm.guard import noted
 from layerwise.comm.start import default_device
-from layerwise.comm.watch import noted
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
