@@ -186,7 +186,7 @@ def test_imports_are_lazy(tmp_path: Path) -> None:
         "import sys, layerwise\n"
         "assert not {'torch', 'onnx', 'numpy', 'rich'} & set(sys.modules), 'import layerwise'\n"
         "layerwise.Plan, layerwise.price, layerwise.timeline, layerwise.CostModel, layerwise.load_profile\n"
-        "import layerwise.search.__main__, layerwise.explain, layerwise.diff\n"
+        "import layerwise.search.__main__, layerwise.commands.explain, layerwise.commands.diff\n"
         "from layerwise.cli import run_main\n"
         "assert run_main(layerwise.search.__main__.main, ['vgg61', '--gpus', '4']) == 2\n"
         "assert not {'torch', 'onnx'} & set(sys.modules), 'planning'\n"
@@ -197,7 +197,7 @@ def test_imports_are_lazy(tmp_path: Path) -> None:
 def test_built_in_networks_are_planned_without_torch(tmp_path: Path) -> None:
     script = (
         "import sys, layerwise\n"
-        "from layerwise import explain\n"
+        "from layerwise.commands import explain\n"
         "from layerwise.cli import run_main\n"
         "from layerwise.oracle import __main__ as oracle\n"
         "from layerwise.search import __main__ as search\n"
@@ -216,7 +216,9 @@ def test_built_in_networks_are_planned_without_torch(tmp_path: Path) -> None:
     python("-c", script, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("module", ["layerwise", "layerwise.search", "layerwise.explain", "layerwise.diff"])
+@pytest.mark.parametrize(
+    "module", ["layerwise", "layerwise.search", "layerwise.commands.explain", "layerwise.commands.diff"]
+)
 def test_modules_run_without_warning(module: str, tmp_path: Path) -> None:
     assert python("-W", "error", "-m", module, "--help", cwd=tmp_path).startswith("usage: layerwise")
 
