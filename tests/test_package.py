@@ -217,9 +217,7 @@ def test_built_in_networks_are_planned_without_torch(tmp_path: Path) -> None:
     python("-c", script, cwd=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "module", ["layerwise", "layerwise.search", "layerwise.commands.explain", "layerwise.commands.diff"]
-)
+@pytest.mark.parametrize("module", ["layerwise", "layerwise.search", "layerwise.report"])
 def test_modules_run_without_warning(module: str, tmp_path: Path) -> None:
     assert python("-W", "error", "-m", module, "--help", cwd=tmp_path).startswith("usage: layerwise")
 
