@@ -38,10 +38,10 @@ import zarr
 from safetensors.torch import save_file
 from torch import nn
 
-from layerwise import explain, export
 from layerwise.checkpoint.save_and_load import save
 from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
+from layerwise.commands import explain, export
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.machine import save as save_profile
@@ -107,12 +107,6 @@ def _onnx(folder: Path) -> Path:
     model = helper.make_model(helper.make_graph(nodes, "g", *ends, stored))
     onnx.save(model, folder / "model.onnx")
     return folder / "model.onnx"
-
-
-def _pt2(folder: Path) -> Path:
-    module, x = _network()
-    torch.export.save(torch.export.export(module.eval(), (x,)), folder / "model.pt2")
-    return folder / "model.pt2"
 
 
 def _weights(folder: Path) -> Path:
@@ -187,7 +181,6 @@ KINDS: Mapping[str, Kind] = {
     "plan": Kind(_plan, lambda path: explain.main([str(path), "classifier.0"])),
     "profile": Kind(_profile, lambda path: search(["lenet5", *SEARCHED, "--profile", str(path)])),
     "onnx": Kind(_onnx, lambda path: search([str(path), *SEARCHED])),
-    "pt2": Kind(_pt2, lambda path: search([str(path), *SEARCHED])),
     "safetensors": Kind(_weights, lambda path: dict(weights_file(path))),
     "checkpoint": Kind(_checkpoint, lambda path: export.main([str(path), f"{path}.safetensors"])),
     "npy": Kind(_npy, _array),

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal, get_args
 
+from layerwise.arguments import Count, checked, checked_values
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import nests
 from layerwise.ops.facts import Dim
@@ -20,6 +21,7 @@ Placement = Literal["contiguous", "strided"]
 States = Literal["replicated", "sharded", "gathered"]
 
 
+@checked_values
 @dataclass(frozen=True, slots=True)
 class Config:
     """A configuration of a layer: its degrees of parallelism, where the cells go, and what saves memory.
@@ -56,6 +58,7 @@ class Config:
         return Config, (self.degrees, self.placement, self.recompute, self.states)  # hashes of strings differ elsewhere
 
     @staticmethod
+    @checked
     def of(degrees: Mapping[str, int], placement: Placement = "contiguous") -> Config:
         """The configuration of a mapping; degrees of 1 may be named."""
         return Config(tuple((d, degrees[d]) for d in ORDER if degrees.get(d, 1) > 1), placement)
@@ -98,6 +101,7 @@ def distinct_cells(configs: Sequence[Config]) -> tuple[tuple[Config, ...], list[
     return tuple(numbers), of
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
     """The configurations that a search chooses from.
@@ -117,11 +121,11 @@ class SearchSpace:
         ['{}', '{c=2}', '{n=2}']
     """
 
-    devices: int
+    devices: Count
     dims: tuple[str, ...] = ("n", "c", "d", "h", "w", "l", "s")  # that may be split
     powers_of_two: bool = False  # the only degrees; else all divisors of `devices`
     spread: bool = False  # also try a configuration on fewer devices strided: worthwhile where there are several nodes
-    replicas: int = 1
+    replicas: Count = 1
     fixed: tuple[tuple[str, Config], ...] = ()
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from layerwise.arguments import Count, checked
 from layerwise.config import NOT_DEGREES, Config, check_choices, parse
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import parse_json, read_json, write_text
@@ -33,6 +34,7 @@ READABLE = (1, VERSION)  # 1 knows neither recompute nor states
 MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A strategy with all that the runtime needs of it: what passes from the search to the runtime, as JSON.
@@ -60,9 +62,9 @@ class Plan:
 
     model: str
     digest: str
-    batch: int
-    gpus: int
-    gpus_per_node: int
+    batch: Count
+    gpus: Count
+    gpus_per_node: Count
     io: Literal["sample", "free", "boxes"]
     fused: bool
     strategy: Mapping[str, Config]
@@ -70,7 +72,7 @@ class Plan:
     predicted: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, object] = field(default_factory=dict)
     predicted_layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: Count = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         if not self.device_order:
@@ -88,6 +90,7 @@ class Plan:
         rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(config)}" for name, config in strategy.items())
         return head.removesuffix("\n}") + ',\n "strategy": {\n' + rows + "\n }\n}\n"
 
+    @checked
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan, whole or not at all."""
         write_text(path, self.dumps())
@@ -137,6 +140,7 @@ class Plan:
             check_choices(config, name, differentiated=graph.differentiates(graph[name]))
 
 
+@checked
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Returns the plan in a file. Whether it fits a model says `Plan.check`.
 
@@ -260,7 +264,6 @@ def _provenance(value: object, where: str) -> dict[str, Any]:
     sound = {
         "profile": isinstance(facts.get("profile", ""), str),
         "powers_of_two": isinstance(facts.get("powers_of_two", False), bool),
-        "whole": _list_of(str, facts.get("whole", [])),
         "dims": _list_of(str, facts.get("dims", [])) and set(facts.get("dims", [])) <= {*LABELS, "k"},
         "input_shape": facts.get("input_shape") is None
         or (_list_of(int, facts["input_shape"]) and min(facts["input_shape"], default=1) > 0),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from layerwise.arguments import checked
 from layerwise.config import Config
 from layerwise.cost.compute.measured import Measurements, gradient_uses, latest
 from layerwise.cost.compute.roofline import OPTIMIZERS
@@ -28,6 +29,7 @@ Progress = Callable[[int, int], None]  # done, of
 MANY = 16  # configurations that are known by the id of their tuple: they take long to hash
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class CostOptions:
     """The assumptions of the cost model.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Regions, Types, typed
 from layerwise.ops.base import Op, Role, Stage, space
@@ -26,6 +27,7 @@ class StageGradients(NamedTuple):
     result: bool
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One operator, with its fused epilogue, at given shapes.

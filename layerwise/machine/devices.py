@@ -9,6 +9,7 @@ from typing import overload
 
 import numpy as np
 
+from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Ints
 from layerwise.machine.curves import Links
@@ -73,6 +74,7 @@ class Processor:
         return self.peak_flops[dtype]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class DeviceGraph:
     """Equal devices, numbered so that every group of every level is a run of consecutive numbers.
@@ -96,7 +98,7 @@ class DeviceGraph:
     """
 
     name: str
-    count: int
+    count: Count
     processor: Processor
     levels: tuple[Level, ...]  # from the inside out: the node first, and last the one that has all devices
     links: Links | None = field(default=None, hash=False)  # measured; long to hash

@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, write_text
 from layerwise.machine.catalogue import BUILT_IN, composed, devices, is_composed
@@ -55,6 +56,7 @@ def names() -> list[str]:
     return sorted(file.removesuffix(".json") for file in files if file.endswith(".json"))
 
 
+@checked
 def load(name_or_path: str | os.PathLike[str] = DEFAULT) -> Profile:
     """Returns the built-in profile of that name, a machine composed of a device and links, or the one in that file.
 

@@ -156,12 +156,6 @@ class Local:
         rank = len(self.space.out.shape)
         return Box(self.cell.lo[:rank], self.cell.hi[:rank])
 
-    @property
-    def whole_samples(self) -> bool:
-        """True if the cell has all of every sample that it has of dimension 0: as one device has it, or DDP's do."""
-        extents = (d.extent for d in self.space.dims[1:])
-        return self.once("whole samples", lambda: self.cell.shape[1:] == tuple(extents)[: len(self.cell.lo) - 1])
-
     def spans(self, *dims: int) -> bool:
         """True if the output box is whole in these dimensions."""
         shape = self.space.out.shape

@@ -96,7 +96,7 @@ def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostMo
     io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
     kind: StepKind = "inference" if args.inference else "training"
     options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
-    raw = load_model(args.model, batch, args.input_shape, args.whole)
+    raw = load_model(args.model, batch, args.input_shape)
     return CostModel(raw if args.no_fuse else fuse(raw), devices, options)
 
 

@@ -91,13 +91,6 @@ def _space_flags(g: Flags) -> None:
         help="what may save memory, layer by layer, where a limit binds (default: both)",
     )
     offers.add_argument("--no-offer", type=offered, default=(), metavar="recompute,shard", help="what may not")
-    g.add_argument(
-        "--whole",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="of a package.module:callable, called as it is written; so is what cannot be taken apart. Can be repeated",
-    )
     g.add_argument("--no-fuse", action="store_true", help="a layer for every operator, element-wise ones too")
     g.add_argument(
         "--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"

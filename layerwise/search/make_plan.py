@@ -65,7 +65,6 @@ def make_plan(
             "powers_of_two": space.powers_of_two,
             **({"replicas": space.replicas} if space.replicas > 1 else {}),
             **({"fixed": fixed} if len(fixed) not in (0, len(inner)) else {}),
-            **({"whole": sorted(op.path for op in whole)} if (whole := model.graph.whole_modules) else {}),
             "input_shape": None if input_shape is None else list(input_shape),
             "layerwise": __version__,
             "torch": version("torch"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from layerwise.arguments import checked
 from layerwise.chrome import Category
 from layerwise.cost.collectives import all_gather_s, bucket_s, group_shape, overlap, reduce_scatter_s
 from layerwise.cost.model import CostModel, Strategy
@@ -74,6 +75,7 @@ class SimulatedSpan:
     devices: Mask
 
 
+@checked
 def timeline(
     model: CostModel, strategy: Strategy, record: Record | None = None, *, bucket_bytes: float = BUCKET_BYTES
 ) -> Timeline:
@@ -95,7 +97,7 @@ def timeline(
         >>> import layerwise
         >>> graph = layerwise.fuse(layerwise.load_model("lenet5", 64))
         >>> model = layerwise.CostModel(graph, layerwise.load_profile("p100").device_graph(4))
-        >>> step = timeline(model, {layer.name: Config.of({"n": 4}) for layer in graph.inner})
+        >>> step = timeline(model, {layer.name: layerwise.Config.of({"n": 4}) for layer in graph.inner})
         >>> step.forward_s + step.backward_s <= step.total_s
         True
     """

@@ -110,9 +110,8 @@ def whole_shares(candidate: Candidate) -> dict[str, float]:
 
 
 def whole_lines(candidate: Candidate) -> Iterator[str]:
-    """A sentence, where there are some; and one for each module that is called as it is written."""
+    """A sentence, where there are some."""
     model, shares = candidate.model, whole_shares(candidate)
-    yield from (f"{op.note[0].upper()}{op.note[1:]}." for op in model.graph.whole_modules)
     if shares and model.devices.count > 1:
         named = (f"{name} ({model.graph[name].stages[0].label}), {share:.0%}" for name, share in shares.items())
         yield f"Whole (not split), with their share of the step: {'; '.join(named)}."
