@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerwise.cost.model import EdgeName
-from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.geometry.arrays import Floats, Ints
 
 Choice = dict[str, int]  # of each layer, the index of its variant
 
@@ -36,12 +36,6 @@ class Costs:
             own[u] += cost[base[u], base[v][choice[v]]]
             own[v] += cost[base[u][choice[u]], base[v]]
         return own
-
-    def restrict(self, keep: Mapping[str, Mask], base: Mapping[str, Ints]) -> Costs:
-        """Over the variants that are kept (V_l,), and the bases that they have."""
-        bases = {name: np.unique(base[name][mask]) for name, mask in keep.items()}
-        node = {name: cost[keep[name]] for name, cost in self.node.items()}
-        return Costs(node, {e: cost[np.ix_(bases[e[0]], bases[e[1]])] for e, cost in self.edge.items()})
 
 
 def weighted_sum(weights: Sequence[float], costs: Sequence[Costs]) -> Costs:

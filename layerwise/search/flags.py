@@ -154,8 +154,7 @@ def _output_flags(g: Flags) -> None:
     g.add_argument(
         "--export-costs",
         metavar="FILE.cfn",
-        help="write the whole cost tables as a toulbar2 problem; under a limit that binds this takes many searches "
-        "more, over all forms of all layers, and can take far longer than the search itself",
+        help="write the whole cost tables, without a memory limit, as a toulbar2 problem",
     )
 
 

@@ -24,7 +24,7 @@ from layerwise.search.solve.narrow import SLACK
 LOOKS = 4  # of what eliminations have met, those whose peaks are simulated
 NEARER = 3  # times that rows are added, near a choice that does not fit
 GAP = 0.002  # nearer to its bound, no rows are added
-CASES = 12  # divided at most
+CASES, CASES_OF_FEW = 12, 48  # divided at most
 NEAR = 0.005  # of the best: a bound that is nearer is near enough
 FEW = 16  # layers of which all variants may be tried
 SHARE = 1e-6  # less of a mixture is rounding
@@ -91,7 +91,7 @@ class Seen:
         # What a case leaves out costs more than any price makes what does not fit (`prices.DEAREST`).
         most, number = DEAREST**2 * max(prices.met[0].cost, 1e-30), count()
         cases: list[tuple[float, int, Problem, Prices]] = [(prices.bound, next(number), self.problem, prices)]
-        for _ in range(CASES):
+        for _ in range(CASES if len(self.problem.base) > FEW else CASES_OF_FEW):
             if not cases or cases[0][0] * (1 + NEAR) >= self.cost:
                 break
             bound, _, problem, prices = cases[0]
