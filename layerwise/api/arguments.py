@@ -100,8 +100,8 @@ def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None
 
 def check_io(io: object, plan: Plan | None, loaders: tuple[object, ...]) -> None:
     """LayerwiseError for an io that there is not, or that another argument contradicts."""
-    if io not in (None, "boxes"):
-        raise LayerwiseError(f"io is {io!r}; it must be 'boxes', or left out")
+    if io not in (None, "boxes", "free"):
+        raise LayerwiseError(f"io is {io!r}; it must be 'boxes' or 'free', or left out")
     if io is not None and plan is not None and plan.io != io:
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out")
     if loaders and "boxes" in (io, plan and plan.io):

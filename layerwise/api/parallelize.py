@@ -46,7 +46,7 @@ class Keywords(TypedDict, total=False):
     optimizer: str
     autocast: torch.dtype | None
     compile: bool | Mapping[str, Any]
-    io: Literal["boxes"] | None
+    io: Literal["boxes", "free"] | None
     inference: bool
     whole: Sequence[str]
     constraints: Sequence[str]
@@ -78,7 +78,7 @@ def parallelize(
     optimizer: str = "sgd",
     autocast: torch.dtype | None = None,
     compile: bool | Mapping[str, Any] = False,
-    io: Literal["boxes"] | None = None,
+    io: Literal["boxes", "free"] | None = None,
     inference: bool = False,
     whole: Sequence[str] = (),
     constraints: Sequence[str] = (),
@@ -108,14 +108,15 @@ def parallelize(
             (outputs) or {"fc": {"k": 4}} (inputs); the others are optimised around them. None: all are.
         plan: A plan, or its file, to run without a search.
         batch: Samples of all ranks together. None: the example's times the number of ranks. With fewer samples than
-            ranks every rank feeds the whole batch.
+            ranks every rank feeds the whole batch; where the model returns its loss, it may feed its boxes alone.
         memory_limit: Bytes a device, or a text such as "14GB", that a step may take; layers recompute or share out
             their states where that is needed. None: what a device has, less what libraries take.
         optimizer: "sgd", "momentum" or "adam", for the memory of its state.
         autocast: torch.bfloat16 or torch.float16, where the loop calls the model within torch.autocast of that type.
         compile: What a rank computes by itself goes through torch.compile; a dict has its arguments.
-        io: "boxes", where each rank feeds only its boxes of the inputs (`BoxLoader`); example_inputs are then those of
-            the whole batch, also on the meta device, and the loss is inside the model.
+        io: "boxes", where each rank feeds only its boxes of the inputs (`BoxLoader`), and the loss is inside the model;
+            "free", where each feeds the whole batch. example_inputs are then those of the whole batch, also on the meta
+            device. None: each feeds its samples, where each has one.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
         whole: Modules of the model, by path, that are called as they are written, each rank with its own samples, and
@@ -160,7 +161,7 @@ def parallelize(
     world = join(device, device_mesh, options.comm, options.timeout_s)
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
     check_io(io, user_plan, loaders)
-    boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
+    full = io is not None or (user_plan is not None and user_plan.io == "boxes")
     whole = tuple(whole or ())
     arguments = {
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
@@ -170,13 +171,13 @@ def parallelize(
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
     lists = unbatched(call, world.comm) if isinstance(model, nn.Module) else None
-    counted = examples[0].shape[0] * (1 if boxes else world.size) if examples and lists is None else 0
+    counted = examples[0].shape[0] * (1 if full else world.size) if examples and lists is None else 0
     samples = _batch(batch, lists.samples if lists else counted, user_plan)
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm
     request = Request(
-        _title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort,
+        _title(model), torch.float32, memory, optimizer, local, autocast, io, bool(loaders), inference, options.effort,
         tuple(constraints),
     )  # fmt: skip
     runtime = RuntimeOptions(

@@ -267,6 +267,12 @@ def describe(model: CostModel, shares: Basis) -> str:
     return f"t_C is {shares.of_step:.0%} of the step time: {'; '.join(parts)}."
 
 
+def feeding_lines(model: CostModel) -> Iterator[str]:
+    """A line on what each device is fed and why, where there are fewer samples than devices."""
+    if model.feeding.why:
+        yield model.feeding.why
+
+
 def warnings(model: CostModel) -> Iterator[str]:
     """Warnings of what cannot be trained, and of measured times for another element type, device or version."""
     if single := [layer.name for layer in model.graph.layers if any(map(_of_one_number, layer.stages))]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from layerwise.config import Config
@@ -20,6 +20,7 @@ from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
 from layerwise.partition.place import data_parallel, input_maps, lattices_of
 from layerwise.program import StepKind
+from layerwise.quantities import samples
 
 EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, input slot
 Strategy = Mapping[str, Config]
@@ -36,7 +37,8 @@ class CostOptions:
         link_model: The busiest port, with latencies ("port"), or all bytes over the bandwidth, as Jia has it ("sum").
         sync: How gradients are summed: "all-reduce", or Jia's "parameter-server".
         io: What a device is fed and returns: its own samples, the whole batch ("free"), or its boxes. Only
-            transfers to and from samples are counted.
+            transfers to and from samples are counted. "auto": samples where there is one for each device, else boxes
+            where the network allows it, else "free" (`Setting.feeding` says why).
         optimizer: "sgd", "momentum" or "adam": its update's time and its state's memory.
         dtype: What a step computes in: one of `machine.DTYPES`, also in other spellings.
         local_batch_norm: Statistics are of each device's own samples, as with DistributedDataParallel.
@@ -49,7 +51,7 @@ class CostOptions:
 
     link_model: Literal["port", "sum"] = "port"
     sync: Literal["all-reduce", "parameter-server"] = "all-reduce"
-    io: Literal["sample", "free", "boxes"] = "sample"
+    io: Literal["auto", "sample", "free", "boxes"] = "auto"
     optimizer: str = "sgd"
     dtype: str = "float32"
     local_batch_norm: bool = False
@@ -61,6 +63,32 @@ class CostOptions:
             raise LayerwiseError(f"unknown optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
 
 
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """The io of a step, and a sentence on why it is that where there are fewer samples than devices."""
+
+    io: Literal["sample", "free", "boxes"]
+    why: str = ""
+
+
+def feeding(graph: LayerGraph, devices: int, options: CostOptions) -> Feeding:
+    """What each device is fed, where `options` leave that open."""
+    if options.io != "auto":
+        return Feeding(options.io)
+    if graph.batch >= devices:
+        return Feeding("sample")
+    few = f"since {samples(graph.batch)} {'is' if graph.batch == 1 else 'are'} fewer than {devices} devices"
+    outputs = [graph[name] for name in graph.layers[-1].inputs]
+    rows = [layer for layer in outputs if layer.name not in graph.losses and layer.out.index("n") is not None]
+    # A training step takes its loss of the boxes of one output; of several, or of rows in samples, it needs all.
+    if options.kind == "training" and (len(rows) > 1 or any(layer.out.shape[0] != graph.batch for layer in rows)):
+        several = f"{len(rows)} outputs" if len(rows) > 1 else "an output of several rows a sample"
+        why = f"Each device is given the whole batch (io free), {few}, and the loss of {several} is not in the model."
+        return Feeding("free", why)
+    why = f"Each device is given only the boxes of the inputs that its layers need (io boxes), {few}"
+    return Feeding("boxes", f"{why}; --io free gives each the whole batch.")
+
+
 @dataclass
 class Setting:
     """A network on a device graph; what every term of the cost model may depend on."""
@@ -70,7 +98,10 @@ class Setting:
     options: CostOptions = field(default_factory=CostOptions)
 
     def __post_init__(self) -> None:
-        self.original = self.graph  # before what follows changes it: another model of it is made from this
+        # Before what follows changes them: another model of the network is made from these.
+        self.original, self.asked = self.graph, self.options
+        self.feeding = feeding(self.graph, self.devices.count, self.options)
+        self.options = replace(self.options, io=self.feeding.io)
         self.digest = self.graph.digest  # which plans have
         if (types := self.mixed_precision) is not None:
             self.graph = mixed(self.graph, types["autocast"], str(types["device"]))

@@ -121,14 +121,14 @@ def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | 
 def memory_bytes(model: CostModel, plan: Strategy) -> float:
     """Bytes of the fullest device, as `layerwise.run` uses memory.
 
-    Input and output cost no time with io free; memory has a device's share of the samples, where there is one for each:
-    nobody would hold the batch of a thousand devices on every one.
+    Input and output cost no time with io free; memory has a device's share of the samples, where there is one for each.
     """
 
     def fed() -> CostModel:
         return CostModel(model.original, model.devices, replace(model.options, io="sample"))
 
-    holding = model if model.graph.batch < model.devices.count else model.once("fed", fed)
+    few = model.graph.batch < model.devices.count or model.options.io != "free"
+    holding = model if few else model.once("fed", fed)
     return float(peak_bytes(holding, complete(holding, plan)).max())
 
 

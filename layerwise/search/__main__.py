@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from layerwise.cache import answers
 from layerwise.cli import (
@@ -98,9 +97,8 @@ def main(args: argparse.Namespace) -> None:
 
 def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostModel:
     """The network on the devices, with the assumptions that the flags make."""
-    io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
     kind: StepKind = "inference" if args.inference else "training"
-    options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
+    options = CostOptions(args.link_model, args.sync, args.io, args.optimizer, args.dtype, args.local_batch_norm, kind)
     raw = load_model(args.model, batch, args.input_shape, args.whole)
     return CostModel(raw if args.no_fuse else fuse(raw), devices, options)
 

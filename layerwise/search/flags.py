@@ -131,9 +131,10 @@ def _cost_flags(g: Flags) -> None:
     )
     g.add_argument(
         "--io",
-        choices=["sample", "free", "boxes"],
-        help="each device feeds and gets its own samples, or batches come for free, or each reads the boxes that it "
-        "needs (default: sample, if each has one)",
+        choices=["auto", "sample", "free", "boxes"],
+        default="auto",
+        help="each device feeds and gets its own samples, or the whole batch, or the boxes that it needs (default: "
+        "sample if each has one, else boxes if the network has a loss or one output, else free)",
     )
     g.add_argument(
         "--local-batch-norm", action="store_true", help="statistics of each device's own samples, as DDP has them"

@@ -33,7 +33,7 @@ def search_halos(model: CostModel, search: Callable[[CostModel], SearchResult]) 
     inputs = overlapping(model, *(c.strategy for c in result.simulated))
     if not inputs:
         return model, result
-    other = CostModel(with_cells(model.original, inputs), model.devices, model.options)
+    other = CostModel(with_cells(model.original, inputs), model.devices, model.asked)
     instead = search(other)
     most = most_read_bytes(model, result.best.strategy), most_read_bytes(other, instead.best.strategy)
     read_s, sent_s = timeline_s(result.best), timeline_s(instead.best)

@@ -41,7 +41,7 @@ def make_plan(
         batch=model.graph.batch,
         gpus=model.devices.count,
         gpus_per_node=model.devices.devices_per_node,
-        io=model.options.io,
+        io=model.feeding.io,
         fused=fused,
         strategy={layer: best.strategy[layer] for layer in inner},
         predicted={
