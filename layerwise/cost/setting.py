@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from layerwise.config import Config
+from layerwise.cost.collectives import SyncMethod
 from layerwise.cost.compute.measured import Measurements, gradient_uses, latest
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
@@ -26,6 +27,7 @@ EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, 
 Strategy = Mapping[str, Config]
 Configs = Mapping[str, tuple[Config, ...]]
 Progress = Callable[[int, int], None]  # done, of
+NO_LATENCY_S = 1e-12  # of a message: a formula may divide by it
 MANY = 16  # configurations that are known by the id of their tuple: they take long to hash
 
 
@@ -34,8 +36,11 @@ class CostOptions:
     """The assumptions of the cost model.
 
     Attributes:
-        link_model: The busiest port, with latencies ("port"), or all bytes over the bandwidth, as Jia has it ("sum").
-        sync: How gradients are summed: "all-reduce", or Jia's "parameter-server".
+        link_model: The busiest port, with latencies ("port"). Two readings of Jia et al., without latencies: all bytes
+            over the bandwidth ("sum"), or a connection of each device's own at each level, all of which work at their
+            own bandwidth at the same time ("connection").
+        sync: How gradients are summed: "all-reduce", or Jia's "parameter-server", whose port is serial unless links
+            are connections.
         io: What a device is fed and returns: its own samples, the whole batch ("free"), or its boxes. Only
             transfers to and from samples are counted. "auto": samples where there is one for each device, else boxes
             where the network allows it, else "free" (`Setting.feeding` says why).
@@ -49,7 +54,7 @@ class CostOptions:
         'bf16'
     """
 
-    link_model: Literal["port", "sum"] = "port"
+    link_model: Literal["port", "sum", "connection"] = "port"
     sync: Literal["all-reduce", "parameter-server"] = "all-reduce"
     io: Literal["auto", "sample", "free", "boxes"] = "auto"
     optimizer: str = "sgd"
@@ -61,6 +66,13 @@ class CostOptions:
         object.__setattr__(self, "dtype", precision(self.dtype))
         if self.optimizer not in OPTIMIZERS:
             raise LayerwiseError(f"unknown optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
+
+    @property
+    def sync_method(self) -> SyncMethod:
+        """How gradients are summed, and over which links, as `cost.collectives.bucket_s` takes it."""
+        if self.sync == "parameter-server" and self.link_model == "connection":
+            return "connections to a parameter server"
+        return self.sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,12 @@ def feeding(graph: LayerGraph, devices: int, options: CostOptions) -> Feeding:
     return Feeding("boxes", f"{why}; --io free gives each the whole batch.")
 
 
+def connected(devices: DeviceGraph) -> DeviceGraph:
+    """The devices, each with a port of its own at every level, and messages alone, which take no latency."""
+    levels = tuple(replace(level, alpha_s=NO_LATENCY_S, devices_per_port=1) for level in devices.levels)
+    return replace(devices, levels=levels, links=None, collectives=False)
+
+
 @dataclass
 class Setting:
     """A network on a device graph; what every term of the cost model may depend on."""
@@ -100,6 +118,8 @@ class Setting:
     def __post_init__(self) -> None:
         # Before what follows changes them: another model of the network is made from these.
         self.original, self.asked = self.graph, self.options
+        if self.options.link_model == "connection":
+            self.devices = connected(self.devices)
         self.feeding = feeding(self.graph, self.devices.count, self.options)
         self.options = replace(self.options, io=self.feeding.io)
         self.digest = self.graph.digest  # which plans have

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from layerwise.config import Config
-from layerwise.cost.price import basis, describe, feeding_lines, warnings
+from layerwise.cost.price import basis, describe, feeding_lines, sync_lines, warnings
 from layerwise.quantities import units
 from layerwise.search.remedies import Remedy
 from layerwise.search.result import Candidate, SearchResult, timeline_s
@@ -78,6 +78,7 @@ def verdict(result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]
     yield from reserve_lines(result)
     yield from whole_lines(best)
     yield from feeding_lines(model)
+    yield from sync_lines(model)
     yield describe(model, basis(model, best.price))
     yield from warnings(model)
     statistics = sum(p.seconds["statistics"] for p in data.price.layers.values()) / data.price.step_time_s
