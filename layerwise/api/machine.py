@@ -17,7 +17,6 @@ from torch import nn
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
-from layerwise.cache import folder
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
 from layerwise.config import Config, SearchSpace
@@ -27,6 +26,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import catalogue, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.profile import Profile
+from layerwise.machine.profiles import folder
 from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import TYPES, conditions, cpu_name, mode_of, modes
 from layerwise.measure.job import Job, base_profile
@@ -162,8 +162,6 @@ def _measure(planner: Planner, profile: Profile | None, path: Path | None, budge
 def _layers(planner: Planner, path: Path, budget_s: float) -> None:
     """Measures times of layers, into the file, unless it has enough of them."""
     world, graph, options, space = planner.world, planner.graph, planner.options, planner.space
-    if graph.whole_modules:  # of random values its code may do anything
-        return
     device = world.comm.device
     mode = mode_of(device, options.dtype, channels_last=False)
     benchmark = torch.backends.cudnn.benchmark

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from layerwise.arguments import checked
 from layerwise.config import Config
 from layerwise.cost.collectives import SyncMethod
 from layerwise.cost.compute.measured import Measurements, gradient_uses, latest
@@ -19,7 +20,7 @@ from layerwise.machine import AUTOCAST, DeviceGraph, precision
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
-from layerwise.partition.place import data_parallel, input_maps, lattices_of
+from layerwise.partition.place import data_parallel, input_maps
 from layerwise.program import StepKind
 from layerwise.quantities import samples
 
@@ -31,6 +32,7 @@ NO_LATENCY_S = 1e-12  # of a message: a formula may divide by it
 MANY = 16  # configurations that are known by the id of their tuple: they take long to hash
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class CostOptions:
     """The assumptions of the cost model.
@@ -221,4 +223,4 @@ class Setting:
         source, target = self.graph[name[0]], self.graph[name[1]]
         maps, epilogue = input_maps(target, name[2])
         owners, needers = self.layout(source, sources).owned, self.layout(target, targets).at(epilogue)
-        return Edge.of(source.out, owners, maps, target.space.dims, needers, lattices_of(target, name[2]))
+        return Edge.of(source.out, owners, maps, target.space.dims, needers)
