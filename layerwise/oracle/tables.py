@@ -13,6 +13,7 @@ from layerwise.cost.price import Price, complete, model_error, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.simulate import Timeline, timeline
 from layerwise.oracle.strategies import SPATIAL, Limit, Shape
+from layerwise.search.find import best_cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def cheapest(model: CostModel, plans: Sequence[Strategy]) -> int:
 def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | None = None) -> Priced:
     """Any strategy, a searched one too. step: its simulated step, where that is known."""
     phases = replace(phases_of(model, plan), memory_bytes=memory_bytes(model, plan))
-    step = step or timeline(model, plan)
+    step = step or timeline(model, plan, bucket_bytes=best_cap(model, plan))
     return Priced(model, shape, dict(plan), phases, step.total_s, step.exposed_sync_s)
 
 

@@ -78,6 +78,7 @@ def search(
     chosen = any(len(these) > 1 for these in configs.values())  # else all layers are fixed
     improves, bound_s = by_time and chosen and effort != "quick", None
     if improves:  # also where none of them fits: what the limit costs is told of the best without it
+        pool.tune()
         bound_s = pool.improve(Variants.grouped(configs), pool.everyone, fits=False)
     unlimited = best = choose(pool.found, pool.baselines, heed_memory=False) if by_time else additive
     kept, within, least = solved.kept, None, None
@@ -100,7 +101,9 @@ def search(
     simulated = tuple({c.key: c for c in [*pool.found, *reversed(pool.baselines.values())]}.values())
     # What people would do without fixed layers.
     compared = {
-        name: pool.baselines[name] if named[name] == strategy else candidate(model, name, strategy, limit)
+        name: pool.baselines[name]
+        if named[name] == strategy
+        else candidate(model, name, strategy, limit, best_cap(model, strategy) if improves else BUCKET_BYTES)
         for name, strategy in free.items()
     }
     return SearchResult(
@@ -148,6 +151,13 @@ class _Pool:
     def everyone(self) -> list[Candidate]:
         return [*self.found, *self.baselines.values()]
 
+    def tune(self) -> None:
+        """Gives each baseline the buckets that it is fastest with, as what is found has: no plan is better by these."""
+        for name, c in self.baselines.items():
+            if (size := best_cap(self.model, c.strategy)) != c.bucket_bytes:
+                self.found.append(replace(c, name=f"{c.name} in DistributedDataParallel's buckets"))
+                self.baselines[name] = candidate(self.model, c.name, c.strategy, self.limit, size)
+
     def improve(self, space: Variants, known: Sequence[Candidate], *, fits: bool) -> float | None:
         """Adds what moves come to, with the best buckets. Returns the lower bound of all steps, if any."""
         model, started, known = self.model, time.perf_counter(), sorted(known, key=timeline_s)
@@ -163,7 +173,7 @@ class _Pool:
         better = overlapped(
             model, space, strategies, step_s, effort=self.effort, fits=within_limit, memory_bytes=self.memory_bytes
         )
-        for strategy in (*better.strategies, self.baselines["data"].strategy):
+        for strategy in better.strategies:
             for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy))):
                 self.found.append(candidate(model, "layerwise", strategy, self.limit, size))
         self.seconds["overlap"] = self.seconds.get("overlap", 0.0) + time.perf_counter() - started

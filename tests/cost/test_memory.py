@@ -119,7 +119,7 @@ def test_the_most_is_that_of_counting_at_every_instant(monkeypatch: pytest.Monke
 @examples(12)
 def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.DataObject) -> None:
     """Boxes that are needed, received and sent, of every device."""
-    model = CostModel(network, brute.machine((2, 6)))
+    model = CostModel(network, brute.machine((2, 6)), CostOptions(io="sample"))
     strategy = random_strategy(model, data)
     for layer in network.inner:
         for slot, name in enumerate(layer.inputs):
@@ -328,7 +328,7 @@ def test_stacked_places_are_those_of_every_configuration(network: LayerGraph, io
 @given(NETWORKS, st.data())
 @examples(12)
 def test_travels_are_what_moves_under_every_pair(network: LayerGraph, data: st.DataObject) -> None:
-    model = CostModel(network, brute.machine((2, 6)))
+    model = CostModel(network, brute.machine((2, 6)), CostOptions(io="sample"))
     configs = all_configs(model)
     lifetimes = Lifetimes(model, configs)
     for (source, target, slot), local in lifetimes.local.items():
