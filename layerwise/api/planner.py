@@ -58,7 +58,6 @@ class Request:
     local_batch_norm: bool = False
     autocast: torch.dtype | None = None  # mixed precision: the type of the torch.autocast around the model's calls
     io: Literal["boxes", "free"] | None = None  # what each rank feeds; None: its samples, where there are enough
-    loads: bool = False  # DataLoaders feed it, which have whole samples
     inference: bool = False  # for the forward pass alone
     effort: Effort = "normal"  # how long the plan is improved by its simulated step
 
@@ -87,7 +86,7 @@ class Planner:
         few = graph.batch < self.world.size
         rows = any(x not in graph.losses and graph[x].out.index("n") is not None for x in graph.layers[-1].inputs)
         return CostOptions(
-            io=self.request.io or ("free" if few and (rows or self.request.loads) else "auto"),
+            io=self.request.io or ("free" if few and rows else "auto"),
             optimizer=self.request.optimizer,
             dtype=dtype if dtype in self.profile.processor.peak_flops else "float32",
             local_batch_norm=self.request.local_batch_norm,

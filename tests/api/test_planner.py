@@ -131,9 +131,6 @@ def test_what_is_said() -> None:
     assert (
         "every rank is to be given the whole batch (io boxes), and takes its boxes of it: its loss is in the" in inside
     )
-    assert "the whole batch (io free)" in said(
-        planned(None, replace(REQUEST, loads=True), batch=2, model="unet3d:16+dice")
-    )
     boxes = said(planned(None, replace(REQUEST, io="boxes"), batch=2))
     assert "every rank is to be given the boxes of it that its layers need (io boxes)" in boxes
     assert "planned with float32's" in said(planned(None, replace(REQUEST, dtype=torch.bfloat16)))

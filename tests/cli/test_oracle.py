@@ -56,7 +56,10 @@ def test_a_sample_on_several_gpus(run: Run, refuse: Run) -> None:
     )
     assert found["answers"][0]["memory_bytes"] == boxes < free
     said = " ".join(run(*asked[:-1], "--batch", "0.25").split())
-    assert "only the boxes of the inputs that its layers need (io boxes), since 4 samples are fewer than 16 devices" in said
+    assert (
+        "only the boxes of the inputs that its layers need (io boxes), since 4 samples are fewer than 16 devices"
+        in said
+    )
     assert "a whole number of samples" in refuse(*asked, "--scaling", "strong", "--batch", "0.25")
     assert "'0' is not a number above 0" in refuse(*asked, "--batch", "0")
 

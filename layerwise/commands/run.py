@@ -18,9 +18,9 @@ from layerwise.checkpoint.signals import STOPPED, handled
 from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import check_files, console, run_main
 from layerwise.comm.base import Comm
+from layerwise.comm.guard import noted
 from layerwise.comm.start import leave, start
 from layerwise.comm.together import alone, patiently
-from layerwise.comm.watch import noted
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
 from layerwise.plan import Plan, load_plan, parse_plan
