@@ -9,9 +9,9 @@ takes the mean of it, which leaves alone what is the same on all ranks already.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 
 import torch
@@ -181,19 +181,19 @@ class Gradients:
     def finish(self) -> None:
         """Waits for the sums, and gives every parameter its gradient. Where nothing was made it leaves all as it is."""
         reducer = self.reducer
-        told = self._told() if reducer.asks and self.comm.size > 1 else None
-        made = self.begun or (self.made if told is None else told)
-        if not made and any(p.requires_grad for p in reducer.parameters.values()):
+        telling = self._tell() if reducer.asks and self.comm.size > 1 else None
+        begun = bool(self.begun or self.made or (telling is not None and telling()))
+        if not begun and any(p.requires_grad for p in reducer.parameters.values()):
             self._restore()
             return
         for bucket in reducer.buckets:
             bucket.missing = set()
         self._send_full()
         running = [bucket for bucket in reducer.buckets if bucket.handle is not None]
-        if running:
-            with self.trace.span(WAITING, "sync") if self.trace is not None else nullcontext():
-                for bucket in running:
-                    bucket.end()
+        with self.trace.span(WAITING, "sync") if self.trace is not None and running else nullcontext():
+            told = None if telling is None else telling()
+            for bucket in running:
+                bucket.end()
         self._take_sums(told)
         self._take_local()
         for name in self.elsewhere if told is None else told - reducer.of.keys():
@@ -207,13 +207,13 @@ class Gradients:
             reducer.note_pass()
         reducer.waiting = not self.synchronise
 
-    def _told(self) -> set[str]:
-        """Returns the names of the gradients that some rank has made, as all ranks tell each other."""
+    def _tell(self) -> Callable[[], set[str]]:
+        """Starts to tell all ranks which gradients this one has; what it returns names those that any has."""
         names = list(self.reducer.parameters)
         here = list(map(self._here, names))
         numbers = [sum(has << i for i, has in enumerate(here[k : k + BITS])) for k in range(0, len(here), BITS)]
-        ranks = self.comm.tell(numbers)()
-        return {name for i, name in enumerate(names) if any(row[i // BITS] >> i % BITS & 1 for row in ranks)}
+        ranks = cache(self.comm.tell(numbers))
+        return lambda: {name for i, name in enumerate(names) if any(row[i // BITS] >> i % BITS & 1 for row in ranks())}
 
     def _wanted(self, name: str) -> bool:
         """True if a parameter is to have the gradient: not where it had none, and would be given zeros of no loss."""
