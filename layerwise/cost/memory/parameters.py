@@ -42,7 +42,6 @@ class Share:
 class ParameterMemory:
     """One parameter that lives in a layer; arrays are (N,), in bytes."""
 
-    kind: ParameterKind
     trained: bool
     size: Floats  # of the box that a device computes with
     shared: Floats  # that where another device has the same one
@@ -62,7 +61,7 @@ def parameters_of(model: CostModel, layer: Layer, config: Config, place: Place) 
         size = boxes.volume * item_bytes
         share = _share(model, layer, p, config, boxes, item_bytes)
         shared = np.where(boxes.shared(), size, 0.0) if p.trainable and share is None else 0 * size
-        rows.append(ParameterMemory(kind_of(p), p.trainable, size, shared, share))
+        rows.append(ParameterMemory(p.trainable, size, shared, share))
     return rows
 
 
@@ -88,8 +87,6 @@ class ParameterStorages:
     _updated: list[Floats] = field(default_factory=list)  # of what a device updates of each
     _members: list[list[Share]] = field(default_factory=list)  # of each bucket, what is shared out
     _bucket: dict[int, int] = field(default_factory=dict)  # by the share's id
-    _replicated: dict[tuple[str, ParameterKind], int] = field(default_factory=dict)  # their bucket
-    _room: dict[int, Floats] = field(default_factory=dict)  # of each such bucket, until its first gradient is made
     _flat: dict[int, Ref] = field(default_factory=dict)  # of each bucket, the rows of all members
     _summing: int | None = None  # the bucket of gathered parameters that was flushed last
     _full: dict[str, dict[int, Ref]] = field(default_factory=dict)  # what a layer computes with, by the share's id
@@ -113,15 +110,11 @@ class ParameterStorages:
                 self._updated.append(local)
 
     def bucket(self, step: Program, facts: StrategyFacts, sums: Sequence[GradientSum]) -> None:
-        """The index of the program's bucket of each."""
+        """The index of the program's bucket of each that is sharded."""
         for number, bucket in enumerate(step.buckets):
-            of = [(facts.gradients[i].layer, sums[i].kind) for i in bucket.gradients]
-            if bucket.states == "replicated":
-                self._replicated |= dict.fromkeys(of, number)
-                parts = [one.shared for name, kind in of for one in self._trained[name] if one.kind == kind]
-                self._room[number] = np.sum(parts, axis=0)
-                of = []
-            shares = [share for name, kind in of for share in self._shares[name] if share.kind == kind]
+            numbers = bucket.gradients if bucket.states != "replicated" else ()
+            of = [(self._shares[facts.gradients[i].layer], sums[i].kind) for i in numbers]
+            shares = [share for of_layer, kind in of for share in of_layer if share.kind == kind]
             self._members.append(shares)
             self._bucket |= {id(share): number for share in shares}
 
@@ -195,13 +188,14 @@ class ParameterStorages:
         return made
 
     def put(self, layer: Layer, made: Sequence[Ref]) -> None:
-        """Gradients go, one after the other, when what they were made of is gone.
+        """Gradients go, one after the other, when what they were made of is gone; those that are shared into buckets.
 
-        The first makes room for the rows of all that are gathered; parameters that are gathered for the layer go as
-        soon as they have a gradient.
+        A bucket is counted by what has been written to it, which is all that a CPU gives it memory for. The first makes
+        room for the rows of all that are gathered; parameters that are gathered for the layer go as soon as they have a
+        gradient.
         """
-        self._into_buckets(layer)
         for one, gradient in zip(self._trained[layer.name], made, strict=True):
+            self.tracker.new(one.shared, "gradients")
             if one.share is not None and one.share.gathered:
                 self.tracker.drop(self._full[layer.name].pop(id(one.share)))
                 self._into_shards([one.share])
@@ -215,14 +209,9 @@ class ParameterStorages:
 
     def put_tied(self, layer: Layer) -> None:
         """The gradient of a parameter that several layers use goes into its rows."""
-        self._into_buckets(layer)
-        self._into_shards(self._shares.get(layer.name, ()))
-
-    def _into_buckets(self, layer: Layer) -> None:
         for one in self._trained[layer.name]:
-            room = self._room.pop(self._replicated.get((layer.name, one.kind), -1), None)
-            if room is not None:
-                self.tracker.new(room, "gradients")
+            self.tracker.new(one.shared, "gradients")
+        self._into_shards(self._shares.get(layer.name, ()))
 
     def _into_shards(self, shares: Sequence[Share]) -> None:
         for share in shares:

@@ -149,6 +149,9 @@ class Lifetimes(Forward):
             if weights:
                 made = self._parameters(layer)
                 ledger.instant(f"backward {name} {number} weights")
+            if number == tracked[0] and (copied := self._new(name, self.parameters[name].copied)):
+                ledger.instant(f"backward {name} copied")
+                ledger.drop(copied)
             ledger.drop(made + weights)
             running = before
         ledger.drop(gathered + (running.claims if running else []))

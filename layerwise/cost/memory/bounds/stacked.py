@@ -54,6 +54,12 @@ class Stacked:
         flat = np.broadcast_to(np.asarray(sizes, np.float64), self.shape[0] * self.shape[1])
         return self._of_configs(flat)
 
+    def shared(self, boxes: Boxes) -> Mask:
+        """(V, N) `Boxes.shared` under each configuration."""
+        key = np.where(boxes.active, self._key(boxes), -1)
+        _, which, counts = np.unique(key, return_inverse=True, return_counts=True)
+        return self._of_configs(boxes.active & (counts[which.reshape(-1)] > 1))
+
     def groups(self, boxes: Boxes) -> Ints:
         """(V, N) a number for all devices that have the same box, under each configuration: that of the first."""
         _, first, which = np.unique(self._key(boxes), return_index=True, return_inverse=True)

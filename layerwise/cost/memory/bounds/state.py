@@ -205,6 +205,7 @@ class ParameterBounds:
 
     always: Floats  # parameters, states
     gradients: Floats  # all, as the backward pass makes them
+    copied: Floats  # of these, the first that is copied into a bucket
     handed_out: Floats  # of these, those of parameters that are full on a device, which stay
     gathered: Floats  # parameters that are whole while their layer computes only
     coming: Floats  # what arrives of those that are gathered for the whole step, before the step begins
@@ -234,6 +235,8 @@ def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Co
         found.always += (1 + states) * updated + size * stays
         found.gradients += size
         found.handed_out += size * plain
+        if not found.updated:
+            found.copied += size * (plain & where.shared(boxes))
         found.gathered += size * sooner
         found.coming += (all_rows + row) * stays
         found.rows += all_rows * stays
