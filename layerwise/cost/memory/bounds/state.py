@@ -219,7 +219,7 @@ class ParameterBounds:
 
 def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Config, ...]) -> ParameterBounds:
     """The memory of a layer's parameters on every device, as `step` and `cost.memory.parameters` have it."""
-    found = ParameterBounds(*np.zeros((10, *where.full)))
+    found = ParameterBounds(*np.zeros((11, *where.full)))
     states, last = OPTIMIZERS[model.options.optimizer], _Last(where)
     for _, p, item_bytes in layer.held():
         boxes = where.place.holds(p)
