@@ -9,7 +9,6 @@ depends on values. Of what a file names, only the public operators of PyTorch it
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Argument as Bound
@@ -29,9 +29,6 @@ from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_n
 from layerwise.importers.torch.traced_program import TRACING, Node, Ref, TracedProgram, Value, called
 from layerwise.ops.opaque import Argument, ElementType, Here, Slot, TorchOp
 from layerwise.tensor import TensorSpec
-
-with warnings.catch_warnings():  # SymPy, which it imports, sets filters for the process
-    from torch.fx.experimental.proxy_tensor import make_fx
 
 MOST_NODES = 64  # that one call becomes
 
