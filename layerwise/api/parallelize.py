@@ -26,6 +26,7 @@ from layerwise.cli import console
 from layerwise.errors import LayerwiseError
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
+from layerwise.process import process_kept
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
 from layerwise.run.layered import LayeredModule
@@ -69,6 +70,7 @@ def parallelize(
 ) -> ParallelModule: ...
 
 
+@process_kept()
 @checked
 def parallelize(
     model: Model,

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # which says so to optimizers, whoever imports it
 from torch import nn
 from torch.nn.modules import module as every_module
 from torch.optim import optimizer as every_optimizer
@@ -47,7 +48,7 @@ def state() -> dict[str, object]:
         "signals": {s: signal.getsignal(s) for s in signal.valid_signals() if s != signal.SIGTERM},
         "environment": dict(os.environ),
         "logging": (logging.root.level, logging.root.manager.disable, len(logging.root.handlers)),
-        "loggers": {name: (one.level, len(one.handlers)) for name, one in loggers.items()},
+        "loggers": {name: one.level for name, one in loggers.items()},
         "hooks of errors": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook),
         "output": (sys.stdout, sys.stderr),
         "recursion": sys.getrecursionlimit(),
