@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import prod
@@ -100,7 +100,6 @@ class GradientBucket:
     views: dict[str, Tensor] = field(default_factory=dict)  # the place of each in it, where it is summed in full
     local: Tensor | None = None  # this rank's row of the sum
     missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
-    empty: set[str] = field(default_factory=set)  # names of whose places nothing has been written to
     sent: bool = False  # whether this pass has begun to sum it, or will not
     handle: Handle | None = None  # the sum under way
 
@@ -113,7 +112,7 @@ class GradientBucket:
         """Begins a backward pass. trained: names whose gradients it may make; summed: whether it is to be sent."""
         self.end()  # of a pass that was ended by an error
         self.give_up()
-        self.missing, self.empty, self.sent = trained if summed else set(), set(self.names), not summed
+        self.missing, self.sent = trained if summed else set(), not summed
 
     def give_up(self) -> None:
         """Gives up its memory, which the gradients have that were handed out of it."""
@@ -125,13 +124,12 @@ class GradientBucket:
             parts = [local_tensor(parameters[each]) for each in self.names]
             self.flat = torch.empty(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
             self.views = dict(zip(self.names, torch._C._nn.unflatten_dense_tensors(self.flat, parts), strict=True))
-        self.empty.discard(name)
         return self.views[name]
 
-    def begin(self, comm: Comm, what: str, parameters: Mapping[str, nn.Parameter]) -> Handle:
-        """Starts the sum, in which there are zeros where nothing was written."""
+    def begin(self, comm: Comm, what: str, parameters: Mapping[str, nn.Parameter], written: Collection[str]) -> Handle:
+        """Starts the sum, with zeros for all but the `written`."""
         self.sent = True
-        for name in list(self.empty):
+        for name in [name for name in self.names if name not in written]:
             if self.slots is None:
                 self.place(name, parameters).zero_()
             else:
@@ -159,7 +157,6 @@ class GradientBucket:
         assert self.slots is not None
         if self.flat is None:
             self.flat = self.slots.new(gradient)
-        self.empty.discard(name)
         for there, part in self.slots.pairs(self.flat, name, gradient):
             torch.mul(part, scale, out=there)
 
@@ -168,7 +165,6 @@ class GradientBucket:
         assert self.slots is not None
         if self.flat is None:
             self.flat = self.slots.new(like)
-        self.empty.discard(name)
         for member in range(self.slots.members):
             self.slots.shard(self.flat[member], name, member).zero_()
 

@@ -82,8 +82,8 @@ class GradientReducer:
 
     def note_pass(self) -> None:
         """Makes the report of a pass that has summed all gradients: whether one was ever missed, and who has none."""
-        trained = (name for name in self._order if self.parameters[name].requires_grad)
-        left = [name for name in trained if self.parameters[name].grad is None]
+        trained = [(name, self.parameters[name]) for name in self._order]
+        left = [name for name, p in trained if p.grad is None and p.requires_grad]
         self.missed |= bool(left)
         self.report = (zlib.crc32(" ".join(left).encode()) if left else 0) << 1 | self.missed
 
@@ -170,11 +170,13 @@ class Gradients:
 
     def _send(self, bucket: GradientBucket) -> None:
         what, trace, parameters = f"gradients of {bucket.names[0]}", self.trace, self.reducer.parameters
+        written = self.made
         begun = None if trace is None else trace.begin(what, "sync")
         if self.reducer.waiting and bucket.slots is None:
-            for name in bucket.empty & self.before.keys():
+            written = self.made | self.before.keys()
+            for name in (self.before.keys() & bucket.names) - self.made:
                 torch.mul(local_tensor(self.before[name]), 1 / len(bucket.group), out=bucket.place(name, parameters))
-        handle = bucket.begin(self.comm, what, parameters)
+        handle = bucket.begin(self.comm, what, parameters, written)
         if trace is not None and begun is not None:
             handle.when_done(partial(trace.end, begun))
 
@@ -223,14 +225,15 @@ class Gradients:
         """Gives parameters the sums. What this rank has not made others have, if they say so, or if it is not zero."""
         reducer = self.reducer
         for bucket in reducer.buckets:
+            added = reducer.waiting and bucket.slots is None
             for name in bucket.names if bucket.views or bucket.local is not None else ():
-                gradient, given = bucket.summed(name, self.comm.rank), self._here(name)
+                given = name in self.made or (reducer.waiting and name in self.before)
                 if not given and reducer.parameters[name].requires_grad:
                     reducer.missed = True
-                    given = bool(gradient.any()) if told is None else name in told
-                if given and self._wanted(name):
-                    self.made.add(name)
-                    self._give(name, gradient, added=reducer.waiting and bucket.slots is None)
+                    given = bool(bucket.summed(name, self.comm.rank).any()) if told is None else name in told
+                    self.made |= {name} if given else set()
+                if given and (not self.no_gradient or self._wanted(name)):
+                    self._give(name, bucket.summed(name, self.comm.rank), added=added)
                 else:
                     self.made.discard(name)
             bucket.give_up()
@@ -244,13 +247,16 @@ class Gradients:
 
         They are scaled in place now that the pass has made all that it reads.
         """
-        for name, gradient in self.local.items():
-            if not self._wanted(name):
+        if self.no_gradient:
+            for name in [name for name in self.local if not self._wanted(name)]:
                 self.made.discard(name)
-                continue
-            bucket = self.reducer.of.get(name)
-            factor = self.reducer.scale * (1 if bucket is None else len(bucket.group))
-            self._give(name, gradient if factor == 1 else gradient.mul_(factor), added=False)
+                del self.local[name]
+        scale, of = self.reducer.scale, self.reducer.of
+        factors = [scale if self.synchronise or name not in of else scale * len(of[name].group) for name in self.local]
+        if set(factors) - {1}:
+            torch._foreach_mul_(list(self.local.values()), factors)
+        for name, gradient in self.local.items():
+            self._give(name, gradient, added=False)
         self.local = {}
 
     def _give(self, name: str, gradient: Tensor, *, added: bool) -> None:
