@@ -71,6 +71,7 @@ def parallelize(
 
 
 @process_kept()
+@torch.inference_mode(False)  # within which parameters and examples would be of no use to training
 @checked
 def parallelize(
     model: Model,
