@@ -92,14 +92,10 @@ def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None
         )
 
 
-def check_io(io: object, plan: Plan | None, loaders: tuple[object, ...]) -> None:
+def check_io(io: object, plan: Plan | None) -> None:
     """LayerwiseError for an io that another argument contradicts."""
     if io is not None and plan is not None and plan.io != io:
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out")
-    if loaders and "boxes" in (io, plan and plan.io):
-        raise LayerwiseError(
-            "a DataLoader has whole samples: with io='boxes' give example_inputs, and feed what a BoxLoader has"
-        )
 
 
 def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Mapping[str, object]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate
 from layerwise.api.arguments import ParallelOptions, check, check_autocast, check_io, facts
 from layerwise.api.build import Task
+from layerwise.api.loaders import example_of
 from layerwise.api.planner import Request, Strategy
 from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
 from layerwise.api.world import join
@@ -51,23 +51,11 @@ class Further(TypedDict, total=False):
 
 
 class Keywords(Further, total=False):
-    """The keywords of `parallelize`."""
+    """The keywords of `parallelize`, which the integrations take, too."""
 
     batch: Count | None
     optimizer: str
     autocast: torch.dtype | None
-
-
-@overload
-def parallelize(
-    model: Model, example_inputs: DataLoader[Any], *held_out: DataLoader[Any], **keywords: Unpack[Keywords]
-) -> tuple[Any, ...]: ...
-
-
-@overload
-def parallelize(
-    model: Model, example_inputs: ExampleInputs | None = None, **keywords: Unpack[Keywords]
-) -> ParallelModule: ...
 
 
 @process_kept()
@@ -76,7 +64,7 @@ def parallelize(
 def parallelize(
     model: Model,
     example_inputs: ExampleInputs | DataLoader[Any] | None = None,
-    *held_out: DataLoader[Any],
+    *,
     strategy: Strategy | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     batch: Count | None = None,
@@ -89,7 +77,7 @@ def parallelize(
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
     options: ParallelOptions = DEFAULT,
-) -> ParallelModule | tuple[Any, ...]:
+) -> ParallelModule:
     """Returns this rank's part of `model`, every layer of which is split as is predicted to be fastest.
 
         model = layerwise.parallelize(model, example_inputs)    # under torchrun; was: DistributedDataParallel(model)
@@ -97,17 +85,16 @@ def parallelize(
 
     Nothing else in the loop changes: each rank feeds its own samples and takes the loss of its own outputs. The numbers
     are those of one device on all ranks' samples together, where the loss is a mean over samples. Every rank calls it
-    alike; without torchrun the model runs on one device. With DataLoaders, as one device has them, the data is split,
-    too: each rank loads its share of every batch, and has all outputs in evaluation.
+    alike; without torchrun the model runs on one device. A script for one device says two things:
 
-        model, loader, held_out = layerwise.parallelize(model, loader, held_out)
+        model = layerwise.parallelize(model, loader)    # a batch of all ranks together is one of the loader's
+        loader = layerwise.split(loader, model)         # of which each rank loads its share
 
     Args:
         model: An nn.Module (where ranks' values differ, rank 0's win; on the meta device they are drawn from
             `options.seed`), an ExportedProgram, or the path of an .onnx file.
-        example_inputs: What one rank calls the model with, a tensor, a tuple, or a dict of arguments by name; or a
-            DataLoader of (inputs, target) or of tensors by name.
-        held_out: DataLoaders to evaluate with.
+        example_inputs: What one rank calls the model with, a tensor, a tuple, or a dict of arguments by name; or one
+            device's DataLoader of (inputs, target) or of tensors by name, whose batches are of all ranks together.
         strategy: "data", "model", "owt", or {layers: {dimension: degree}} for some layers, such as {"fc*": {"c": 4}}
             (outputs) or {"head": {"k": 4}} (inputs); {} is one device. Layers are named as one, as a module around
             them, or with * and ?. The others are optimised around them. None: all are.
@@ -130,7 +117,7 @@ def parallelize(
         options: What needs to be said seldom.
 
     Returns:
-        The parallel module; with DataLoaders a tuple of it and of this rank's loaders.
+        The parallel module.
 
     Raises:
         LayerwiseError: The model, the inputs, the strategy, the plan or the memory will not do.
@@ -147,14 +134,15 @@ def parallelize(
     check(model, optimizer, memory_limit)
     check_autocast(autocast)
     settings = settings_of(compile)
-    loaders = _loaders(example_inputs, held_out, batch)
     if isinstance(example_inputs, DataLoader):
-        example_inputs, batch = loaders_of.example_of(example_inputs)
+        if batch is not None:
+            raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
+        example_inputs, batch = example_of(example_inputs)
     call, examples = examples_of(example_inputs, model)
     device = device_of(model, examples)
     world = join(device, device_mesh, options.comm, options.timeout_s)
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
-    check_io(io, user_plan, loaders)
+    check_io(io, user_plan)
     boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
     arguments = {
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
@@ -184,22 +172,7 @@ def parallelize(
     if verbose and world.comm.rank == 0:
         for line in shown:
             console().print(line)
-    return (module, *loaders_of.shared(loaders, module)) if loaders else module
-
-
-def _loaders(first: object, held_out: tuple[DataLoader[Any], ...], batch: int | None) -> tuple[DataLoader[Any], ...]:
-    """Returns all DataLoaders that were given, the one to train on first. LayerwiseError where they will not do."""
-    if not isinstance(first, DataLoader):
-        if held_out:
-            raise LayerwiseError(
-                "give DataLoaders to evaluate with after the one to train on: parallelize(model, loader, ...)"
-            )
-        return ()
-    if batch is not None:
-        raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
-    for loader in held_out:
-        loaders_of.check(loader)
-    return (first, *held_out)
+    return module
 
 
 def _batch(batch: int | None, counted: int, plan: Plan | None) -> int:
