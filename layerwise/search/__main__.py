@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from layerwise.cli import (
     check_files,
@@ -93,9 +92,8 @@ def main(args: argparse.Namespace) -> None:
 
 def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostModel:
     """The network on the devices, with the assumptions that the flags make."""
-    io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
     kind: StepKind = "inference" if args.inference else "training"
-    options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
+    options = CostOptions(args.link_model, args.sync, args.io, args.optimizer, args.dtype, args.local_batch_norm, kind)
     raw = load_model(args.model, batch, args.input_shape)
     return CostModel(raw if args.no_fuse else fuse(raw), devices, options)
 

@@ -88,11 +88,12 @@ def search(
     chosen = choose(priced, known)
     if objective == "additive" or all(len(these) == 1 for these in priced.configs.values()):
         effort = "quick"
-    found, bound_s = improve(priced, effort, [chosen.best, *known.values()], known["data"], fits=False)
+    known, untuned = tuned(priced, known) if effort != "quick" else (known, [])
+    found, bound_s = improve(priced, effort, [chosen.best, *known.values()], fits=False)
     unlimited = best = (
         chosen.best if objective == "additive" else decide([chosen.best, *found], known, heed_memory=False)
     )
-    within, least, every = None, None, [chosen.best, *found]
+    within, least, every = None, None, [chosen.best, *untuned, *found]
     if not best.fits:
         within, least = choose_within(priced, [c.strategy for c in every])
         fitting = [priced.candidate(strategy) for strategy in within.strategies]
@@ -101,7 +102,7 @@ def search(
             chosen = Chosen(fitting[0], optimum, within.configurations)
         every = [*fitting, *every]
         begin = [c for c in [*every, *known.values()] if c.fits]
-        found, bound_s = improve(priced, effort, begin, known["data"], fits=True) if begin else ([], None)
+        found, bound_s = improve(priced, effort, begin, fits=True) if begin else ([], None)
         every += found
         best = chosen.best if objective == "additive" else decide(every, known)
     best = next((c for c in known.values() if c.key == best.key), best)
@@ -110,13 +111,26 @@ def search(
     # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
     simulated = tuple({c.key: c for c in [*every, *reversed(known.values())]}.values())
     compared = {
-        name: known[name] if priced.named[name] == strategy else priced.candidate(strategy, name)
+        name: known[name]
+        if priced.named[name] == strategy
+        else priced.candidate(strategy, name, BUCKET_BYTES if effort == "quick" else best_cap(model, strategy))
         for name, strategy in priced.free.items()
     }
     return SearchResult(
-        best, chosen.best, compared, chosen.optimum, priced.seconds, counts, simulated, int(limit), priced.offer,
-        unlimited, within, least, bound_s,
-    )  # fmt: skip
+        best=best,
+        additive=chosen.best,
+        baselines=compared,
+        optimum=chosen.optimum,
+        seconds=priced.seconds,
+        configurations=counts,
+        simulated=simulated,
+        memory_bytes=int(limit),
+        offer=priced.offer,
+        unlimited=unlimited,
+        within=within,
+        least=least,
+        overlap_bound_s=bound_s,
+    )
 
 
 def price(
@@ -182,8 +196,17 @@ def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Le
     return within, least
 
 
+def tuned(priced: Priced, known: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], list[Candidate]]:
+    """Baselines in the buckets that each is fastest with, as what is found has; and those that had others before."""
+    sizes = {name: best_cap(priced.model, c.strategy) for name, c in known.items()}
+    other = [name for name, c in known.items() if sizes[name] != c.bucket_bytes]
+    better = {name: priced.candidate(known[name].strategy, known[name].name, sizes[name]) for name in other}
+    before = [replace(known[name], name=f"{known[name].name} in DistributedDataParallel's buckets") for name in other]
+    return {**known, **better}, before
+
+
 def improve(
-    priced: Priced, effort: Effort, known: Sequence[Candidate], data: Candidate, *, fits: bool
+    priced: Priced, effort: Effort, known: Sequence[Candidate], *, fits: bool
 ) -> tuple[list[Candidate], float | None]:
     """The third stage: what moves on the simulated step come to, with the best buckets, and a bound of all steps.
 
@@ -205,7 +228,7 @@ def improve(
     )
     found = [
         priced.candidate(strategy, bucket_bytes=size)
-        for strategy in (*better.strategies, data.strategy)
+        for strategy in better.strategies
         for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy)))
     ]
     priced.took("overlap", started)

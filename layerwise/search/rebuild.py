@@ -62,7 +62,7 @@ def replan(
     raw, devices, options, space = _searched(replace(plan, gpus=gpus, gpus_per_node=gpus_per_node), model, profile)
     plan.check(plan.layers(raw))
     if options.io == "sample" and plan.batch < gpus:
-        options = replace(options, io="free")
+        options = replace(options, io="auto")
     cost = CostModel(fuse(raw) if plan.fused else raw, devices, options)
     limit, offer = memory_limit(plan, cost), offered(plan)
     result = search(cost, space, memory_limit_bytes=limit, offer=offer)

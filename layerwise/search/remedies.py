@@ -12,7 +12,7 @@ from layerwise.machine import DeviceGraph
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
 from layerwise.search.priced.limited import Least, LimitedSearch
-from layerwise.search.priced.variants import OFFERS, Strategy
+from layerwise.search.priced.variants import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,9 @@ def remedies(
     more_devices: DeviceGraph | None = None,
     with_k: str = "k in --dims",
 ) -> list[Remedy]:
-    """Remedies, each with its least memory: more choices, k, twice the devices, half the batch.
+    """Remedies with their least memory, in the order of what they cost, up to the first that makes a plan fit.
+
+    Inputs as boxes, shared states, recomputation, k, twice the devices, half the batch.
 
     more_devices: twice as many as now, where they are known. with_k: what is said of letting contractions be split.
     """
@@ -45,25 +47,30 @@ def remedies(
         except LayerwiseError:  # such as fewer samples than a layer can have
             continue
         tried.append(Remedy(what, least, least <= limit_bytes))
+        if tried[-1].fits:
+            break
     return tried
 
 
 def _others(
     model: CostModel, space: SearchSpace, offered: tuple[str, ...], more_devices: DeviceGraph | None, with_k: str
 ) -> Iterator[tuple[str, CostModel, SearchSpace, tuple[str, ...]]]:
-    left_out = [choice for choice in OFFERS if choice not in offered]
-    if left_out:
-        yield f"--offer {','.join(OFFERS)}", model, space, OFFERS
+    if model.asked.io == "free":
+        yield "--io boxes", CostModel(model.original, model.devices, replace(model.asked, io="boxes")), space, offered
+    if "shard" not in offered:
+        offered = (*offered, "shard")
+        yield f"--offer {','.join(offered)}", model, space, offered
+    if "recompute" not in offered:
+        offered = ("recompute", *offered)
+        yield f"--offer {','.join(offered)}", model, space, offered
     if "k" not in space.dims:
         yield with_k, model, replace(space, dims=(*space.dims, "k")), offered
     if more_devices is not None:
-        bigger = CostModel(model.original, more_devices, model.options)
+        bigger = CostModel(model.original, more_devices, model.asked)
         yield f"{more_devices.count} GPUs", bigger, replace(space, devices=more_devices.count), offered
     batch = model.graph.batch // 2
     if batch:
-        io = model.options.io
-        options = replace(model.options, io=io if io != "sample" or batch >= model.devices.count else "free")
-        smaller = CostModel(model.original.rebatch(batch), model.devices, options)
+        smaller = CostModel(model.original.rebatch(batch), model.devices, model.asked)
         yield f"a global batch of {batch}", smaller, space, offered
 
 

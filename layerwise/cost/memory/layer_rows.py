@@ -192,24 +192,19 @@ class _Maker:
         states, training = OPTIMIZERS[model.options.optimizer], model.options.kind == "training"
         spikes = model.options.optimizer == "adam" and model.devices.device_type != "cpu"
         gradients, gathered = np.zeros((2, len(rows)))
-        layout = model.layout(layer, self.cells)
         for _, p, item_bytes in layer.held():
             size = first(self.place.holds(p).volume * item_bytes)
             may, kept, row, all_rows = self._shards(p, item_bytes)
             if not (p.trainable and training) and not may.any():
                 found.steady = found.steady + size
                 continue
-            at, skip = layout.at(p.epilogue), int(not layer.out.shape)
-            driven = sorted({axis.source for axis in p.maps if axis.source is not None})
-            distinct = at.degrees[:, [d + skip for d in driven]].prod(1)
-            shared = (np.broadcast_to(at.count, len(self.cells)) > distinct)[rows]
             split = (may[rows] > 0) & np.array([config.states != "replicated" for config in self.configs])
             sooner = split & np.array([states_of(layer, config) == "gathered" for config in self.configs])
             stays, plain = split & ~sooner, ~split
             local, row, all_rows = np.where(split, kept[rows], size), row[rows] * split, all_rows[rows] * stays
             trained = training & (split | p.trainable)
-            found.steady = found.steady + local + size * stays + trained * (states * local + size * (plain & shared))
-            alone = size * (plain & ~shared) * trained
+            found.steady = found.steady + local + size * stays + trained * states * local
+            alone = size * plain * trained
             found.after = found.after + alone + (all_rows + row * sooner) * training
             found.end = found.end + alone + (all_rows + row) * training
             found.update = found.update + alone + row * training + local * spikes * trained

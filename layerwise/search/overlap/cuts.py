@@ -196,7 +196,7 @@ class Cuts:
         """(groups, R) seconds a byte that sums after each point take at least."""
         if (operation, groups) not in self._known_rates:
             sizes, which = np.unique(self._later_bytes, return_inverse=True)
-            devices, method = self.model.devices, self.model.options.sync
+            devices, method = self.model.devices, self.model.options.sync_method
             rates = [[least_rate(size, g, devices, operation, method) for size in sizes.tolist()] for g in groups]
             self._known_rates[operation, groups] = np.array(rates)[:, which]
         return self._known_rates[operation, groups]
