@@ -20,6 +20,7 @@ from layerwise.machine.profile import Profile
 from layerwise.plan import Plan
 from layerwise.quantities import parse_bytes
 from layerwise.run.options import plan_digest
+from layerwise.run.guards.hooks import check_unshared
 from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import dtype_name
 from layerwise.version import __version__
@@ -71,6 +72,8 @@ def check(
         raise LayerwiseError(
             "the model is a ParallelModule, parallel already: give parallelize the model it was made of"
         )
+    if isinstance(model, torch.nn.Module):
+        check_unshared(model)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise LayerwiseError(
             "parallelize is called within torch.autocast, where the model cannot be traced: call it before, and the "

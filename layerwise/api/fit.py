@@ -30,7 +30,6 @@ from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
 from layerwise.comm.watch import noted
 from layerwise.errors import LayerwiseError, nearest
-from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
@@ -195,9 +194,6 @@ def fit(
             saving.save(trainer.done)
             saving.finish()
             end_if_asked(saving, trainer.done)
-    if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
-        model.load_state_dict(fitted.state_dict())
-        release_original(model)
     return fitted
 
 

@@ -99,7 +99,7 @@ class Feeding:
         self._gathering = 0
         layers, batch = module.layer_graph.layers, module.layer_graph.batch
         sample_inputs = {layer.name for layer in layers if type(layer.op) is Input and layer.out.index("n") == 0}
-        self._by_sample = [path for path, leaf in module._arguments.leaves.items() if leaf.name in sample_inputs]
+        self._by_sample = [path for path, leaf in module._layerwise._arguments.leaves.items() if leaf.name in sample_inputs]
         sink = layers[-1]
         losses = any(name in module.layer_graph.losses for name in sink.inputs)
         self._rows = not losses and all(x.index("n") == 0 and x.shape[0] == batch for x in sink.specs)
@@ -115,9 +115,9 @@ class Feeding:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._gathering = 0
         module = self.module
-        if not self.live or "batch" in named or module.plan.io == "free" or module._arguments.takes("batch"):
+        if not self.live or "batch" in named or module.plan.io == "free" or module._layerwise._arguments.takes("batch"):
             return None
-        flat = module._arguments.named(inputs, named)
+        flat = module._layerwise._arguments.named(inputs, named)
         by_sample = [x for path in self._by_sample if isinstance(x := flat.get(path), Tensor) and x.dim()]
         sizes = {x.shape[0] for x in by_sample}
         of = reversed(self.live.values())

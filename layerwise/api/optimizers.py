@@ -12,6 +12,7 @@ from layerwise.cost.compute.roofline import OPTIMIZERS as PLANNED
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.refusals import AS_WRITTEN
 from layerwise.run.parallel import ParallelModule
+from layerwise.run.state.tree import parameter_now
 from layerwise.train.loop import OPTIMIZERS, Settings
 
 OptimizerLike = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -94,16 +95,16 @@ def _check_kind(kind: type) -> None:
 
 def _moved(optimizer: Optimizer, model: object, module: ParallelModule) -> Optimizer:
     """Returns the optimizer, over the module's parameters in its groups; a rank that has none of a group steps none."""
-    names = {id(p): name for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
-    parameters, groups = dict(module.named_parameters()), list[list[nn.Parameter]]()
+    held, groups = {id(p) for p in module.parameters()}, list[list[nn.Parameter]]()
     for group in optimizer.param_groups:
-        strange = next((p for p in group["params"] if id(p) not in names), None)
+        now = [parameter_now(p) for p in group["params"]]
+        strange = next((p for p in now if id(p) not in held), None)
         if strange is not None:
             raise LayerwiseError(
                 f"the optimizer has a parameter of shape {tuple(strange.shape)} that is not the model's: build it over "
                 "model.parameters(), or give a function of the parameters"
             )
-        groups.append([parameters[names[id(p)]] for p in group["params"] if names[id(p)] in parameters])
+        groups.append(now)
     for group, local in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = local
     return optimizer

@@ -28,7 +28,6 @@ from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
-from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule
 from layerwise.tensor import LABELS
@@ -185,8 +184,6 @@ def parallelize(
     module, shown = Task(
         model, call, samples, user_plan, strategy, world, request, runtime, options, whole, lists
     ).build()
-    if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
-        module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:
         module.eval().requires_grad_(False)
     if (every := options.sync_every) > 1:

@@ -248,7 +248,7 @@ def load(
         prepared.restore(optimizer)
     if reader.about is None:
         return {}
-    module.steps_done = reader.about["steps"]
+    module._layerwise.steps_done = reader.about["steps"]
     return dict(reader.about["progress"])
 
 

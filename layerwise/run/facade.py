@@ -1,4 +1,4 @@
-"""SplitFacade: what the module of a split plan has of the user's model, whose modules it cannot call."""
+"""SplitModule: a model whose layers the plan computes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from torch import nn
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
-from layerwise.importers.torch.read.arguments import signature_of
 from layerwise.run.guards.original import RefusedParameter
 from layerwise.run.guards.refusals import Structure, Unchanged, unsupported
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, Run
 from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.state import State
-from layerwise.run.state.tree import skeleton
 
 
 class LentParameter(RefusedParameter):
@@ -72,30 +70,8 @@ def apply_to_full(state: State, run: Callable[[], object]) -> None:
 Function = Callable[[nn.Module], object]
 
 
-class SplitFacade(ParallelModule):
-    """A parallel module whose modules hold this rank's tensors, and compute nothing: see `layerwise.run.state.tree`.
-
-    Methods of the user's model see these modules: one that calls a layer raises there, and then.
-    """
-
-    _state: State
-    _network: Network  # without the memory of its parameters
-    _applying = False  # whether a function sees full parameters now
-
-    def _hold(self, state: State) -> None:
-        """Makes the state's modules this module's."""
-        me: Any = weakref.proxy(self)  # no cycles: memory goes when this goes
-        self._state = state
-        self._share(state.tree.root)
-        for module in self._wrapped_model.modules():
-            module.__dict__["apply"] = partial(SplitFacade._apply_to, me, weakref.ref(module))
-
-        def forward(*inputs: Any, **named: Any) -> Any:
-            return me(*inputs, **named)
-
-        forward.__signature__ = signature_of(self._wrapped_model)  # type: ignore[attr-defined]
-        self._wrapped_model.__dict__["forward"] = forward  # its methods may call it, and ask what it takes
-        self._unchanged = Unchanged(self._wrapped_model)
+class SplitModule(ParallelModule):
+    """A model whose layers hold this rank's tensors, and compute nothing: the plan's do."""
 
     def apply(self, fn: Function) -> Self:
         """Calls `fn` on the model's modules, in PyTorch's order, with full parameters in them; every rank calls it.
@@ -103,59 +79,77 @@ class SplitFacade(ParallelModule):
         So random initial values are one device's: those of rank 0 count. It takes the memory of the full model for the
         moment. LayerwiseError where parameters have gradients, or `fn` replaces some.
         """
-        self._wrapped_model.apply(fn)  # type: ignore[arg-type]
+        self._layerwise.in_full(self, fn)  # type: ignore[attr-defined]
         return self
 
-    def _apply_to(self, module: weakref.ref[nn.Module], fn: Function) -> nn.Module:
-        """Returns one of the modules, after its `apply`."""
-        part = module()
-        assert part is not None
+
+class SplitRun(Run):
+    """A run of a SplitModule."""
+
+    _state: State
+    _network: Network  # without the memory of its parameters
+    _applying = False  # whether a function sees full parameters now
+
+    def _watch(self) -> None:
+        """Looks from now on at what layers go by."""
+        me = weakref.ref(self)
+        for module in self.model.modules():
+            if module is not self.model:
+                module.__dict__["apply"] = partial(_apply_to, me, weakref.ref(module))
+        self._unchanged = Unchanged(self.model)
+
+    def in_full(self, module: nn.Module, fn: Function) -> None:
+        """Calls `fn` on a module and those in it."""
+        def run() -> object:
+            return nn.Module.apply(module, fn)  # type: ignore[arg-type]
+
         if self._applying or self.comm.size == 1:
-            type(part).apply(part, fn)  # type: ignore[arg-type]
-            return part
+            run()
+            return
         self._applying = True
         try:
-            apply_to_full(self._state, lambda: type(part).apply(part, fn))  # type: ignore[arg-type]
+            apply_to_full(self._state, run)
         finally:
             self._applying = False
-        self._initialised()
-        return part
 
-    def _initialised(self) -> None:
-        """Notes that parameters have values of one device, as `apply` gives them."""
-
-    def __getattr__(self, name: str) -> Any:
+    def attribute(self, name: str) -> Any:
         try:
-            attribute = super().__getattr__(name)
+            return super().attribute(name)
         except AttributeError as error:
-            if "_made" not in self.__dict__:
-                raise
             what, instead = f"{name!r} of the parallel module", "let the model return what its forward pass keeps"
             raise AttributeError(str(unsupported(what, instead))) from error
-        return self._save_pretrained if name == "save_pretrained" else attribute
 
-    def _set(self, name: str, value: Any) -> None:
-        """LayerwiseError for what the layers would not follow: another module or parameter, another flag."""
-        if isinstance(value, nn.Module | nn.Parameter) or hasattr(self._wrapped_model, name):
-            raise unsupported(f"setting {name!r} of the parallel module", "set it before the model is made parallel")
-        self.__dict__[name] = value
+    def methods(self, own: type[nn.Module]) -> dict[str, Any]:
+        if not hasattr(own, "save_pretrained"):
+            return {}
 
-    def _save_pretrained(self, *args: Any, **named: Any) -> Any:
+        def save_pretrained(model: Any, *args: Any, **named: Any) -> Any:
+            return model._layerwise.save_pretrained(own.save_pretrained, *args, **named)  # type: ignore[attr-defined]
+
+        return {"save_pretrained": save_pretrained}
+
+    def save_pretrained(self, save: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Has rank 0 write the full model by the model's own `save_pretrained`; every rank calls it."""
-        state = self.full_state_dict()
+        values = self._state.full_tensors()
 
         def write() -> tuple[Any, None]:
             if self.comm.rank != 0:
                 return None, None
-            assert self._network.module is not None
-            full: Any = skeleton(self._network.module)
-            if full is None:
-                raise LayerwiseError(
-                    "the model cannot be copied, to save it with its trained weights: load full_state_dict() into the "
-                    "model that was made parallel, on every rank, and save that"
-                )
-            full.load_state_dict(state, assign=True)
-            vars(full).update(self._state.tree.attributes)
-            return full.save_pretrained(*args, **named), None
+            parts = self._state.tree.tensors()
+            self._state.tree.fill(
+                {name: nn.Parameter(v) if isinstance(parts[name], nn.Parameter) else v for name, v in values.items()}
+            )
+            try:
+                return save(self.model, *args, **named), None
+            finally:
+                self._state.tree.fill(parts)
 
         return agree(self.comm, write)[0]
+
+
+def _apply_to(run: weakref.ref[SplitRun], module: weakref.ref[nn.Module], fn: Function) -> nn.Module:
+    """Returns one of the modules, after its `apply`."""
+    owner, part = run(), module()
+    assert owner is not None and part is not None
+    owner.in_full(part, fn)
+    return part

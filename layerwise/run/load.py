@@ -21,16 +21,17 @@ from layerwise.importers.load import Network, load_network, network_of, planned_
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
-from layerwise.run.data_parallel.module import DataParallelModule, Facts
+from layerwise.run.data_parallel.module import DataRun, Facts
 from layerwise.run.data_parallel.replacements import replacements
+from layerwise.run.facade import SplitModule
 from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
-from layerwise.run.layered import LayeredModule
+from layerwise.run.layered import LayeredRun
 from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.model_state import settle_values
-from layerwise.run.state.tree import collect
+from layerwise.run.state.tree import Names, collect, skeleton
 
 
 def load(
@@ -146,7 +147,7 @@ def build_module(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
     module = _module(network, graph, plan, comm, options, loss)
-    if isinstance(module, LayeredModule) or not network.itself:
+    if isinstance(module, SplitModule) or not network.itself:
         collect(network.module)
     if weights is not None:
         module.load_state_dict(weights)
@@ -165,16 +166,18 @@ def _module(
         itself = network.module if network.itself else None
         if itself is not None:
             check_modules(itself)
-        layered = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
-        if itself is not None:
-            layered.replaces(itself)
-        return layered
+        model = itself if itself is not None else Names() if network.module is None else skeleton(network.module)
+        if model is None:
+            raise LayerwiseError("the model cannot be copied")
+        LayeredRun(model, replace(network, graph=graph), plan, comm, options, loss)
+        return model  # type: ignore[return-value]
     assert network.module is not None
     module = network.module if network.itself else copy.deepcopy(network.module)
     settle_values(module, network, graph, options)
     assert network.arguments is not None
     facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments)
-    return DataParallelModule(module, facts)
+    DataRun(module, facts)
+    return module  # type: ignore[return-value]
 
 
 def serial(plan: Plan) -> Plan:

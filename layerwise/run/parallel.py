@@ -1,11 +1,13 @@
-"""ParallelModule: a plan as an nn.Module, with the habits of DistributedDataParallel."""
+"""ParallelModule: what the class of a model is a subclass of, too, once it is parallel; Run: its state and its passes."""
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from inspect import Parameter, Signature
 from typing import Any, NoReturn, Self
 
 import torch
@@ -15,7 +17,7 @@ from layerwise.comm.base import Comm, Group, TrafficKind
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.read.arguments import Arguments
+from layerwise.importers.torch.read.arguments import Arguments, signature_of
 from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
@@ -28,30 +30,128 @@ from layerwise.run.state.model_state import ModelState
 from layerwise.run.state.state import Shard, State
 from layerwise.trace import Spans, Trace
 
-SHARED_NAMES = {"device", "dtype", "module", "training"}  # that say the same of the model and of the parallel one
+OWN = "_layerwise"  # the one attribute of a model that is parallel
 
 
 class ParallelModule(nn.Module):
-    """One rank's part of a planned network.
+    """What a model that is parallel has beside its own class: `type(model)` is a subclass of both.
 
     With io "sample" each rank calls it with its own samples (`share` says which) and gets their outputs; its loss is
     the mean over these, and the backward pass makes gradients of the mean over the global batch. Every rank must call
-    forward and backward alike.
-
-    There are two of them: `DataParallelModule` calls the model as the user wrote it, where the plan splits samples
-    only, and `LayeredModule` goes through the plan's layers.
+    forward and backward alike. All that is not the model's own is in `_layerwise`.
     """
 
+    _layerwise: Run
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            run = self.__dict__.get(OWN)
+            if run is None or name.startswith("__"):
+                raise
+            return run.attribute(name)
+
+    def share(self, batch: int | None = None) -> slice:
+        """Returns the samples of a global batch that this rank feeds.
+
+        Args:
+            batch: Samples of all ranks together. None: the plan's.
+
+        Examples:
+            >>> import layerwise
+            >>> layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False).share()
+            slice(0, 8, None)
+        """
+        return self._layerwise.share(batch)
+
+    def no_sync(self) -> Any:
+        """Returns a context whose backward passes leave gradients unsynchronised; the next one outside sums all."""
+        return self._layerwise.no_sync()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        return self._layerwise.full_state_dict()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales all gradients so that the norm of the full model's is at most `max_norm`; returns what it was."""
+        return self._layerwise.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def compile(self, **settings: Any) -> None:
+        """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
+        self._layerwise.compile(**settings)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a full state dict, also one of DTensors or of lazy tensors."""
+        return self._layerwise.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._layerwise.apply_to_tensors(fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._layerwise.copied(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._layerwise.pickled(protocol)
+
+    @property
+    def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
+        if getattr(self._layerwise, "_plain", False):
+            raise AttributeError("_initialize_hook")
+        raise LayerwiseError(  # it would trace what communicates
+            "torch.compile of the parallel module is not supported: give parallelize compile=True, which compiles what "
+            "each rank computes by itself, or call the module's own compile()"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
+        raise LayerwiseError(
+            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
+            "ranks' parts of parameters with rank 0's; for replicas of a group give parallelize the 2-D mesh"
+        )
+
+
+def become(model: nn.Module, run: Run, mixin: type[ParallelModule]) -> None:
+    """Makes the model parallel: its class is a subclass of its own and the mixin. LayerwiseError where it cannot be."""
+    own, taken = type(model), list(signature_of(model).parameters.values())
+    run.own_class, run.own_forward = own, model.__dict__.pop("forward", None)
+
+    def called(self: Any, *inputs: Any, **named: Any) -> Any:
+        return self._layerwise.forward(*inputs, **named)
+
+    called.__name__, called.__doc__ = "forward", own.forward.__doc__
+    called.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *taken])  # type: ignore[attr-defined]
+    names = {"forward": called, "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    model.__dict__[OWN] = run
+    try:
+        model.__class__ = type(own)(own.__name__, (mixin, own), {**names, **run.methods(own)})
+    except TypeError as error:
+        left(model)
+        raise LayerwiseError(f"a model of class {own.__name__} cannot be made parallel in place: {error}") from error
+
+
+def left(model: nn.Module) -> None:
+    """Gives the model its class back."""
+    run = model.__dict__.pop(OWN)
+    model.__class__ = run.own_class
+    if run.own_forward is not None:
+        model.__dict__["forward"] = run.own_forward
+
+
+class Run:
+    """A model's run on this rank: its plan, its state, its passes. The model has it, and is referred to weakly."""
+
     _state: State | ModelState
-    _wrapped_model: nn.Module  # whose tensors and modules are this one's; what this has not itself is read from it, too
     _arguments: Arguments  # how the model is called
     _reducer: GradientReducer
     called_loss: LossFunction | None = None  # with which it is called, where it makes that itself
-    _plain = False  # whether it does nothing but call the model
     has_cut = False  # whether some rank holds not all of some parameter that is trained
+    own_class: type[nn.Module]  # of the model, before
+    own_forward: Callable[..., Any] | None = None  # of the instance, before
 
-    def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
+        self._model = weakref.ref(model)
         self.plan, self.comm, self.runtime_options, self.layer_graph = plan, comm, options, graph
         self.device, self.dtype = options.device, options.dtype
         self._spans = Spans()
@@ -60,69 +160,31 @@ class ParallelModule(nn.Module):
         self._parameters_on = options.device  # where the loop has brought the parameters
         self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
 
-    def _share(self, model: nn.Module) -> None:
-        """Makes this its model. LayerwiseError where a name of its own would be read from this one."""
-        kinds = (vars(kind) for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
-        registered = model._modules.keys() | model._parameters.keys() | model._buffers.keys()
-        public = {name for name in set().union(vars(model), *kinds) if not name.startswith("_")}
-        names = (set(dir(type(self))) | vars(self).keys()) - set(dir(nn.Module)) - SHARED_NAMES
-        if hidden := sorted((registered | public) & names):
-            raise LayerwiseError(
-                f"{hidden[0]!r} of the model has the name of something of the parallel module, which would be read in "
-                "its place: give it another name"
-            )
-        self.__dict__["_wrapped_model"] = model  # not registered: its modules are this one's
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+    @property
+    def model(self) -> Any:
+        """Returns the model."""
+        model = self._model()
+        assert model is not None
+        return model
 
     @property
     def training(self) -> bool:
         """Returns the model's mode."""
-        return self._wrapped_model.training
+        return bool(self.model.training)
 
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_wrapped_model" in self.__dict__:  # nn.Module sets it when it is made, too
-            self._wrapped_model.training = mode
+    def attribute(self, name: str) -> Any:
+        """Returns what the model has not itself: of the run. (To go: the rooms ask `run_of(model)`.)"""
+        if not hasattr(self, name):
+            raise AttributeError(f"{self.own_class.__name__!r} object has no attribute {name!r}")
+        return getattr(self, name)
 
-    def train(self, mode: bool = True) -> Self:
-        """Sets the mode as the model's own class does."""
-        self._wrapped_model.train(mode)
-        return self
+    def methods(self, own: type[nn.Module]) -> dict[str, Any]:
+        """Returns methods that stand in for those of the model's class."""
+        return {}
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped_model":
-            raise AttributeError(name)
-        return getattr(self._wrapped_model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "_made" not in self.__dict__:
-            super().__setattr__(name, value)
-        else:
-            self._set(name, value)
-
-    def _set(self, name: str, value: Any) -> None:
-        """Sets an attribute that is not this class's own."""
-        setattr(self._wrapped_model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(self._wrapped_model, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._wrapped_model[index]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self._wrapped_model)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the model and all modules in it, by path."""
-        yield from self._wrapped_model.named_modules(*args, **kwargs)
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the model's parameters."""
+        yield from self.model.parameters()
 
     @property
     @abstractmethod
@@ -224,26 +286,10 @@ class ParallelModule(nn.Module):
         finally:
             self._synchronise = before
 
-    @property
-    def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
-        if self._plain:
-            raise AttributeError("_initialize_hook")
-        raise LayerwiseError(  # it would trace what communicates
-            "torch.compile of the parallel module is not supported: give parallelize compile=True, which compiles what "
-            "each rank computes by itself, or call the module's own compile()"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def pickled(self, protocol: Any) -> Any:
         """LayerwiseError: a pickle has no ranks."""
         raise LayerwiseError(
             "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
-        )
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
-        raise LayerwiseError(
-            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
-            "ranks' parts of parameters with rank 0's; for replicas of a group give parallelize the 2-D mesh"
         )
 
     def _note_device(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         steps = args.steps if args.steps is not None else (args.epochs or 1) * session.sampler.per_epoch
         if args.compare:
             compare_times.check(plan, steps - session.first, args.accumulate)
-            session.module.trace = session.module.trace or Trace(device=comm.device)
+            session.module._layerwise.trace = session.module.trace or Trace(device=comm.device)
         trace = session.module.trace
         started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
         if comm.rank == 0:

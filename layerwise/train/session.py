@@ -77,7 +77,7 @@ class Session:
         self.trainer = self._trainer(comm, network)
         self.module = self.trainer.module
         if trace is not None:
-            self.module.trace = Trace(device=comm.device)
+            self.module._layerwise.trace = Trace(device=comm.device)
         self._single = alone(comm, lambda: self._trainer(SoloComm(comm.device), network)) if compare else None
 
     def _trainer(self, comm: Comm, network: Network) -> Trainer[Fed]:
@@ -164,7 +164,7 @@ class Session:
     def finish(self) -> Result:
         """Accuracy, bytes, comparison, trace; the same on every rank, but for the comparison, which is rank 0's."""
         resident = max(self.comm.all_gather_object(peak_resident_bytes()))  # before the comparison's
-        trace, self.module.trace = self.module.trace, None
+        trace, self.module._layerwise.trace = self.module.trace, None
         if trace is not None and self._trace_to is not None:
             trace.write(self._trace_to, self.comm)
         sent = self._sent()

@@ -41,11 +41,11 @@ class Stragglers:
         if not (turn and self._expected_s):
             yield
             return
-        module.trace = trace = Trace(device=module.device)
+        module._layerwise.trace = trace = Trace(device=module.device)
         try:
             yield
         finally:
-            module.trace = None
+            module._layerwise.trace = None
         self._times.append(self._time(trace.spans()))
 
     def look(self) -> Look | None:

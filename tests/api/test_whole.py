@@ -18,7 +18,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.whole import parts_of
 from layerwise.plan import load_plan
-from layerwise.run.layered import LayeredModule
+from layerwise.run.facade import SplitModule as LayeredModule
 from layerwise.run.load import load
 from tests.api.keywords import quiet
 from tests.comm.thread import run_threads

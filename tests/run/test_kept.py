@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.run.layered import LayeredModule
+from layerwise.run.facade import SplitModule as LayeredModule
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
-from layerwise.run.data_parallel.module import DataParallelModule
-from layerwise.run.layered import LayeredModule
+from layerwise.run.data_parallel.module import DataModule as DataParallelModule
+from layerwise.run.facade import SplitModule as LayeredModule
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from tests.run.own_modules import BATCH, IMAGES, Net, alone, calm, loss, net

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
-from layerwise.run.data_parallel.module import DataParallelModule
-from layerwise.run.layered import LayeredModule
+from layerwise.run.data_parallel.module import DataModule as DataParallelModule
+from layerwise.run.facade import SplitModule as LayeredModule
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from layerwise.trace import Trace

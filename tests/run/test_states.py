@@ -21,7 +21,7 @@ from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.execute.buckets import GradientBucket
 from layerwise.run.execute.gathers import ParameterGather
-from layerwise.run.layered import LayeredModule
+from layerwise.run.facade import SplitModule as LayeredModule
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
 from tests.comm.thread import run_threads

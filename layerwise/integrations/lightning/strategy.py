@@ -162,7 +162,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         for path, part in parts.items():
             own = {name: rest.pop(name) for name in list(rest) if name.startswith(f"{path}.")}
             part.load_state_dict({name.removeprefix(f"{path}."): value for name, value in own.items()}, strict)
-            part.steps_done = checkpoint.get(STEPS, {}).get(path, part.steps_done)
+            part._layerwise.steps_done = checkpoint.get(STEPS, {}).get(path, part.steps_done)
         with self._without(parts) as module:
             module.load_state_dict(rest, strict=strict)
 

@@ -86,7 +86,7 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         state = full_state(self.optimizer, self.network)
         self._plain = self.network, self.optimizer
         self.network = parallelize(self.with_loss(), self.example(), **keywords)
-        self.network.steps_done = self.current_epoch * self.num_iterations_per_epoch
+        self.network._layerwise.steps_done = self.current_epoch * self.num_iterations_per_epoch
         self.optimizer, self.lr_scheduler = self.configure_optimizers()
         load_full_state(self.optimizer, state, self.network, partial=True, prefix=NETWORK)
 

@@ -63,6 +63,16 @@ def take_hooks(p: nn.Parameter, own: Hook) -> None:
     p._post_accumulate_grad_hooks = Hooks(own, users.users if isinstance(users, Hooks) else users)
 
 
+def check_unshared(model: nn.Module) -> None:
+    """LayerwiseError where a part of the model is a part of a parallel one already."""
+    for name, p in model.named_parameters():
+        if is_dtensor(p) or isinstance(p._post_accumulate_grad_hooks, Hooks):
+            raise LayerwiseError(
+                f"another model that has parameter {name!r} of this one too is parallel, and the two would not train "
+                "it together: make one module of both models, and make that parallel"
+            )
+
+
 class OutsideGradients:
     """A hook of parameters: for gradients that autograd makes, which are not those of the module's backward pass.
 

@@ -1,21 +1,14 @@
-"""PlanDTensor: a parameter of a split plan, or what is computed of some, in every rank's hands.
+"""PlanDTensor: a parameter of a split plan, its gradient, what an optimizer keeps of it.
 
-It is a DTensor that does right what DTensor (torch 2.11 to 2.15) does wrong without a word, or not at all:
+What is computed of some is a plain tensor, alike on all ranks, but for what goes element by element:
 
-- `item`, `float` and `bool` of a number that is the sum (maximum, ...) of all ranks' shards give the rank's own part.
-- GradScaler looks for infinities over the mesh axes that cut the first gradient, not over those that cut others.
-- Random numbers on a CPU are drawn by each rank for its own shard: here they are refused.
-- A sum or a mean (Adafactor's, for one) that is written to raises, as it is not added up over the ranks yet.
-- Sums of norms (`p.norm(dim=1).sum()`), or of `any`, add up the ranks' parts like terms of a sum; `p.sum() + q.sum()`
-  after `p.sum() + 1.0` raises.
-- Functions without a rule raise, wait for ever where some ranks have the parameter alone (`argmax`), or follow rules
-  that are wrong of uneven shards (`mse_loss`): here all but a list of functions are made of full tensors.
-- A number (a norm, a penalty on weights) beside a rank's own tensor raises: here it is a plain number (`PlanNumber`).
-- A DTensor of a sub-mesh, of a layer on some of the ranks, is computed with there alone: elsewhere sums and norms are
-  zeros, `full_tensor()` is empty, and tensors of two meshes do not mix. Here what is a number, or is asked for as a
-  full tensor, is every rank's.
+- Element-wise operations go to the local tensors, and make a PlanDTensor. A plain tensor beside it is a full one, of
+  which the rank takes its part; one that has a PlanDTensor of another plan's mesh beside it, too.
+- Sums, means, norms, maxima: each rank's own part, then one message of all ranks.
+- Everything else is computed of full tensors, which all ranks put together. What it writes to has its part of it.
+- Random numbers are rank 0's.
 
-Element-wise operations, as optimizers have them, go to the local tensors at once, which takes less than DTensor's way.
+Gradients of what is computed so are the means over the ranks, as those of the model are. All ranks compute the same.
 """
 
 from __future__ import annotations
@@ -25,190 +18,143 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.state.meshes import (
-    ALL_RANKS,
     UNSCALE,
-    brought_together,
-    by_mesh,
-    check_alike,
+    all_reduce,
+    everyone,
     everywhere,
-    full,
-    mesh_by_mesh,
-    on_mesh,
+    of_rank,
+    part_of,
     plain_dtensor,
     unscale,
 )
 from layerwise.run.state.operations import (
-    aligned,
-    beside_plain,
-    computed_in_full,
+    OF_SHAPE,
     each,
     each_of,
     elementwise,
     is_mask,
-    of_shards,
+    is_view,
+    name_of,
+    one_number,
     own_tensors,
-    put_together,
-    writes_numbers,
+    reduced,
     written_by,
 )
-from layerwise.run.state.own_numbers import NumberBesideOwn
 
 COMPUTED = frozenset(("data", "T", "mT", "H", "mH"))  # attributes that are further tensors
-ALONE = 2  # users of a tensor's memory: the tensor, and the object by which one asks
-NO_RULE = "Sharding propagation failed", "does not have a sharding strategy"  # how DTensor says it, alike on all ranks
-CAT = torch.ops.aten.cat.default
+DISPATCHES = torch.__version__ >= "2.13"
+ASKS = frozenset(("grad", "backward"))  # functions that ask for gradients of it
 PUT, MASKED = torch.ops.aten.index_put_.default, torch.ops.aten.masked_fill_.Tensor
+SHARED = list[tuple["PlanDTensor", Tensor]]()  # the last view that was asked for: of which, and the full tensor
 
 
 class PlanDTensor(DTensor):
-    """A DTensor of a plan's mesh, of all ranks or of some. What is computed of it alone is one again.
+    """A DTensor of a plan's mesh, of all ranks or of some."""
 
-    Of tensors of several meshes, numbers and full tensors are brought to the mesh of the others; what is left is
-    brought to all ranks. All ranks compute the same, so that those which have a value can send it.
-    """
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns what `func` makes of it: where gradients are wanted, one that makes means over the ranks of these."""
+        kwargs, name = kwargs or {}, func.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name == "__get__" and func.__self__.__name__ not in COMPUTED:
+                return func(*args, **kwargs)
+            if name == "__set__" and func.__self__.__name__ == "data" and isinstance(args[0], cls):
+                return _set_data(*args)
+            if name in ASKS or (name in ("__get__", "__set__") and func.__self__.__name__ not in COMPUTED):
+                return func(*args, **kwargs)
+            if name == "__setitem__":
+                return _put(*args)
+            if not torch.is_grad_enabled() and name[0] == "_" and name[1] == "f":  # _foreach_, _fused_
+                return _dispatched(func, args, kwargs)
+            leaves = tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ()
+            if some := [x for x in leaves if isinstance(x, cls) and x.requires_grad]:
+                if any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in leaves):
+                    full = {id(x): _Full.apply(x) for x in {id(x): x for x in some}.values()}  # type: ignore[no-untyped-call]
+                    args, kwargs = tree_map(lambda x: full.get(id(x), x), (args, kwargs))
+                    return _dispatched(func, args, kwargs)
+                mesh = everyone(some[0])
+                return tree_map(lambda x: _mean(x, mesh), _dispatched(func, args, kwargs))
+            SHARED.clear()
+            result = _dispatched(func, args, kwargs)
+            if SHARED and type(result) is Tensor:
+                return PartView.of(result, *SHARED.pop())
+            return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Returns what the operation makes of local tensors, where these lie alike; else what DTensor does."""
+        """Returns what the operation makes: see the module."""
         kwargs = kwargs or {}
         if func is PUT and is_mask(*args):  # p[p < 0] = 0
             func, args = MASKED, (args[0], args[1][0], args[2])
-        if torch.is_grad_enabled() and (own := own_tensors([*args, *kwargs.values()])):
-            check_alike(own, next(x.device_mesh for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)))
-        written = written_by(func, args, kwargs)
-        for x in written:
-            if isinstance(x, cls) and x._is_view():
-                _check_view(x)
-        if written and writes_numbers(written, args, kwargs):  # an optimizer's own, which are no DTensors
-            args, named = each_of(lambda x: everywhere(x) if isinstance(x, DTensor) else x, args, kwargs)
-            return func(*args, **named)
-        if elementwise(func) and (columns := aligned(args, kwargs)) is not None:
-            return _run_locally(func, args, kwargs, columns)
         if func is UNSCALE:
             return unscale(*args)
-        if func.namespace == "c10d" or (func is CAT and not all(isinstance(x, DTensor) for x in args[0])):
+        if func.namespace == "c10d":
             raise LayerwiseError(
                 "parameters that the plan splits were to be sent as they are, as DistributedDataParallel does around a "
                 "module that holds the parallel one: leave it out, or, where that module has other parameters, name "
                 "those of the parallel one in its `_ddp_params_and_buffers_to_ignore` first"
             )
-        if beside_plain(args, kwargs):
-            if torch.is_grad_enabled() or any(isinstance(x, DTensor) for x in tree_leaves(written)):
-                raise LayerwiseError(
-                    f"{func._schema.name.removeprefix('aten::')}() was given a parameter that the plan splits, or its "
-                    "gradient, and a tensor of this rank's own: to read all of it give it p.full_tensor(), to write to "
-                    "it give load_state_dict the values"
-                )
-            args, named = each_of(lambda x: everywhere(x) if isinstance(x, DTensor) else x, args, kwargs)
-            return func(*args, **named)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise LayerwiseError(
-                "random numbers were asked for of a parameter that the plan splits, and would be other ones than one "
-                "device's: initialise the model before, or by model.apply(fn), or give load_state_dict the values"
-            )
-        if not of_shards(func, args):
-            return _in_full(func, args, kwargs, written)
-        dtensors = list[DTensor]()
-        each_of(lambda x: dtensors.append(x) if isinstance(x, DTensor) else None, args, kwargs)
-        if len({x.device_mesh for x in dtensors}) > 1 and any(x.device_mesh in ALL_RANKS for x in dtensors):
-            if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and len(by_mesh(args)) > 1:
-                return mesh_by_mesh(func, args, kwargs)
-            instead = brought_together(func, dtensors, {id(x) for x in tree_leaves(written)})
-            args, kwargs = each_of(lambda x: instead.get(id(x), x), args, kwargs)
-        same: dict[int, Tensor] = {}
-
-        def plain(x: Any) -> Any:
-            if not isinstance(x, cls):
-                return x
-            plain_tensor = plain_dtensor(x)
-            if put_together(func, x, dtensors) and all(x is not output for output in tree_leaves(written)):
-                placements = [Replicate() if p.is_partial() else p for p in x.placements]
-                plain_tensor = plain_tensor.redistribute(placements=placements)
-            same[id(plain_tensor)] = x
-            return plain_tensor
-
-        def marked(x: Any) -> Any:
-            if id(x) in same:
-                return same[id(x)]
-            return _marked(x, dtensors[0]._local_tensor.device) if isinstance(x, DTensor) else x
-
-        plain_args, named = each_of(plain, args, kwargs)
-        try:
-            result = func(*plain_args, **named)
-        except RuntimeError as error:
-            if "placement changes" in str(error) and _settled(args[0]):
-                return cls.__torch_dispatch__(func, types, args, kwargs)
-            if not any(said in str(error) for said in (*NO_RULE, "placement changes")):
-                raise
-            return _in_full(func, args, kwargs, written)
-        if torch.Tag.inplace_view in func.tags:
-            args[0]._spec, args[0]._local_tensor = result._spec, result._local_tensor
-            return return_and_correct_aliasing(func, args, kwargs, args[0])  # type: ignore[no-untyped-call]
-        return each(marked, (result,))[0]
-
-    if torch.__version__ < "2.13":  # its C++ takes an object of a subclass for a DTensor, and does not come here
-
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            """Returns what `func` makes of it, with this class's way to run operations."""
-            with torch._C.DisableTorchFunctionSubclass():
-                if getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in COMPUTED:
-                    return func(*args, **(kwargs or {}))
-                kwargs = kwargs or {}
-                given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
-                if torch.is_grad_enabled() and len({x.device_mesh for x in given}) > 1:  # back, nothing dispatches
-                    some = (x for x in given if x.device_mesh in ALL_RANKS and x.requires_grad)
-                    instead = {id(x): _OnAllRanks.apply(x) for x in some}  # type: ignore[no-untyped-call]
-                    args, kwargs = tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
-                with _Dispatch():  # type: ignore[no-untyped-call]
-                    return func(*args, **kwargs)
+        name = name_of(func)
+        if name == "is_same_size":
+            return args[0].shape == args[1].shape
+        if name in OF_SHAPE:
+            local = func(args[0]._local_tensor, *args[1:], **kwargs)
+            if tuple(args[1]) != tuple(args[0].shape):
+                return local
+            return like_it(args[0], part_of(local, args[0]).contiguous())
+        if name.startswith(("_foreach_", "_fused_")):
+            return _of_lists(func, name, args, kwargs)
+        if elementwise(func):
+            written = written_by(func, args, kwargs)
+            found = _local(func, args, kwargs, written)
+            if found is not NotImplemented:
+                return found
+        if isinstance(args[0], DTensor) and (number := one_number(func, args, kwargs)) is not None:
+            return reduced(number, [args[0]], kwargs.get("dtype"))[0]
+        return _in_full(func, args, kwargs)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Returns the full tensor, on every rank. All ranks call it."""
-        return self.redistribute(placements=(Replicate(),) * self.device_mesh.ndim).to_local(
-            grad_placements=grad_placements
-        )
+        full: Tensor = _Full.apply(self) if torch.is_grad_enabled() and self.requires_grad else everywhere(self)  # type: ignore[no-untyped-call]
+        return full
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Returns it redistributed: from some ranks to all where it is to be replicated, or of another mesh."""
-        mesh, wanted = device_mesh or self.device_mesh, placements or self.placements
-        gathered = all(isinstance(placement, Replicate) for placement in wanted)
-        if self.device_mesh not in ALL_RANKS or (mesh == self.device_mesh and not gathered):
-            redistributed: DTensor = _Marked.apply(super().redistribute(mesh, wanted, **options))  # type: ignore[no-untyped-call]
-            return redistributed
-        everywhere: DTensor = _OnAllRanks.apply(self)  # type: ignore[no-untyped-call]
-        same = mesh in (self.device_mesh, everywhere.device_mesh) and gathered
-        return everywhere if same else everywhere.redistribute(mesh, wanted, **options)
+        """Returns PyTorch's own DTensor of the values, redistributed."""
+        if all(isinstance(placement, Replicate) for placement in placements or self.placements):
+            mesh = device_mesh if device_mesh not in (None, self.device_mesh) else everyone(self)
+            return DTensor.from_local(everywhere(self.detach()), mesh, (Replicate(),) * mesh.ndim, run_check=False)
+        return plain_dtensor(self).redistribute(device_mesh, placements, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns what pickle writes of it: this rank's shard, which `_shard_of` gives to no other rank."""
-        if self._spec.is_replicated() and self.device_mesh not in ALL_RANKS:
+        if self._spec.is_replicated() and everyone(self) is self.device_mesh:
             return plain_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return _shard_of, (torch.distributed.get_rank(), plain_dtensor(self))
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """LayerwiseError: an array of it would have this rank's part."""
-        raise LayerwiseError(
-            "an array or list was asked for of a parameter that the plan splits: take p.full_tensor(), which every "
-            "rank calls"
-        )
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns an array of the full tensor."""
+        return everywhere(self.detach() if force else self).numpy(force=force)
 
-    tolist = numpy
+    def tolist(self) -> Any:
+        """Returns the full tensor as a list."""
+        return everywhere(self).tolist()
 
     def storage(self) -> NoReturn:  # what safetensors and Accelerate know shared memory by
         """LayerwiseError: a file of it would have this rank's part."""
@@ -227,15 +173,38 @@ class PlanDTensor(DTensor):
 
     def bring(self, gradient: Tensor) -> DTensor:
         """Returns a gradient of it as this lies, also a plain one of all of it, as some of autograd's formulas make."""
-        mesh, device = self.device_mesh, self._local_tensor.device
-        if not (isinstance(gradient, DTensor) and gradient.device_mesh == mesh):
-            gradient = on_mesh(mesh, full(gradient) if isinstance(gradient, DTensor) else gradient)
-        plain = plain_dtensor(gradient)
-        return _marked(plain.redistribute(mesh, self.placements), device)
+        full = everywhere(gradient) if isinstance(gradient, DTensor) else gradient
+        return like_it(self, part_of(full, self).contiguous())
 
 
-class PlanNumber(NumberBesideOwn, PlanDTensor):
-    """A PlanDTensor without dimensions: a norm, a penalty on weights, a learnt scale."""
+class PartView(Tensor):
+    """A part of a parameter, `p[0]`, or another view: of the full tensor. What is written to it, the parameter has."""
+
+    _of: tuple[PlanDTensor, Tensor]
+
+    @staticmethod
+    def of(view: Tensor, p: PlanDTensor, full: Tensor) -> Tensor:
+        """Returns one."""
+        part = view.as_subclass(PartView)
+        part._of = p, full
+        return part
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns what `func` makes of the plain tensor."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        some = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map(lambda x: x.as_subclass(Tensor) if isinstance(x, cls) else x, (args, kwargs))
+            result = func(*args, **kwargs)
+            for p, full in {id(x): x._of for x in some}.values():
+                if name == "__setitem__" or name.endswith("_") or "out" in kwargs:
+                    p._local_tensor.copy_(part_of(full, p))
+                if type(result) is Tensor and result.untyped_storage()._cdata == full.untyped_storage()._cdata:
+                    return cls.of(result, p, full)
+            return result
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -248,6 +217,13 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         some = any(isinstance(x, PlanDTensor) for x in tree_leaves((args, kwargs)))
         return PlanDTensor.__torch_dispatch__(func, types, args, kwargs) if some else func(*args, **kwargs)
+
+
+def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
+    if DISPATCHES:
+        return func(*args, **kwargs)
+    with _Dispatch():  # type: ignore[no-untyped-call] # C++ takes an object of a subclass for a DTensor
+        return func(*args, **kwargs)
 
 
 def _shard_of(rank: int, tensor: DTensor) -> DTensor:
@@ -266,90 +242,190 @@ torch.serialization.add_safe_globals([_shard_of])  # as PyTorch does for its own
 
 def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
     """Returns the DTensor of this local tensor, made as FSDP2 does; `from_local` goes through autograd."""
-    kind = PlanDTensor if spec.ndim else PlanNumber
-    dtensor: PlanDTensor = kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    dtensor: PlanDTensor = PlanDTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return dtensor
 
 
-def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], columns: Sequence[DTensor]) -> Any:
-    """Returns what an element-wise operation makes of local tensors."""
-
-    def local(x: Any) -> Any:
-        return x._local_tensor if isinstance(x, DTensor) else x
-
-    local_args, named = each_of(local, args, kwargs)
-    results = func(*local_args, **named)
-    if written := written_by(func, args, kwargs):
-        return written[0] if isinstance(written[0], Tensor) else None
-    if not isinstance(results, Tensor):
-        return [wrap(local_result, column._spec) for local_result, column in zip(results, columns, strict=True)]
-    spec = columns[0]._spec
-    meta = spec.tensor_meta
-    if meta is not None and meta.dtype != results.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, results.dtype))
-    return wrap(results, spec)
+def like_it(tensor: DTensor, local: Tensor) -> PlanDTensor:
+    """Returns a DTensor that lies as another does, maybe of another type."""
+    spec, meta = tensor._spec, tensor._spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, local.dtype))
+    return wrap(local, spec)
 
 
-def _in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
-    """Returns what an operation makes of full tensors."""
-    device = next(x._local_tensor.device for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor))
-    result = computed_in_full(func, args, kwargs, tree_leaves(written))
-    return each(lambda x: _marked(x, device) if type(x) is DTensor else x, (result,))[0]
+def _beside(x: Any, target: DTensor) -> Any:
+    """Returns what of an argument is this rank's, beside its part of `target`; NotImplemented where it does not fit."""
+    if not isinstance(x, Tensor):
+        return x
+    if isinstance(x, DTensor):
+        own, spec = x._spec, target._spec
+        if own is spec or (own.placements == spec.placements and own.mesh == spec.mesh and own.shape == spec.shape):
+            return x._local_tensor
+        x = everywhere(x)
+    if not x.dim():
+        return x
+    if x.shape == target.shape:
+        return part_of(x, target)
+    try:
+        return part_of(x.expand(target.shape), target)
+    except RuntimeError:
+        return NotImplemented
 
 
-def _check_view(view: PlanDTensor) -> None:
-    """LayerwiseError where a part of a DTensor is to be written to, which DTensor has brought together elsewhere."""
-    base: Any = view._base
-    if isinstance(base, DTensor):
-        here, there = (x._local_tensor.untyped_storage()._cdata for x in (view, base))
-        if here != there and base._local_tensor.numel():  # a rank outside of a sub-mesh has nothing to write to
-            raise LayerwiseError(
-                "a part of a parameter that the plan splits, such as p[0], was written to, and would stay as it is: "
-                "write before the model is made parallel, or by model.apply(fn), or all of p: p.copy_(x), p.mul_(mask)"
-            )
+def _local(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
+    """Returns what an element-wise operation makes of this rank's parts; NotImplemented where shapes are unlike."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if written and not isinstance(written[0], DTensor):
+        return NotImplemented
+    some = [x for x in tensors if isinstance(x, DTensor)]
+    target = written[0] if written else max(some, key=lambda x: x.dim())
+    if any(x.dim() > target.dim() for x in tensors):
+        return NotImplemented
+    local = {id(x): _beside(x, target) for x in tensors}
+    if any(x is NotImplemented for x in local.values()):
+        return NotImplemented
+    local_args, named = each_of(lambda x: local.get(id(x), x) if isinstance(x, Tensor) else x, args, kwargs)
+    result = func(*local_args, **named)
+    if written:
+        return written[0]
+    return like_it(target, result) if isinstance(result, Tensor) else result
 
 
-def _settled(tensor: Any) -> bool:
-    """Makes parts of a sum over the ranks the sum, in the tensor itself; False where it has none.
+def _of_lists(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what an operation makes of lists of tensors: of PlanDTensors and of others, each by themselves."""
+    first = args[0]
+    dtensors = [i for i, x in enumerate(first) if isinstance(x, DTensor)]
+    count, made = len(first), dict[int, Any]()
 
-    Nor where another tensor has the same memory, a view or what `detach` returns: it would go on with the part.
+    def rows(x: Any, where: Sequence[int]) -> Any:
+        if isinstance(x, Tensor) and isinstance(x, DTensor):
+            return everywhere(x)
+        if not (isinstance(x, list | tuple) and len(x) == count):
+            return x
+        if len(where) == count and all(type(y) is PlanDTensor and y._spec is z._spec for y, z in zip(x, first)):
+            return [y._local_tensor for y in x]
+        return [
+            _beside(x[i], first[i]) if isinstance(first[i], DTensor) else everywhere(x[i]) if isinstance(x[i], DTensor) else x[i]
+            for i in where
+        ]
+
+    if not elementwise(func):
+        for i, x in enumerate(first):  # one by one, but for norms
+            if name != "_foreach_norm" or not isinstance(x, DTensor):
+                made[i] = func([everywhere(x) if isinstance(x, DTensor) else x], *args[1:], **kwargs)[0]
+        if name == "_foreach_norm":
+            numbers = reduced(("norm", float(args[1] if len(args) > 1 else 2)), [first[i] for i in dtensors], kwargs.get("dtype"))
+            made |= dict(zip(dtensors, numbers, strict=True))
+        return [made[i] for i in range(count)]
+    for where in (dtensors, [i for i in range(count) if i not in set(dtensors)]):
+        if where:
+            named = {key: rows(x, where) for key, x in kwargs.items()}
+            result = func(*(rows(x, where) for x in args), **named)
+            for i, x in zip(where, result or (), strict=False):
+                made[i] = like_it(first[i], x) if isinstance(first[i], DTensor) else x
+    return [made[i] for i in range(count)] if made else None
+
+
+def _in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what an operation makes of full tensors, on all ranks; DTensors that it writes to have their part of it.
+
+    All ranks call this. LayerwiseError where it would change a shape.
     """
-    if not isinstance(tensor, PlanDTensor) or not any(p.is_partial() for p in tensor.placements):
-        return False
-    storage = tensor._local_tensor.untyped_storage()
-    if torch._C._storage_Use_Count(storage._cdata) > ALONE:
-        return False
-    settled = plain_dtensor(tensor).redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
-    tensor._local_tensor, tensor._spec = settled._local_tensor, settled._spec
-    return True
+    if torch.Tag.inplace_view in func.tags:
+        name = name_of(func)
+        raise LayerwiseError(
+            f"{name}() would change the shape of a parameter that the plan splits, or its gradient, in place: take "
+            f"what {name.removesuffix('_')}() returns"
+        )
+    written = [x for x in tree_leaves(written_by(func, args, kwargs)) if isinstance(x, DTensor)]
+    fulls: dict[int, tuple[DTensor, Tensor]] = {}
+
+    def full(x: Any) -> Any:
+        if isinstance(x, DTensor) and id(x) not in fulls:
+            value = everywhere(x)
+            shares = value is x._local_tensor and (is_view(func) or any(x is one for one in written))
+            fulls[id(x)] = x, value.clone() if shares else value
+        return fulls[id(x)][1] if isinstance(x, DTensor) else x
+
+    full_args, named = each_of(full, args, kwargs)
+    result = func(*full_args, **named)
+    one = next(x for x, _ in fulls.values())
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        mesh = everyone(one)
+        rank = int(mesh.mesh.flatten()[0])
+        if written:
+            for x in written:
+                fulls[id(x)][1].copy_(of_rank(fulls[id(x)][1], rank, mesh))
+        else:
+            result = each(lambda x: of_rank(x, rank, mesh) if isinstance(x, Tensor) else x, (result,))[0]
+    stands_for = {id(fulls[id(x)][1]): x for x in written}
+    for x in written:
+        x._local_tensor.copy_(part_of(fulls[id(x)][1], x))
+    if is_view(func) and isinstance(one, PlanDTensor):
+        SHARED[:] = [(one, fulls[id(one)][1])]
+    return each(lambda x: stands_for.get(id(x), x) if isinstance(x, Tensor) else x, (result,))[0]
 
 
-def _marked(tensor: DTensor, device: torch.device) -> DTensor:
-    """Returns what was computed as a PlanDTensor. device: of what it was computed of."""
-    local = tensor._local_tensor
-    if local.device != device and tensor.device_mesh.get_coordinate() is None:  # PyTorch makes these on the CPU
-        local = local.to(device)
-    return wrap(local, tensor._spec)
+def _put(p: Tensor, where: Any, value: Any) -> None:
+    """Writes `p[where] = value`."""
+    where, value = tree_map(lambda x: everywhere(x) if isinstance(x, DTensor) else x, (where, value))
+    if isinstance(p, DTensor):
+        full = everywhere(p).detach().clone()
+        full[where] = value
+        p.copy_(full)
+    else:
+        p[where] = value
 
 
-class _OnAllRanks(torch.autograd.Function):
-    """A tensor of some ranks becomes one that is replicated on all."""
+def _set_data(p: PlanDTensor, value: Tensor) -> None:
+    """Writes `p.data = value`, in the memory of before. LayerwiseError for another shape or type."""
+    if value.shape != p.shape or value.dtype != p.dtype:
+        raise LayerwiseError(
+            "p.data = x was written of a parameter that the plan splits over the ranks, with another shape or type: "
+            "give load_state_dict the values, and change types by model.to()"
+        )
+    p._local_tensor.copy_(_beside(value.detach(), p))
+
+
+def _mean(x: Any, mesh: DeviceMesh) -> Any:
+    return _Mean.apply(x, mesh) if type(x) is Tensor and x.requires_grad else x  # type: ignore[no-untyped-call]
+
+
+class _Mean(torch.autograd.Function):
+    """What all ranks have alike; its gradient is the mean over the ranks, as those of parameters are."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: PlanDTensor) -> DTensor:
-        ctx.mesh = tensor.device_mesh
-        return _marked(on_mesh(ALL_RANKS[ctx.mesh], everywhere(tensor)), tensor._local_tensor.device)
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> DTensor:
-        return _marked(on_mesh(ctx.mesh, full(gradient)), gradient._local_tensor.device)
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _mean_over(ctx.mesh, gradient), None
 
 
-class _Marked(torch.autograd.Function):
+class _Full(torch.autograd.Function):
+    """The full tensor of a PlanDTensor; the gradient is the rank's part of the mean over the ranks."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> DTensor:
-        return _marked(tensor, tensor._local_tensor.device)
+    def forward(ctx: Any, p: PlanDTensor) -> Tensor:
+        ctx.like = like_it(p, p._local_tensor.detach())
+        full = everywhere(p)
+        return full.clone() if full is p._local_tensor else full
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> DTensor:
-        return gradient
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        mean = _mean_over(everyone(ctx.like), gradient)
+        return like_it(ctx.like, part_of(mean, ctx.like).contiguous())
+
+
+def _mean_over(mesh: DeviceMesh, gradient: Tensor) -> Tensor:
+    mean = gradient / mesh.size()
+    all_reduce(mean, mesh)
+    return mean
+
+
+_foreach_supported_types.append(PlanDTensor)  # type: ignore[arg-type] # clip_grad_norm_ and optimizers take lists then

@@ -71,12 +71,18 @@ class State:
     """
 
     def __init__(
-        self, network: Network, boxes: Mapping[str, Each], order: Sequence[int], comm: Comm, options: RuntimeOptions
+        self,
+        network: Network,
+        boxes: Mapping[str, Each],
+        order: Sequence[int],
+        comm: Comm,
+        options: RuntimeOptions,
+        root: nn.Module,
     ) -> None:
         """order: the rank that each device of the plan is."""
         self.graph, self.boxes, self.comm, self.options = network.graph, boxes, comm, options
         self.shardings = self._shardings(order)
-        self.tree = Tree(network)
+        self.tree = Tree(network, root)
         self.extra: dict[str, Tensor] = {}
         self._keys = dict(network.keys)
         self.types = _types(network)
@@ -93,8 +99,8 @@ class State:
         return shardings(self.boxes, shapes, order, self.comm)
 
     def _fill(self, network: Network) -> None:
-        """Creates the boxes. The network's own values are not held."""
-        users = drawn_as(self.graph)
+        """Creates the boxes, then puts them into the model. The network's own values are not held."""
+        users, values = drawn_as(self.graph), dict[str, Tensor]()
         for layer in self.graph.layers:
             for name, own in layer.own_parameters():
                 box, p = self.boxes[name][self.comm.rank], users.get(name, own)
@@ -105,14 +111,17 @@ class State:
                 value = value.to(self.options.device)
                 if name in self.shardings:
                     value = self.shardings[name].wrap(value)
-                self.tree.place(name, value, nn.Parameter if p.trainable else None, frozen=name in layer.frozen)
+                frozen = name in layer.frozen
+                if self.tree.is_parameter(name, otherwise=p.trainable or frozen):
+                    value = nn.Parameter(value, requires_grad=p.trainable and not frozen)
+                values[name] = value
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
                 stored = network.value(name)
                 if isinstance(stored, Tensor):
                     value = torch.zeros(stored.shape, dtype=stored.dtype) if stored.is_meta else stored.detach().clone()
-                    self.extra[key] = value.cpu()
-        self.tree.complete(self._keys, self.extra)
+                    self.extra[key] = self.tree.unread(key, value.cpu())
+        self.tree.place(values)
 
     def count(self) -> None:
         """Counts a training step more."""
