@@ -19,9 +19,8 @@ from layerwise.importers.torch.read.arguments import Call
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan
 from layerwise.quantities import parse_bytes
+from layerwise.run.guards.hooks import check_plain
 from layerwise.run.options import plan_digest
-from layerwise.run.guards.hooks import check_unshared
-from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import dtype_name
 from layerwise.version import __version__
 
@@ -68,12 +67,8 @@ def check(
     model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object, whole: Sequence[object]
 ) -> None:
     """LayerwiseError for the first that will not do."""
-    if isinstance(model, ParallelModule):
-        raise LayerwiseError(
-            "the model is a ParallelModule, parallel already: give parallelize the model it was made of"
-        )
     if isinstance(model, torch.nn.Module):
-        check_unshared(model)
+        check_plain(model)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise LayerwiseError(
             "parallelize is called within torch.autocast, where the model cannot be traced: call it before, and the "

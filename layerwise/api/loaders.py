@@ -99,7 +99,9 @@ class Feeding:
         self._gathering = 0
         layers, batch = module.layer_graph.layers, module.layer_graph.batch
         sample_inputs = {layer.name for layer in layers if type(layer.op) is Input and layer.out.index("n") == 0}
-        self._by_sample = [path for path, leaf in module._layerwise._arguments.leaves.items() if leaf.name in sample_inputs]
+        self._by_sample = [
+            path for path, leaf in module._layerwise._arguments.leaves.items() if leaf.name in sample_inputs
+        ]
         sink = layers[-1]
         losses = any(name in module.layer_graph.losses for name in sink.inputs)
         self._rows = not losses and all(x.index("n") == 0 and x.shape[0] == batch for x in sink.specs)

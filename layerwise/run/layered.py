@@ -17,30 +17,33 @@ from layerwise.importers.load import Network
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
+from layerwise.run import in_full
+from layerwise.run.base import Function, Run
 from layerwise.run.batch import Batch
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.reducer import Gradients
 from layerwise.run.execute.working_parameters import WorkingParameters
-from layerwise.run.facade import SplitModule, SplitRun
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
-from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, versions
+from layerwise.run.guards.refusals import Places, Unchanged, check_frozen, check_unwritten, versions
 from layerwise.run.guards.values import check_folded
-from layerwise.run.local_tensor import Version
+from layerwise.run.local_tensor import Version, is_dtensor
 from layerwise.run.mean_loss import LossFunction, MeanLoss, mean_loss
 from layerwise.run.options import RuntimeOptions, check_types
-from layerwise.run.parallel import become, left
 from layerwise.run.outputs import check_classes, global_loss, returned
+from layerwise.run.parallel import become, leave
 from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
 from layerwise.run.state.tree import allow_calls, refuse_calls, skeleton, without_memory
 
 
-class LayeredRun(SplitRun):
+class LayeredRun(Run):
     """One rank's part of a planned network, of which it goes through all layers.
+
+    The model's own layers have this rank's tensors, and compute nothing: what is asked of them is refused.
 
     With io "free" (a batch smaller than the number of ranks) each rank gives the global batch. Then with a `loss`, a
     mean over samples and positions, `module(*inputs, target)` is the global mean on every rank, and no output is
@@ -69,18 +72,8 @@ class LayeredRun(SplitRun):
         shared_out = shardings(self.layer_graph, plan)
         held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._network = without_memory(network)  # for other sizes, copies, and other element types
-        self._state = State(network, held, plan.device_order, comm, options, model)
-        try:
-            self._begin(model, boxes, shared_out, loss)
-        except BaseException:
-            self._state.tree.take_back()
-            raise
-        self._state.tree.keep()
-
-    def _begin(self, model: nn.Module, boxes: Any, shared_out: Any, loss: LossFunction | None) -> None:
-        """Prepares what runs, of the model that has this rank's tensors, and makes it parallel, last."""
-        plan, comm, options = self.plan, self.comm, self.runtime_options
-        network = self._network
+        self._state = State(network, held, plan.device_order, comm, options, model)  # the model has them from here on
+        self._applying = False  # whether a function sees full parameters now
         self._shapes = Shapes(self._network, plan, comm, options)
         self._arguments = self._shapes.arguments
         every = self._state.tree.parameters()
@@ -108,9 +101,44 @@ class LayeredRun(SplitRun):
                 if p.requires_grad:
                     self._outside[name] = OutsideGradients(self, name)
                     take_hooks(p, self._outside[name])
-        become(model, self, SplitModule)
-        refuse_calls(model, network.written)
-        self._watch()
+        self._enter(network.written)
+
+    def _enter(self, written: frozenset[str] = frozenset()) -> None:
+        """Makes the model parallel. written: attributes that its forward pass sets, which go."""
+        become(self.model, self)
+        refuse_calls(self.model, written)
+        self._unchanged = Unchanged(self.model)
+
+    def _leave(self) -> None:
+        allow_calls(self.model)
+        leave(self.model)
+
+    def keep(self) -> None:
+        self._state.tree.keep()
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        own: Any = self.own_class
+
+        def save_pretrained(model: Any, *args: Any, **named: Any) -> Any:
+            """Has rank 0 write the full model; every rank calls it."""
+            return in_full.write(model._layerwise._state, lambda: own.save_pretrained(model, *args, **named))
+
+        return {"save_pretrained": save_pretrained} if hasattr(own, "save_pretrained") else {}
+
+    def apply(self, apply: Callable[[Function], object], fn: Function) -> None:
+        """Calls `fn` with full parameters, in which initial values at random are one device's: those of rank 0 count.
+
+        It takes the memory of the full model for the moment. LayerwiseError where parameters have gradients, or `fn`
+        replaces some.
+        """
+        if self._applying or self.comm.size == 1:
+            apply(fn)
+            return
+        self._applying = True
+        try:
+            in_full.apply(self._state, lambda: apply(fn))
+        finally:
+            self._applying = False
 
     def _executor(self, batch: int, shaped: Shaped, differentiated: frozenset[str] = frozenset()) -> Executor:
         """Returns the executor of so many samples of all ranks. differentiated: inputs whose gradient is wanted."""
@@ -256,7 +284,6 @@ class LayeredRun(SplitRun):
         super()._finish(gradients, differentiable=differentiable)
 
     def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Calls `fn` on all tensors, as `to` and the like do."""
         self._note_device(fn)
         check_folded(self._folded)
         self._state.apply(fn)
@@ -291,42 +318,33 @@ class LayeredRun(SplitRun):
         return super().full_state_dict()
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
-        """Returns a model of the same values on the same ranks; every rank copies alike."""
         model = self.model
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
         check_folded(self._folded)
-        steps = self.steps_done
-        left(model)
-        allow_calls(model)
+        self._leave()
         try:
             copied = skeleton(model, memo)
         finally:
-            become(model, self, SplitModule)
-            refuse_calls(model)
-            self._watch()
+            self._enter()
         if copied is None:
             raise LayerwiseError("the model cannot be copied: copy it before it is made parallel")
         memo[id(model)] = copied
         run = LayeredRun(copied, self._network, self.plan, self.comm, self.runtime_options, self.called_loss)
+        run.keep()
         copied.load_state_dict(model.state_dict())
         run._folded = run._state.values(run.layer_graph.folded)
         for original, copy_of_it in zip(model.parameters(), copied.parameters(), strict=True):
             copy_of_it.requires_grad_(original.requires_grad)
-        run.steps_done = steps
+        run.steps_done = self.steps_done
         return copied
 
-    def release(self) -> None:
-        """Makes the model plain, with its full values, on every rank; every rank calls it."""
-        model, tree = self.model, self._state.tree
-        now = tree.tensors()
-        for name, full in self._state.full_tensors().items():
-            full, part = full.to(self.device), now[name]
-            trained = isinstance(part, nn.Parameter)
-            tree.fill({name: nn.Parameter(full, requires_grad=part.requires_grad) if trained else full})
-        allow_calls(model)
-        left(model)
+    def restore(self) -> None:
+        shards = in_full.fill(self._state, self.device)
+        for p in shards.values():
+            if is_dtensor(p):
+                p.retire()  # type: ignore[attr-defined]
+        self._leave()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
-        """Loads a full state dict, also one of DTensors."""
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)

@@ -20,18 +20,18 @@ from layerwise.graph.samples import check_samples
 from layerwise.importers.load import Network, load_network, network_of, planned_call, whole_of
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
+from layerwise.run.base import Run
 from layerwise.run.compiling import settings_of
 from layerwise.run.data_parallel.module import DataRun, Facts
 from layerwise.run.data_parallel.replacements import replacements
-from layerwise.run.facade import SplitModule
-from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
+from layerwise.run.guards.hooks import check_modules, check_plain, check_traced, without_hooks
 from layerwise.run.layered import LayeredRun
 from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.model_state import settle_values
-from layerwise.run.state.tree import Names, collect, skeleton
+from layerwise.run.state.tree import Before, Names, collect, skeleton
 
 
 def load(
@@ -66,7 +66,7 @@ def load(
         device: Where this rank computes. None: the communicator's, or the CPU.
         dtype: Of parameters and, without autocast, of activations.
         loss: For io "free" and "boxes": a function of an output and a target, which `module(*inputs, target)` then
-            returns the global mean of; see `LayeredModule`.
+            returns the global mean of; see `LayeredRun`.
         weights: A state dict, possibly lazy, instead of the model's values.
         seed: Of initial values that are drawn, and of dropout.
         local_batch_norm: Statistics are of each rank's own samples. None: what the plan was searched with.
@@ -107,6 +107,7 @@ def load(
     if isinstance(model, nn.Module):
         if example_inputs is None:
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
+        check_plain(model)
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
             imported = network_of(model, positional, plan.batch, plan.model, named, whole=whole_of(plan.provenance))
@@ -146,38 +147,46 @@ def build_module(
         raise LayerwiseError(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
-    module = _module(network, graph, plan, comm, options, loss)
-    if isinstance(module, SplitModule) or not network.itself:
-        collect(network.module)
-    if weights is not None:
-        module.load_state_dict(weights)
-    return module
-
-
-def _module(
-    network: Network, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None
-) -> ParallelModule:
-    """Returns the network's own module where it can run the plan, else one that goes through the plan's layers."""
     to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)
-    if to_replace is None:
+    layers = to_replace is None
+    if layers:
         check_traced(graph)
         if plan.io == "sample":
             check_samples(graph)
-        itself = network.module if network.itself else None
-        if itself is not None:
-            check_modules(itself)
-        model = itself if itself is not None else Names() if network.module is None else skeleton(network.module)
-        if model is None:
-            raise LayerwiseError("the model cannot be copied")
-        LayeredRun(model, replace(network, graph=graph), plan, comm, options, loss)
-        return model  # type: ignore[return-value]
-    assert network.module is not None
-    module = network.module if network.itself else copy.deepcopy(network.module)
-    settle_values(module, network, graph, options)
-    assert network.arguments is not None
-    facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments)
-    DataRun(module, facts)
+        if network.itself and network.module is not None:
+            check_modules(network.module)
+    module = _place_of(network, layers=layers)
+    before = Before(module)
+    try:
+        if to_replace is None:
+            run: Run = LayeredRun(module, replace(network, graph=graph), plan, comm, options, loss)
+        else:
+            settle_values(module, network, graph, options)
+            assert network.arguments is not None
+            run = DataRun(module, Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments))
+        if weights is not None:
+            run.load_state_dict(weights)
+    except BaseException:
+        before.put_back()
+        raise
+    run.keep()
+    if layers or not network.itself:
+        collect(network.module)
     return module  # type: ignore[return-value]
+
+
+def _place_of(network: Network, *, layers: bool) -> nn.Module:
+    """Returns the module that is to be made parallel: the network's own, a copy of it, or names, of a file."""
+    if network.module is None:
+        return Names()
+    if network.itself:
+        return network.module
+    copied = skeleton(network.module) if layers else copy.deepcopy(network.module)
+    if copied is None:
+        raise LayerwiseError(
+            "the model cannot be copied: give it as it is to be trained, and it is made parallel itself"
+        )
+    return copied
 
 
 def serial(plan: Plan) -> Plan:

@@ -23,6 +23,7 @@ from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
+from layerwise.run.base import Run
 from layerwise.run.batch import Batch
 from layerwise.run.compiling import compile_with, limits
 from layerwise.run.data_parallel.calls import Calls, FedSamples, ModelCall
@@ -32,10 +33,10 @@ from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, replac
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.hooks import check_around, check_transforms, check_unshared, in_backward
+from layerwise.run.guards.hooks import check_around, check_transforms, in_backward
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
-from layerwise.run.parallel import OWN, ParallelModule, Run, become, left
+from layerwise.run.parallel import OWN, ParallelModule, become, leave
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.state.model_state import Buffers, ModelState, map_kept_losses
@@ -57,10 +58,6 @@ class Facts:
     arguments: Arguments
 
 
-class DataModule(ParallelModule):
-    """A model that is called as it was written."""
-
-
 class DataRun(Run):
     """The user's module, called as it is: on one device plain PyTorch, on several as with DistributedDataParallel.
 
@@ -77,7 +74,6 @@ class DataRun(Run):
         self._state = ModelState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
         self._module_spans: ModuleSpans | None = None
-        check_unshared(module)
         self._replaced = list(replaced_modules(module, facts.replacements, self._calls, facts.comm))
         self._norms = [replaced for replaced in self._replaced if type(replaced) is GlobalBatchNorm]
         to_send = facts.replacements.as_written and facts.comm.size > 1
@@ -85,18 +81,14 @@ class DataRun(Run):
         self._samples = FedSamples(facts.graph, facts.arguments)
         moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.graph.dtype)
         self._moved = self._move if moves else None
-        self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
+        self.plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
         self._called: Callable[..., Any] | None = None
         self._average()
         for replaced in self._replaced:
             replaced.place()
-        try:
-            become(module, self, DataModule)
-            if facts.options.compile is not None:
-                self._called = compile_with(self._own, facts.options.compile)
-        except BaseException:
-            self.release()
-            raise
+        become(module, self)
+        if facts.options.compile is not None:
+            self._called = compile_with(self._own, facts.options.compile)
 
     @property
     def _own(self) -> Callable[..., Any]:
@@ -120,7 +112,7 @@ class DataRun(Run):
         """Returns the model's outputs of this rank's samples; `batch`: those of all ranks, where they are uneven."""
         if self._calls.forward is not None:  # the model calls itself
             return self._own(*inputs, **named)
-        if self._plain and "batch" not in named:
+        if self.plain and "batch" not in named:
             self.steps_done += self.training  # checkpoints are named so
             return (self._called or self._own)(*inputs, **named)
         check_transforms()
@@ -163,7 +155,9 @@ class DataRun(Run):
 
         layers = [layer for layer in self.layer_graph.layers if layer.role is Role.INPUT]
         types = [self.runtime_options.element_type(layer.out.dtype, self.layer_graph) for layer in layers]
-        shapes = _returned_shapes(self.model, self._own, self.runtime_options.device, [box.shape for box in boxes], types)
+        shapes = _returned_shapes(
+            self.model, self._own, self.runtime_options.device, [box.shape for box in boxes], types
+        )
         return Sized(boxes, shapes, run, alone=True)
 
     def _compiled(self, call: ModelCall, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -281,7 +275,6 @@ class DataRun(Run):
             self._module_spans = ModuleSpans(self.model, self.layer_graph, self.trace)
 
     def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Calls `fn` on all tensors, as `to` and the like do."""
         self._note_device(fn)
         super(ParallelModule, self.model)._apply(fn)
         self._average()
@@ -293,19 +286,18 @@ class DataRun(Run):
         return self._state.load(state_dict, strict=strict, assign=assign)
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
-        """Returns a model of the same values on the same ranks."""
         model = self.model
-        left(model)
+        leave(model)
         try:
             copied: nn.Module = copy.deepcopy(model, memo)
         finally:
-            become(model, self, DataModule)
+            become(model, self)
         DataRun(copied, self._facts).steps_done = self.steps_done
         return copied
 
-    def pickled(self, protocol: Any) -> Any:
+    def pickled(self) -> Any:
         if self.comm.size > 1:
-            return super().pickled(protocol)
+            return super().pickled()
         state = {name: value for name, value in vars(self.model).items() if name != OWN}
         return _made, (self.own_class, state, self._facts, self.steps_done)
 
@@ -316,14 +308,12 @@ class DataRun(Run):
         self._facts = replace(self._facts, options=self.runtime_options)
         self._traced()  # of the whole model from now on
 
-    def release(self) -> None:
-        """Makes the user's module as it was, but for its values."""
+    def restore(self) -> None:
         for replaced in self._replaced:
             replaced.remove()
         if self._averaged is not None:
             self._averaged.release()
-        if OWN in self.model.__dict__:
-            left(self.model)
+        leave(self.model)
 
 
 def _returned_shapes(

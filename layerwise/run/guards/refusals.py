@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from layerwise.errors import LayerwiseError

@@ -17,10 +17,10 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.local_tensor import digest
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 ALL_RANKS: dict[DeviceMesh, DeviceMesh] = {}  # by sub-mesh: the mesh of all ranks
-Cut = tuple[slice, ...]
 
 
 def plain_dtensor(tensor: DTensor) -> DTensor:
@@ -30,23 +30,25 @@ def plain_dtensor(tensor: DTensor) -> DTensor:
 
 
 @cache
-def _cut(shape: tuple[int, ...], axes: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Placement, ...]) -> Cut:
+def _slices(
+    shape: tuple[int, ...], axes: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Placement, ...]
+) -> tuple[slice, ...]:
     extents, lo = _compute_local_shape_and_global_offset(shape, axes, list(at), cuts)
     return tuple(slice(a, a + n) for a, n in zip(lo, extents, strict=True))
 
 
-def part_of(full: Tensor, like: DTensor) -> Tensor:
-    """Returns this rank's part of a full tensor, cut as `like` is; an empty one where this rank has none."""
+def shard_of(full: Tensor, like: DTensor) -> Tensor:
+    """Returns this rank's shard of a full tensor that lies as `like` does; an empty one where this rank has none."""
     spec = like._spec
     at = spec.mesh.get_coordinate()
     if at is None:
         return full.new_empty(0) if like._local_tensor.shape == (0,) else full
     if spec.is_replicated():
         return full
-    return full[_cut(tuple(like.shape), tuple(spec.mesh.shape), tuple(at), spec.placements)]
+    return full[_slices(tuple(like.shape), tuple(spec.mesh.shape), tuple(at), spec.placements)]
 
 
-def everyone(tensor: DTensor) -> DeviceMesh:
+def all_ranks(tensor: DTensor) -> DeviceMesh:
     """Returns the mesh of all ranks."""
     return ALL_RANKS.get(tensor.device_mesh, tensor.device_mesh)
 
@@ -58,7 +60,7 @@ def all_reduce(tensor: Tensor, mesh: DeviceMesh, kind: ReduceOp.RedOpType = Redu
 
 
 def is_first(tensor: DTensor) -> bool:
-    """True if this rank is the lowest that has its part."""
+    """True if this rank is the lowest that has its shard."""
     at = tensor.device_mesh.get_coordinate()
     return at is not None and not any(i for i, p in zip(at, tensor.placements, strict=True) if not p.is_shard())
 
@@ -85,14 +87,26 @@ def of_rank(tensor: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
     return same
 
 
+def check_alike(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """LayerwiseError where plain tensors are others on other ranks. All ranks of the mesh call it."""
+    number = sum((i + 1) * digest(x) for i, x in enumerate(tensors)) % 2**62
+    most = torch.tensor([number, -number], device=mesh.device_type)
+    all_reduce(most, mesh, ReduceOp.MAX)
+    if most[0] != -most[1]:
+        raise LayerwiseError(
+            "a tensor that is another one on each rank, such as noise or a loss, was written to a parameter that the "
+            "plan splits, or to its gradient, of which each rank has a part: make it alike on all ranks before"
+        )
+
+
 def unscale(gradients: Sequence[Tensor], infinite: Tensor, scale: Tensor) -> None:
     """Divides gradients by GradScaler's scale; an infinity of any rank is found on all."""
-    if not all(isinstance(gradient, DTensor) for gradient in gradients):
+    dtensors = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if len(dtensors) < len(gradients):
         raise LayerwiseError(
             "GradScaler was given the parallel model's parameters together with others, in one optimizer: give each an "
             "optimizer of its own"
         )
-    some: Iterable[DTensor] = gradients  # type: ignore[assignment]
-    UNSCALE([gradient._local_tensor for gradient in some], infinite, scale)
-    for mesh in dict.fromkeys(map(everyone, some)):
+    UNSCALE([gradient._local_tensor for gradient in dtensors], infinite, scale)
+    for mesh in dict.fromkeys(map(all_ranks, dtensors)):
         all_reduce(infinite, mesh, ReduceOp.MAX)

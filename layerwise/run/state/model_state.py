@@ -70,7 +70,10 @@ class Buffers:
     def __init__(self, module: nn.Module, alike: Collection[str], comm: Comm) -> None:
         self._comm, self._written = comm, False
         every = (name for name, _ in module.named_buffers())
-        self._module, self._names = weakref.ref(module), [name for name in every if name.rpartition(".")[0] not in alike]
+        self._module, self._names = (
+            weakref.ref(module),
+            [name for name in every if name.rpartition(".")[0] not in alike],
+        )
 
     def written(self) -> None:
         """Notes that a forward pass in training may write them."""

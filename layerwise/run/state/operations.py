@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from layerwise.run.state.meshes import all_reduce, everyone, is_first
+from layerwise.run.state.meshes import all_ranks, all_reduce, is_first
 
-aten = torch.ops.aten
 SAME_PLACES = frozenset(("detach", "alias", "clone", "_to_copy", "zero_", "fill_", "copy_", "record_stream"))
 OF_SHAPE = frozenset(("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"))
-OTHERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")  # that are not element by element
+OF_LISTS = ("_foreach_", "_fused_")
+NUMBERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")  # of lists, that are not element by element
 
 
 def name_of(func: Any) -> str:
@@ -40,19 +40,17 @@ def each_of(act: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str,
 def elementwise(func: Any) -> bool:
     """True if each element of the result is made of the elements in its place."""
     name = name_of(func)
-    if name.startswith(("_foreach_", "_fused_")):
-        return not name.startswith(OTHERS)
-    if name in SAME_PLACES or name.endswith("_like"):
-        return torch.Tag.nondeterministic_seeded not in func.tags
-    pointwise: bool = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    return pointwise and all(str(made.type) == "Tensor" for made in func._schema.returns)
+    if name.startswith(OF_LISTS):
+        return not name.startswith(NUMBERS)
+    pointwise = torch.Tag.pointwise in func.tags or name in SAME_PLACES or name.endswith("_like")
+    tensors = all(str(made.type) == "Tensor" for made in func._schema.returns)  # `equal` makes one bool of all
+    return pointwise and tensors and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 @cache
 def is_view(func: Any) -> bool:
     """True if the result is in the memory of an argument."""
-    arguments = func._schema.arguments
-    return any(a.alias_info and not a.alias_info.is_write for a in arguments)
+    return any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
 
 
 @cache
@@ -67,16 +65,16 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [kwargs.get(at) if isinstance(at, str) else args[at] for at in _outputs(func)]
 
 
-def own_tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Returns the plain tensors among values, and in lists."""
-    listed = (x for value in values for x in (value if isinstance(value, list | tuple) else (value,)))
-    return [x for x in listed if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> bool:
+    """True if a number is put where a mask of the tensor's shape is true."""
+    mask = places[0] if len(places) == 1 and not (accumulate or value.dim()) else None
+    return mask is not None and mask.dtype is torch.bool and mask.shape == target.shape
 
 
-Numbers = tuple[str, float]  # what is made of all elements: "sum", "mean", "max", "min", "all", "any", "norm", and its p
+Number = tuple[str, float]  # "sum", "mean", "max", "min", "all", "any", or "norm" and its p
 
 
-def one_number(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Numbers | None:
+def one_number(func: Any, args: Sequence[Any]) -> Number | None:
     """Returns what an operation makes of all elements of a tensor; None where it makes something else."""
     name, overload = name_of(func), func._schema.overload_name
     if name in ("sum", "mean", "max", "min", "all", "any") and not overload:
@@ -88,61 +86,55 @@ def one_number(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Num
     return None
 
 
-def reduced(what: Numbers, tensors: Sequence[DTensor], dtype: torch.dtype | None) -> list[Tensor]:
+def reduced(what: Number, tensors: Sequence[DTensor], dtype: torch.dtype | None) -> list[Tensor]:
     """Returns the number that each tensor makes, alike on all ranks, by one message a kind of mesh and type."""
-    kind, p = what
-    if kind == "norm":
-        here = [x._local_tensor if is_first(x) and x._local_tensor.numel() else None for x in tensors]
-        some = [x for x in here if x is not None]
-        norms = iter(torch._foreach_norm(some, p, dtype=dtype) if some else ())
-        mine = [_of_part(what, x._local_tensor, dtype, here=False) if y is None else next(norms) for x, y in zip(tensors, here, strict=True)]
-    else:
-        mine = [_of_part(what, x._local_tensor, dtype, here=is_first(x)) for x in tensors]
-    power = p if kind == "norm" and p not in (inf, -inf, 0.0, 1.0) else 1.0
-    smallest = kind in ("min", "all") or p == -inf
-    largest = kind in ("max", "any") or p == inf
-    together = ReduceOp.MIN if smallest else ReduceOp.MAX if largest else ReduceOp.SUM
-    places: dict[tuple[Any, torch.dtype], list[int]] = {}
-    for i, (x, number) in enumerate(zip(tensors, mine, strict=True)):
-        places.setdefault((everyone(x), number.dtype), []).append(i)
+    places, made = dict[tuple[DeviceMesh, torch.dtype], list[int]](), dict[int, Tensor]()
+    for i, x in enumerate(tensors):
+        places.setdefault((all_ranks(x), x.dtype), []).append(i)
     for (mesh, _), where in places.items():
-        numbers = torch.stack([mine[i] for i in where])
-        if power != 1:
-            numbers = numbers**power
-        all_reduce(numbers, mesh, together)
-        if power != 1:
-            numbers = numbers ** (1 / power)
-        for i, number in zip(where, numbers.split(1), strict=True):
-            mine[i] = number.view(())
-    if len(tensors) == 1:
-        mine = [mine[0].clone()]
-    if kind == "mean":
-        return [number / x.numel() for x, number in zip(tensors, mine, strict=True)]
-    if kind in ("all", "any"):
-        return [number.bool() for number in mine]
-    return mine
+        local = _of_shards(what, [tensors[i] for i in where], dtype)
+        rows = local[0].new_zeros(mesh.size(), len(local))  # a row a rank: what is no number stays so, also in extrema
+        rows[int((mesh.mesh.flatten() == torch.distributed.get_rank()).nonzero())] = torch.stack(local)
+        all_reduce(rows, mesh)
+        made |= dict(zip(where, _of_rows(what, rows).unbind(), strict=True))
+    numbers = [made[i] for i in range(len(tensors))]
+    if what[0] == "mean":
+        return [number / x.numel() for x, number in zip(tensors, numbers, strict=True)]
+    return numbers
 
 
-def _of_part(what: Numbers, part: Tensor, dtype: torch.dtype | None, *, here: bool) -> Tensor:
-    """Returns what this rank's part adds to the number. here: whether it is this rank that adds it."""
+def _of_shards(what: Number, tensors: Sequence[DTensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Returns what this rank's shards make, where it is the first that has them, and else what changes nothing."""
     kind, p = what
-    if not (here and part.numel()):
-        part = part.new_empty(0)
+    shards = [x._local_tensor if is_first(x) else x._local_tensor.new_empty(0) for x in tensors]
     if kind in ("all", "any"):
-        return (part.bool().all() if kind == "all" else part.bool().any()).to(torch.uint8)
-    if kind in ("max", "min"):
-        if part.numel():
-            return part.max() if kind == "max" else part.min()
-        info: Any = torch.finfo(part.dtype) if part.is_floating_point() else torch.iinfo(part.dtype)
-        least = -inf if part.is_floating_point() else info.min
-        most = inf if part.is_floating_point() else info.max
-        return part.new_full((), least if kind == "max" else most)
+        return [getattr(shard.bool(), kind)().to(torch.uint8) for shard in shards]
+    if kind in ("sum", "mean"):
+        return [shard.sum(dtype=dtype) for shard in shards]
+    some = [shard for shard in shards if shard.numel()]
     if kind == "norm":
-        return part.new_full((), 0.0 if p >= 0 else inf, dtype=dtype or part.dtype)
-    return part.sum(dtype=dtype)
+        made = iter(torch._foreach_norm(some, p, dtype=dtype) if some else ())
+    else:
+        made = iter([shard.max() if kind == "max" else shard.min() for shard in some])
+    return [next(made) if shard.numel() else _neutral(what, shard, dtype) for shard in shards]
 
 
-def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> bool:
-    """True if a number is put where a mask of the tensor's shape is true."""
-    mask = places[0] if len(places) == 1 and not (accumulate or value.dim()) else None
-    return mask is not None and mask.dtype is torch.bool and mask.shape == target.shape
+def _neutral(what: Number, shard: Tensor, dtype: torch.dtype | None) -> Tensor:
+    kind, p = what
+    if kind == "norm":
+        return shard.abs().new_full((), inf if p < 0 else 0.0, dtype=dtype)
+    if shard.is_floating_point():
+        return shard.new_full((), -inf if kind == "max" else inf)
+    limits = torch.iinfo(shard.dtype)
+    return shard.new_full((), limits.min if kind == "max" else limits.max)
+
+
+def _of_rows(what: Number, rows: Tensor) -> Tensor:
+    kind, p = what
+    if kind == "norm" and p:
+        return torch.linalg.vector_norm(rows, p, dim=0)
+    if kind in ("max", "min"):
+        return rows.amax(0) if kind == "max" else rows.amin(0)
+    if kind in ("all", "any"):
+        return rows.all(0) if kind == "all" else rows.any(0)
+    return rows.sum(0)

@@ -1,4 +1,4 @@
-"""Tree: where the model has a rank's parameters and buffers; they are put there last, and can be taken back.
+"""Tree: the places where a model has a network's parameters and buffers, of which each rank puts its own there.
 
 `without_memory` is the network itself, once each rank has its part of the parameters.
 """
@@ -13,17 +13,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.ops.nn.norm import BatchNorm
-from layerwise.run.guards.original import UnreadParameter
 from layerwise.run.guards.refusals import REFUSED
+from layerwise.run.guards.replaced import UnreadParameter, replace_parameter
+from layerwise.tensorfile import dtype_name
 
 Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters` or `_buffers`, and a key
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by dimensions of the input
@@ -31,7 +32,7 @@ FRESH = frozenset(vars(nn.Module()))  # what every module has
 
 
 class Names(nn.Module):
-    """A module of which nothing but the name is known: what a file's network is trained as."""
+    """A module of which nothing but the name is known: a file's network, and what is in it."""
 
     def forward(self, *inputs: Any) -> Any:
         """It has layers alone."""
@@ -39,15 +40,16 @@ class Names(nn.Module):
 
 
 class Tree:
-    """The places of a network's tensors in the model. root: the model."""
+    """The places of a network's tensors in the model, `root`, by their names in the graph: tied ones have several."""
 
     def __init__(self, network: Network, root: nn.Module) -> None:
         self._root = weakref.ref(root)
-        self._slots = dict[str, list[Slot]]()  # by names in the graph: tied tensors have several
-        self._own = dict[str, Tensor]()  # of the graph, that have no place in the model: what its forward pass makes
-        self._given = list[tuple[Slot, Any]]()  # what was in the slots before
-        self._unread = list[nn.Parameter]()
-        if network.module is None:
+        self._of_file = network.module is None
+        self._names = list[str]()  # of what layers compute with
+        self._extra = list[str]()  # of the other tensors
+        self._own = dict[str, Tensor]()  # what the model's forward pass makes, for which it has no place
+        self._replaced = list[tuple[object, nn.Parameter]]()  # what was in a slot, and is now
+        if self._of_file:
             self._add_norms(network.graph)
         by_tensor: dict[int, list[Slot]] = {}
         for module in root.modules():
@@ -55,9 +57,8 @@ class Tree:
                 for key, tensor in slots.items():
                     if tensor is not None:
                         by_tensor.setdefault(id(tensor), []).append((slots, key))
-        for named in (root.named_parameters, root.named_buffers):
-            self._slots |= {name: by_tensor[id(t)] for name, t in named(remove_duplicate=False)}
-        self._from_file = network.module is None
+        every = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+        self._slots = {name: by_tensor[id(tensor)] for name, tensor in every}
 
     @property
     def root(self) -> nn.Module:
@@ -79,64 +80,55 @@ class Tree:
                     parent, last = self._at(paths.pop())
                     parent._modules[last] = norm
 
-    def place(self, values: Mapping[str, Tensor]) -> None:
-        """Puts tensors where the model has those of these names."""
-        for name, value in values.items():
-            if name not in self._slots and self._from_file:
+    def place(self, values: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> None:
+        """Puts this rank's tensors where the model has those of these names.
+
+        extra: what layers do not compute with. It stays the model's own, unless that has no values.
+        """
+        self._names, self._extra = list(values), list(extra)
+        for name, value in (values | extra).items():
+            if self._of_file and name not in self._slots:
                 module, last = self._at(name)
-                self._slots[name] = [((module._parameters if isinstance(value, nn.Parameter) else module._buffers), last)]
+                slots: dict[str, Any] = module._parameters if isinstance(value, nn.Parameter) else module._buffers
+                self._slots[name] = [(slots, last)]
             if name not in self._slots:
                 self._own[name] = value
             for slots, key in self._slots.get(name, ()):
-                given = slots.get(key)
-                self._given.append(((slots, key), given))
-                if isinstance(given, nn.Parameter):  # what the loop has told it
-                    value.__dict__.update(given.__dict__)
-                    value._post_accumulate_grad_hooks = given._post_accumulate_grad_hooks
+                before = slots.get(key)
+                if name in extra and before is not None and not before.is_meta:
+                    continue
+                if isinstance(value, nn.Parameter) and isinstance(before, nn.Parameter):  # what the loop has told it
+                    value.__dict__.update(before.__dict__)
+                    value._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
+                    self._replaced.append((before, value))
                 slots[key] = value
-        self._names = list(values)
-
-    def unread(self, key: str, value: Tensor) -> Tensor:
-        """Returns the model's own tensor of this name, which no layer computes with; `value` where it has none."""
-        at = self._slots.get(key)
-        if at is None or at[0][0][at[0][1]].is_meta:
-            for slots, last in at or ():
-                self._given.append(((slots, last), slots[last]))
-                slots[last] = value
-            return value
-        own: Tensor = at[0][0][at[0][1]]
-        if isinstance(own, nn.Parameter) and own.requires_grad:
-            self._unread.append(own)
-        return own.detach()
-
-    def take_back(self) -> None:
-        """Puts what was there before into its places."""
-        for (slots, key), value in reversed(self._given):
-            slots[key] = value
-        self._given.clear()
 
     def keep(self) -> None:
-        """Forgets what was there before: parameters that somebody has, such as an optimizer, stand for those of now."""
-        for (slots, key), given in self._given:
-            if type(given) is nn.Parameter:
-                MovedParameter.to(given, slots[key])
-        self._given.clear()
-        for p in self._unread:
-            if type(p) is nn.Parameter:
+        """Has any use of the parameters of before raise, and of those that the forward pass does not read."""
+        for before, now in self._replaced:
+            replace_parameter(before, now)
+        self._replaced.clear()
+        for p in self._at_slots(self._extra).values():
+            if type(p) is nn.Parameter and p.requires_grad:
                 p.__class__ = UnreadParameter
 
     def is_parameter(self, name: str, *, otherwise: bool) -> bool:
         """True if the model has it as a parameter."""
         at = self._slots.get(name)
-        return isinstance(at[0][0][at[0][1]], nn.Parameter) if at and not self._from_file else otherwise
+        return isinstance(at[0][0][at[0][1]], nn.Parameter) if at and not self._of_file else otherwise
+
+    def _at_slots(self, names: list[str]) -> dict[str, Any]:
+        first = {name: at[0] for name in names if (at := self._slots.get(name))}
+        return {name: slots.get(key) for name, (slots, key) in first.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns them by their names in the graph: parameters, then buffers."""
-        tensors: dict[str, Any] = {}
-        for name in self._names:
-            at = self._slots.get(name)
-            tensors[name] = at[0][0].get(at[0][1]) if at else self._own[name]
+        """Returns what layers compute with, by the names in the graph: parameters, then buffers."""
+        tensors = self._own | self._at_slots(self._names)
         return dict(sorted(tensors.items(), key=lambda row: not isinstance(row[1], nn.Parameter)))
+
+    def extra(self) -> dict[str, Tensor]:
+        """Returns the other tensors, by the model's names."""
+        return {name: tensor.detach() for name, tensor in self._at_slots(self._extra).items()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns those of the tensors that are parameters."""
@@ -167,49 +159,23 @@ class Tree:
         return module, last
 
 
-class MovedParameter(nn.Parameter):
-    """A parameter of before the model was made parallel, which an optimizer has: all goes to the one of now."""
+class Before:
+    """What a model has, to be put back where making it parallel fails."""
 
-    @classmethod
-    def to(cls, p: nn.Parameter, now: nn.Parameter) -> None:
-        """Makes `p` stand for `now`, without memory of its own."""
-        if not _following:
-            _following.append(register_optimizer_step_pre_hook(_follow))
-        p.data, p.grad = p.data.new_empty(0), None
-        p.__class__ = cls
-        p.__dict__["_now"] = now
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._kind = model, type(model)
+        slots = (d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules))
+        self._slots = [(d, dict(d)) for d in slots]
+        self._parameters = [(p, p.data, p._post_accumulate_grad_hooks) for p in model.parameters()]
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Returns what `func` makes of the parameters of now."""
-        args, kwargs = pytree.tree_map(
-            lambda x: x.__dict__["_now"] if type(x) is cls else x, (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.__dict__["_now"], memo)
-
-
-_following = list[Any]()
-
-
-def _follow(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Gives an optimizer of before the parameters of now, at its first step."""
-    for group in optimizer.param_groups:
-        if any(type(p) is MovedParameter for p in group["params"]):
-            for p in (p for p in group["params"] if type(p) is MovedParameter):
-                if p in optimizer.state:
-                    optimizer.state[parameter_now(p)] = optimizer.state.pop(p)
-            group["params"] = [parameter_now(p) for p in group["params"]]
-
-
-def parameter_now(p: nn.Parameter) -> nn.Parameter:
-    """Returns the parameter that one of before the model was made parallel stands for."""
-    now: nn.Parameter = p.__dict__["_now"] if type(p) is MovedParameter else p
-    return now
+    def put_back(self) -> None:
+        """Makes the model what it was."""
+        self._model.__class__ = self._kind
+        for slots, before in self._slots:
+            slots.clear()
+            slots.update(before)
+        for p, data, hooks in self._parameters:
+            p.data, p._post_accumulate_grad_hooks = data, hooks
 
 
 def refuse_calls(root: nn.Module, written: Set[str] = frozenset()) -> None:
@@ -220,7 +186,14 @@ def refuse_calls(root: nn.Module, written: Set[str] = frozenset()) -> None:
             root.get_submodule(module).__dict__.pop(name, None)
     for module in root.modules():
         if module is not root:
-            module.__dict__.update(REFUSED)
+            module.__dict__.update({**REFUSED, "apply": partial(_apply_to, weakref.ref(root), weakref.ref(module))})
+
+
+def _apply_to(root: weakref.ref[Any], part: weakref.ref[Any], fn: Callable[[nn.Module], object]) -> nn.Module:
+    """Returns a part of a model, after its `apply`."""
+    module: Any = part()
+    root()._layerwise.apply(partial(type(module).apply, module), fn)  # type: ignore[union-attr]
+    return module  # type: ignore[no-any-return]
 
 
 def allow_calls(root: nn.Module) -> None:
@@ -235,27 +208,36 @@ def allow_calls(root: nn.Module) -> None:
 MUCH = 2**24  # bytes of parameters: for less, a collection (some tenth of a second) does not pay
 
 
+def types_of(network: Network) -> dict[str, str]:
+    """Returns the element types of the values that the network comes with, by name."""
+    types: dict[str, str] = {}
+    for layer in network.graph.layers:
+        for name, _ in layer.own_parameters():
+            value = network.value(name)
+            if value is not None:
+                types[name] = dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype)
+    return types
+
+
 def without_memory(network: Network) -> Network:
     """Returns the network, to be made parallel once more: parameters are read as meta tensors, constants as before.
 
     A module that cannot be copied is not traced again.
     """
-    module = None if network.module is None else skeleton(network.module)
-    computed_with = {name for layer in network.graph.layers for name, _ in layer.own_parameters()}
+    module, types = None if network.module is None else skeleton(network.module), types_of(network)
     stored: dict[str, Callable[[], object]] = {}
-    for name in network.keys.values():
-        if name not in computed_with and isinstance(value := network.value(name), Tensor):
+    for name in set(network.keys.values()) - {name for x in network.graph.layers for name, _ in x.own_parameters()}:
+        if isinstance(value := network.value(name), Tensor):
             stored[name] = _reads(value.to("meta"))
     for layer in network.graph.layers:
         if layer.role is Role.CONSTANT:
             name = layer.name if layer.name in network.stored else layer.name.partition(":")[0]
             stored[name] = _reads(network.value(name))
         for name, p in layer.own_parameters():
-            value = network.value(name)
-            if isinstance(value, Tensor) and (p.trainable or name in layer.frozen):
-                value = torch.empty(p.shape, dtype=value.dtype, device="meta")
-            if value is not None:
-                stored[name] = _reads(value.clone() if isinstance(value, Tensor) else value)
+            if name in types:
+                trained = p.trainable or name in layer.frozen
+                empty = torch.empty(p.shape, dtype=getattr(torch, types[name]), device="meta")
+                stored[name] = _reads(empty if trained else network.value(name))
     return replace(network, stored=stored, built={}, module=module)
 
 
