@@ -30,7 +30,7 @@ from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
 from layerwise.comm.watch import noted
 from layerwise.errors import LayerwiseError, nearest
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
 from layerwise.train.saving import Saving
@@ -67,7 +67,7 @@ class Fitted:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the full model's state dict; every rank calls this."""
-        return self.module.full_state_dict()
+        return of(self.module).full_state_dict()
 
 
 @handled(noted, signal.SIGUSR1)  # outside of the steps there is nothing to save
@@ -154,10 +154,10 @@ def fit(
         if source is not None and source.target is not None:
             check_targets(loss, source.target, source.name)
     module = _module(model, train, batch, planned(optimizer), seed, autocast, keywords)
-    built = build(optimizer, model, module)
+    built = build(optimizer, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(built)
-    fitted, printing = Fitted(module, built), module.comm.rank == 0 and progress
-    facts = {"samples": train.count, "batch": module.plan.batch, "seed": seed}
+    fitted, printing = Fitted(module, built), of(module).comm.rank == 0 and progress
+    facts = {"samples": train.count, "batch": of(module).plan.batch, "seed": seed}
     resumed = checkpoints.resume(checkpoint, module, built, facts) if resume and checkpoint is not None else None
     shuffle = train.shuffle is not False if shuffle is None else shuffle
     objective = UserObjective(module, train, loss, autocast)
@@ -176,7 +176,7 @@ def fit(
             checkpoint, module, built, {**reached.progress(), **order, **facts, **state}, beside=False
         )
 
-    saving = Saving(module.comm, begin)
+    saving = Saving(of(module).comm, begin)
     with saving.signals.taken(stop=checkpoint is not None):
         for number in range(reached.epochs, epochs):
             before = reached.samples
@@ -207,7 +207,7 @@ def _module(
     keywords: Mapping[str, Any],
 ) -> ParallelModule:
     if isinstance(model, ParallelModule):
-        if batch not in (None, model.plan.batch):
+        if batch not in (None, of(model).plan.batch):
             raise LayerwiseError(
                 f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
             )
@@ -244,8 +244,8 @@ def _check_keywords(model: object, keywords: Mapping[str, Any]) -> None:
 
 def _sampler(train: Feed, module: ParallelModule, seed: int, shuffle: bool) -> StepSampler:
     """Returns the sampler. A last batch of less than half joins the one before: so all ranks have a part of it."""
-    size = module.plan.batch
-    join = max(-(-size // 2), least(module.plan))
+    size = of(module).plan.batch
+    join = max(-(-size // 2), least(of(module).plan))
     return StepSampler(train.count, size, least=size if train.drop_last else 1, seed=seed, join=join, shuffle=shuffle)
 
 
@@ -261,10 +261,10 @@ class UserObjective:
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Batch]:
         """Yields this rank's samples of each batch."""
-        local = [numbers[self.module.share(len(numbers))].tolist() for numbers in batches]
+        local = [numbers[of(self.module).share(len(numbers))].tolist() for numbers in batches]
         for inputs, target in self.train.batches(local):
             check_targets(self.function, target, self.train.name)
-            yield inputs, target.to(self.module.device)
+            yield inputs, target.to(of(self.module).device)
 
     def loss(self, local: Batch, batch: int) -> Tensor:
         """Returns the function's value."""
@@ -274,7 +274,7 @@ class UserObjective:
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Returns the context that model and loss are computed in: autocast's, or none."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.module.device.type, self.autocast)
+        return nullcontext() if self.autocast is None else torch.autocast(of(self.module).device.type, self.autocast)
 
 
 def _epoch(trainer: Trainer[Batch], reached: Reached, saving: Saving, *, quiet: bool) -> float:
@@ -289,5 +289,5 @@ def _epoch(trainer: Trainer[Batch], reached: Reached, saving: Saving, *, quiet: 
                 bar(reached.steps, each)
             if step.number == trainer.done:
                 end_if_asked(saving, step.number)
-    everyone: list[float] = trainer.module.comm.all_gather_object(time.perf_counter() - started)
+    everyone: list[float] = of(trainer.module).comm.all_gather_object(time.perf_counter() - started)
     return max(everyone)

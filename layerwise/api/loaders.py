@@ -19,7 +19,7 @@ from layerwise.api.split import SplitDataset
 from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.schedule.schedule import samples
 from layerwise.train.loop import least
 
@@ -97,50 +97,48 @@ class Feeding:
     def __init__(self, module: ParallelModule) -> None:
         self.module, self.live = module, dict[object, tuple[int, bool]]()
         self._gathering = 0
-        layers, batch = module.layer_graph.layers, module.layer_graph.batch
+        layers, batch = of(module).layer_graph.layers, of(module).layer_graph.batch
         sample_inputs = {layer.name for layer in layers if type(layer.op) is Input and layer.out.index("n") == 0}
-        self._by_sample = [
-            path for path, leaf in module._layerwise._arguments.leaves.items() if leaf.name in sample_inputs
-        ]
+        self._by_sample = [path for path, leaf in of(module).arguments.leaves.items() if leaf.name in sample_inputs]
         sink = layers[-1]
-        losses = any(name in module.layer_graph.losses for name in sink.inputs)
+        losses = any(name in of(module).layer_graph.losses for name in sink.inputs)
         self._rows = not losses and all(x.index("n") == 0 and x.shape[0] == batch for x in sink.specs)
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after)
 
     def least(self) -> int:
         """Returns the samples that a batch must have for every rank to have a part of every layer."""
-        return least(self.module.plan)
+        return least(of(self.module).plan)
 
     def _before(
         self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._gathering = 0
         module = self.module
-        if not self.live or "batch" in named or module.plan.io == "free" or module._layerwise._arguments.takes("batch"):
+        if not self.live or "batch" in named or of(module).plan.io == "free" or of(module).arguments.takes("batch"):
             return None
-        flat = module._layerwise._arguments.named(inputs, named)
+        flat = of(module).arguments.named(inputs, named)
         by_sample = [x for path in self._by_sample if isinstance(x := flat.get(path), Tensor) and x.dim()]
         sizes = {x.shape[0] for x in by_sample}
-        of = reversed(self.live.values())
+        feeding = reversed(self.live.values())
         size, full = next(
-            (loop for loop in of if sizes == {loop[0] if loop[1] else self._shares(loop[0])[0]}), (0, False)
+            (loop for loop in feeding if sizes == {loop[0] if loop[1] else self._shares(loop[0])[0]}), (0, False)
         )
         if size and not full:
             return inputs, named | {"batch": size}
         others = {count for size, full in self.live.values() if not full for count in self._shares(size)}
-        alone = torch.is_grad_enabled() or not self._rows or module.comm.size == 1 or size in others
+        alone = torch.is_grad_enabled() or not self._rows or of(module).comm.size == 1 or size in others
         if alone or size < self.least():
             return None
-        self._gathering, share = size, module.share(size)
+        self._gathering, share = size, of(module).share(size)
         cut = set(map(id, by_sample))
         local, by_name = pytree.tree_map_only(Tensor, lambda x: x[share] if id(x) in cut else x, (inputs, named))
         return local, by_name | {"batch": size}
 
     def _shares(self, size: int) -> list[int]:
         """Returns how many samples of a batch this rank has, then how many the others have."""
-        counts = [share.stop - share.start for share in samples(self.module.plan, size)]
-        return [counts.pop(self.module.comm.rank), *counts]
+        counts = [share.stop - share.start for share in samples(of(self.module).plan, size)]
+        return [counts.pop(of(self.module).comm.rank), *counts]
 
     def _after(self, _: nn.Module, inputs: Any, outputs: Any) -> Any:
         return pytree.tree_map_only(Tensor, self._gather, outputs) if self._gathering else outputs
@@ -148,11 +146,13 @@ class Feeding:
     def _gather(self, local: Tensor) -> Tensor:
         """Returns the rows of all ranks."""
         module, size = self.module, self._gathering
-        shares = [(share.start, share.stop) for share in samples(module.plan, size)]
+        shares = [(share.start, share.stop) for share in samples(of(module).plan, size)]
         padded = local.new_zeros((max(stop - start for start, stop in shares), *local.shape[1:]))
         padded[: len(local)] = local
-        every = padded.new_empty((module.comm.size, *padded.shape))
-        module.comm.all_gather(every, padded, tuple(range(module.comm.size)), "io", "outputs of an evaluation").wait()
+        every = padded.new_empty((of(module).comm.size, *padded.shape))
+        of(module).comm.all_gather(
+            every, padded, tuple(range(of(module).comm.size)), "io", "outputs of an evaluation"
+        ).wait()
         full = local.new_empty((size, *local.shape[1:]))
         for shard, (start, stop) in zip(every, shares, strict=True):
             full[start:stop] = shard[: stop - start]
@@ -172,7 +172,7 @@ class Shares(Sampler[list[int]]):
             _join(drawn, self.feeding.least())
         self.sizes = deque(map(len, drawn))
         for numbers in drawn:
-            yield numbers if self.full else numbers[module.share(len(numbers))]
+            yield numbers if self.full else numbers[of(module).share(len(numbers))]
 
     def __len__(self) -> int:
         return len(_sized(self.theirs)) - bool(self.joining())
@@ -181,7 +181,7 @@ class Shares(Sampler[list[int]]):
         """Returns the size of a last batch that is too small for the plan's cuts, and joins the one before; else 0."""
         theirs = self.theirs
         split = not self.full or (
-            self.feeding.module.plan.io == "free" and getattr(theirs, "batch_size", 0) >= self.feeding.least()
+            of(self.feeding.module).plan.io == "free" and getattr(theirs, "batch_size", 0) >= self.feeding.least()
         )
         if not split or not isinstance(theirs, BatchSampler) or theirs.drop_last:
             return 0
@@ -190,7 +190,7 @@ class Shares(Sampler[list[int]]):
 
     def _drawn(self) -> list[list[int]]:
         """Returns rank 0's batches on all ranks, whatever their random states: its sampler would draw there alone."""
-        comm = self.feeding.module.comm
+        comm = of(self.feeding.module).comm
         state = torch.random.get_rng_state() if comm.rank == 0 else torch.empty(0, dtype=torch.uint8)
         random_state = comm.broadcast_text(state.numpy().tobytes().hex())
         with nullcontext() if comm.rank == 0 else torch.random.fork_rng(devices=[]):
@@ -250,7 +250,7 @@ class SharedLoader(DataLoader[Any]):
         )
         self.__dict__["batch_size"] = theirs.batch_size  # as scripts ask for it; of all ranks together
         left = self._shares.joining()
-        if left and feeding.module.comm.rank == 0:
+        if left and of(feeding.module).comm.rank == 0:
             print(
                 f"layerwise: the last {left} samples are too few for a batch: they join the one before", file=sys.stderr
             )

@@ -29,7 +29,7 @@ from layerwise.plan import Plan, load_plan
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.tensor import LABELS
 
 DEFAULT = ParallelOptions()
@@ -188,7 +188,7 @@ def parallelize(
         module.eval().requires_grad_(False)
     if (every := options.sync_every) > 1:
         Accumulate(module, every)
-        batch_of_step = f"the effective batch is {every * module.plan.batch:,}"
+        batch_of_step = f"the effective batch is {every * of(module).plan.batch:,}"
         shown += (Text(f"sync_every={every}: the optimizer steps every {every} batches; {batch_of_step}"),)
     if verbose and world.comm.rank == 0:
         for line in shown:

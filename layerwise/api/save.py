@@ -12,7 +12,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import writing
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.tensorfile import torch_save
 
 
@@ -43,7 +43,7 @@ def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
             f"save takes the path of a file, not {type(file).__name__}: say layerwise.save(model, file)"
         )
     if isinstance(model, ParallelModule):
-        comm, state = model.comm, model.full_state_dict()
+        comm, state = of(model).comm, of(model).full_state_dict()
     else:
         comm, state = joined() or SoloComm(), model.state_dict()
         if seat()[1] != comm.size:

@@ -36,7 +36,7 @@ class Run:
     """A model's run on this rank: its plan, its state, its passes. The model has it, and is referred to weakly."""
 
     _state: State | ModelState
-    _arguments: Arguments  # how the model is called
+    arguments: Arguments  # how the model is called
     _reducer: GradientReducer
     called_loss: LossFunction | None = None  # with which it is called, where it makes that itself
     has_cut = False  # whether some rank holds not all of some parameter that is trained

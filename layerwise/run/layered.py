@@ -27,7 +27,7 @@ from layerwise.run.execute.reducer import Gradients
 from layerwise.run.execute.working_parameters import WorkingParameters
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
-from layerwise.run.guards.refusals import Places, Unchanged, check_frozen, check_unwritten, versions
+from layerwise.run.guards.refusals import Structure, Unchanged, check_frozen, check_places, check_unwritten, versions
 from layerwise.run.guards.values import check_folded
 from layerwise.run.local_tensor import Version, is_dtensor
 from layerwise.run.mean_loss import LossFunction, MeanLoss, mean_loss
@@ -54,6 +54,9 @@ class LayeredRun(Run):
     have their boxes as tensors, for element-wise use only.
     """
 
+    _state: State
+    _network: Network  # without the memory of its parameters
+
     def __init__(
         self,
         model: nn.Module,
@@ -75,10 +78,10 @@ class LayeredRun(Run):
         self._state = State(network, held, plan.device_order, comm, options, model)  # the model has them from here on
         self._applying = False  # whether a function sees full parameters now
         self._shapes = Shapes(self._network, plan, comm, options)
-        self._arguments = self._shapes.arguments
+        self.arguments = self._shapes.arguments
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
-        self._places = Places(model)
+        self._places = Structure(model, buffers=True)
         self._folded = self._state.values(network.graph.folded)
         self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.rank_schedule
@@ -191,7 +194,7 @@ class LayeredRun(Run):
         if self.called_loss is not None:
             *before, target = inputs
             inputs = tuple(before)
-        batch = None if self._arguments.takes("batch") else named.pop("batch", None)
+        batch = None if self.arguments.takes("batch") else named.pop("batch", None)
         shapes = self._shapes if self.training else self._shapes.of_call(inputs, named)
         inputs = shapes.tensors_of(inputs, named)
         total, shaped = self._agreed(shapes, inputs, batch, target=target is not None)
@@ -263,7 +266,7 @@ class LayeredRun(Run):
 
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
-        self._places.check()
+        check_places(self._places)
         check_folded(self._folded)
         self._unchanged.check(training=self.training)
         check_frozen(self._frozen)
@@ -288,7 +291,7 @@ class LayeredRun(Run):
         check_folded(self._folded)
         self._state.apply(fn)
         self._working.renew()
-        self._places = Places(self.model)
+        self._places = Structure(self.model, buffers=True)
         self._folded = self._state.values(self.layer_graph.folded)
         dtype = fn(torch.zeros((), dtype=self.dtype, device=self.device)).dtype
         if dtype != self.dtype:
@@ -310,11 +313,11 @@ class LayeredRun(Run):
             executor.compile(settings)
 
     def shards(self) -> list[Shard]:
-        self._places.check()
+        check_places(self._places)
         return super().shards()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        self._places.check()
+        check_places(self._places)
         return super().full_state_dict()
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:

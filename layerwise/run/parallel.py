@@ -105,7 +105,7 @@ def of(model: nn.Module) -> Run:
         >>> layerwise.of(layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)).plan.gpus
         1
     """
-    run: Run | None = model.__dict__.get(OWN) if isinstance(model, ParallelModule) else None
+    run: Run | None = vars(model).get(OWN)
     if run is None:
         raise LayerwiseError(f"the {type(model).__name__} is not parallel: give what layerwise.parallelize returns")
     return run
@@ -143,7 +143,8 @@ def become(model: nn.Module, run: Run) -> None:
     names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     model.__dict__[OWN] = run
     try:
-        model.__class__ = type(own)(own.__name__, (ParallelModule, own), {**names, **run.methods()})
+        kind: Any = type(own)
+        model.__class__ = kind(own.__name__, (ParallelModule, own), {**names, **run.methods()})
     except TypeError as error:
         leave(model)
         raise LayerwiseError(f"a model of class {own.__name__} cannot be made parallel in place: {error}") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from layerwise.run.guards.hooks import is_compiled
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.schedule.schedule import places
 from layerwise.trace import Span, Trace
 
@@ -35,17 +35,17 @@ class Stragglers:
     def timed(self, number: int) -> Iterator[None]:
         """Times a step's layers, if it is its turn, nobody traces it, and there is something to compare them with."""
         module = self.module
-        turn = FIRST <= number % EVERY < FIRST + STEPS and module.comm.size > 1 and module.trace is None
+        turn = FIRST <= number % EVERY < FIRST + STEPS and of(module).comm.size > 1 and of(module).trace is None
         if turn and self._expected_s is None:
             self._expected_s = self._expected()
         if not (turn and self._expected_s):
             yield
             return
-        module._layerwise.trace = trace = Trace(device=module.device)
+        of(module).trace = trace = Trace(device=of(module).device)
         try:
             yield
         finally:
-            module._layerwise.trace = None
+            of(module).trace = None
         self._times.append(self._time(trace.spans()))
 
     def look(self) -> Look | None:
@@ -98,13 +98,13 @@ class Stragglers:
         none of a compiled model, which would be compiled anew for each look.
         """
         module, expected = self.module, dict[str, float]()
-        if module.runtime_options.compile is not None or any(is_compiled(m) for m in module.modules()):
+        if of(module).runtime_options.compile is not None or any(is_compiled(m) for m in module.modules()):
             return expected
-        of_layer = places(module.layer_graph, module.plan)
-        for name, times in module.plan.predicted_layers.items():
+        of_layer = places(of(module).layer_graph, of(module).plan)
+        for name, times in of(module).plan.predicted_layers.items():
             if name in of_layer and not times.get("statistics_s"):
                 volume = of_layer[name].computed.volume
-                part = float(volume[module.comm.rank] / volume.max())
+                part = float(volume[of(module).comm.rank] / volume.max())
                 if (seconds := times.get("compute_s", 0.0) * part) > 0:
                     expected[name] = seconds
         return expected

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput, Crop, Intensity, classes_of, generator
 from layerwise.volumes.sources import source_of
 
@@ -63,8 +63,8 @@ class BoxLoader:
         workers: int = 0,
         prefetch: int = 2,
     ) -> None:
-        specs = [layer.out for layer in model.layer_graph.layers if layer.role is Role.INPUT]
-        boxes = model.read_boxes()
+        specs = [layer.out for layer in of(model).layer_graph.layers if layer.role is Role.INPUT]
+        boxes = of(model).read_boxes()
         if len(sources) != len(boxes):
             raise LayerwiseError(f"the model takes {len(boxes)} inputs ({', '.join(boxes)}), not {len(sources)}")
         opened = [
@@ -82,16 +82,16 @@ class BoxLoader:
         if crop not in (None, *get_args(Crop)):
             raise LayerwiseError(f"crop={crop!r}: it is one of {', '.join(get_args(Crop))}, or left out")
         (self.samples,) = counts
-        self.batch, self.shuffle, self.seed, self.epoch, self._done = model.plan.batch, shuffle, seed, 0, 0
+        self.batch, self.shuffle, self.seed, self.epoch, self._done = of(model).plan.batch, shuffle, seed, 0, 0
         if self.samples < self.batch:
             raise LayerwiseError(f"{self.samples} samples are no batch of {self.batch}")
         described = zip(boxes.items(), specs, opened, strict=True)
         inputs = tuple(
-            BoxInput(name, spec, box, source, classes_of(model.layer_graph, name))
+            BoxInput(name, spec, box, source, classes_of(of(model).layer_graph, name))
             for (name, box), spec, source in described
         )
         self._reading = BatchReader(inputs, crop, flip, intensity, seed)
-        self._workers, self._prefetch, self._pinned = workers, prefetch, model.device.type == "cuda"
+        self._workers, self._prefetch, self._pinned = workers, prefetch, of(model).device.type == "cuda"
 
     def __len__(self) -> int:
         return self.samples // self.batch

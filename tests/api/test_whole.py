@@ -18,8 +18,9 @@ from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.whole import parts_of
 from layerwise.plan import load_plan
-from layerwise.run.facade import SplitModule as LayeredModule
+from layerwise.run.layered import LayeredRun
 from layerwise.run.load import load
+from layerwise.run.parallel import of
 from tests.api.keywords import quiet
 from tests.comm.thread import run_threads
 from tests.run.plans import difference
@@ -132,7 +133,7 @@ def test_the_rest_is_split_by_channels(middle: type[nn.Module], ranks: int) -> N
 
     def rank(comm: Comm) -> tuple[list[Tensor], dict[str, Tensor]]:
         model = parallelize(models[comm.rank], X[: 8 // ranks], **quiet(comm, strategy=split(ranks)))
-        assert isinstance(model, LayeredModule)
+        assert isinstance(of(model), LayeredRun)
         assert model.plan.strategy["up"]["c"] == ranks
         assert model.plan.provenance["whole"] == ["middle.inner" if middle is Pair else "middle"]
         made, _ = trained(model, comm.rank, ranks)

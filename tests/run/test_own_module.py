@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
-from layerwise.run.data_parallel.module import DataModule as DataParallelModule
-from layerwise.run.facade import SplitModule as LayeredModule
+from layerwise.run.data_parallel.module import DataRun
+from layerwise.run.layered import LayeredRun
 from layerwise.run.load import load
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from tests.run.own_modules import BATCH, IMAGES, Net, alone, calm, loss, net
 from tests.run.plans import difference
 from tests.run.small_modules import on_ranks, plan_of, traced
@@ -24,9 +24,9 @@ from tests.run.small_modules import on_ranks, plan_of, traced
 
 def test_data_plans_are_run_by_the_module_itself() -> None:
     _, network = net()
-    assert isinstance(alone(), DataParallelModule)
-    assert on_ranks(network, lambda made: type(made), 2) == [DataParallelModule] * 2
-    assert on_ranks(network, lambda made: type(made), 2, plan_of(network, 2, {"h": 2})) == [LayeredModule] * 2
+    assert isinstance(of(alone()), DataRun)
+    assert on_ranks(network, lambda made: type(of(made)), 2) == [DataRun] * 2
+    assert on_ranks(network, lambda made: type(of(made)), 2, plan_of(network, 2, {"h": 2})) == [LayeredRun] * 2
 
 
 def test_forwards_in_training_are_counted_on_one_device_too() -> None:
@@ -110,7 +110,7 @@ class Other(nn.Dropout):
 def test_what_cannot_be_replaced_is_run_layer_by_layer(module: nn.Module) -> None:
     network = traced(module.double(), torch.randn(4, 4).double())
     for ranks in (1, 2):
-        assert on_ranks(network, lambda made: type(made), ranks) == [LayeredModule] * ranks
+        assert on_ranks(network, lambda made: type(of(made)), ranks) == [LayeredRun] * ranks
 
 
 def test_on_one_device_it_is_plain_pytorch_bit_by_bit() -> None:
@@ -181,7 +181,7 @@ def test_copies_and_pickles() -> None:
     made = alone()
     loss(made(IMAGES[0]))
     for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert isinstance(again, DataParallelModule)
+        assert isinstance(of(again), DataRun)
         kept = copy.deepcopy(made)
         assert all(torch.equal(a, b) for a, b in zip(again(IMAGES[1]), kept(IMAGES[1]), strict=True))
     for plain in (copy.deepcopy(made.module), pickle.loads(pickle.dumps(made.module))):

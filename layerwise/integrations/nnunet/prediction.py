@@ -33,6 +33,7 @@ from layerwise.inference.rounds import compute_round, predictor_of, rounds_of, w
 from layerwise.integrations.nnunet.cases import PreparedCase, Volume, prepare
 from layerwise.integrations.nnunet.folder import TrainedFolder
 from layerwise.partition.place import Each
+from layerwise.run.parallel import of
 from layerwise.train.score import evaluating
 from layerwise.volumes.sources import foreign
 
@@ -98,7 +99,7 @@ def predict(
     model = parallelize(
         loaded, example, inference=True, io="boxes", verbose=False, options=options or ParallelOptions()
     )
-    world = model.comm
+    world = of(model).comm
     results = LabelFolder(os.fspath(out), [files[0] for files in cases.values()], trained)
     extents = trained.patch if window == "patch" else window
     results.digest = values_digest(model, extents, overlap, mirror, trained.plans, trained.regions, trained.mirror)

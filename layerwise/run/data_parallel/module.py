@@ -36,7 +36,7 @@ from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.hooks import check_around, check_transforms, in_backward
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
-from layerwise.run.parallel import OWN, ParallelModule, become, leave
+from layerwise.run.parallel import OWN, become, leave
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.state.model_state import Buffers, ModelState, map_kept_losses
@@ -70,7 +70,7 @@ class DataRun(Run):
 
     def __init__(self, module: nn.Module, facts: Facts) -> None:
         super().__init__(module, facts.graph, facts.plan, facts.comm, facts.options)
-        self._facts, self._calls, self._arguments = facts, Calls(), facts.arguments
+        self._facts, self._calls, self.arguments = facts, Calls(), facts.arguments
         self._state = ModelState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
         self._module_spans: ModuleSpans | None = None
@@ -116,7 +116,7 @@ class DataRun(Run):
             self.steps_done += self.training  # checkpoints are named so
             return (self._called or self._own)(*inputs, **named)
         check_transforms()
-        batch = None if self._arguments.takes("batch") else named.pop("batch", None)
+        batch = None if self.arguments.takes("batch") else named.pop("batch", None)
         self._check_device()
         call = self._call(inputs, named, batch)
         if self._moved is not None:
@@ -276,7 +276,7 @@ class DataRun(Run):
 
     def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._note_device(fn)
-        super(ParallelModule, self.model)._apply(fn)
+        self.own_class._apply(self.model, fn)  # type: ignore[no-untyped-call]
         self._average()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -331,6 +331,6 @@ def _returned_shapes(
 
 def _made(kind: type[nn.Module], state: dict[str, Any], facts: Facts, steps: int) -> nn.Module:
     model = kind.__new__(kind)
-    nn.Module.__setstate__(model, state)
+    nn.Module.__setstate__(model, state)  # type: ignore[no-untyped-call]
     DataRun(model, facts).steps_done = steps
     return model

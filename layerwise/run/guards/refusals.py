@@ -99,20 +99,14 @@ class Structure:
         return objects
 
 
-class Places:
-    """The tensors and modules of a model in their places, to notice others."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._structure = Structure(model, buffers=True)
-
-    def check(self) -> None:
-        """LayerwiseError where a tensor or module was given another's place."""
-        if self._structure.changed():
-            raise LayerwiseError(
-                "the parallel module's parameters, buffers or layers are others than it was made with, as "
-                "torch.func.functional_call has it, and its plan goes on with those: give load_state_dict the values, "
-                "and change layers before the model is made parallel"
-            )
+def check_places(structure: Structure) -> None:
+    """LayerwiseError where a tensor or module of the model was given another's place."""
+    if structure.changed():
+        raise LayerwiseError(
+            "the parallel module's parameters, buffers or layers are others than it was made with, as "
+            "torch.func.functional_call has it, and its plan goes on with those: give load_state_dict the values, "
+            "and change layers before the model is made parallel"
+        )
 
 
 def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, Version]:

@@ -19,13 +19,14 @@ from layerwise.run.state.operations import each, each_of, elementwise, is_view, 
 SHARED = list[tuple[Any, Tensor]]()  # what the last operation has made a view of, and the full tensor
 
 
-def like_it(tensor: DTensor, local: Tensor) -> Any:
+def like_it(tensor: DTensor, local: Tensor) -> DTensor:
     """Returns a DTensor that lies as another does, maybe of another type."""
     spec, meta = tensor._spec, tensor._spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, local.dtype))
     kind: Any = type(tensor)  # made as FSDP2 does; `from_local` goes through autograd
-    return kind(local, spec, requires_grad=False)
+    made: DTensor = kind(local, spec, requires_grad=False)
+    return made
 
 
 def full_of(x: Any) -> Any:

@@ -132,7 +132,8 @@ def _neutral(what: Number, shard: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _of_rows(what: Number, rows: Tensor) -> Tensor:
     kind, p = what
     if kind == "norm" and p:
-        return torch.linalg.vector_norm(rows, p, dim=0)
+        norms: Tensor = torch.linalg.vector_norm(rows, p, dim=0)
+        return norms
     if kind in ("max", "min"):
         return rows.amax(0) if kind == "max" else rows.amin(0)
     if kind in ("all", "any"):

@@ -47,7 +47,7 @@ ASKS = frozenset(("grad", "backward"))  # functions that ask for gradients of it
 PUT, MASKED = torch.ops.aten.index_put_.default, torch.ops.aten.masked_fill_.Tensor
 
 
-class _Kind(type(DTensor)):  # type: ignore[misc]
+class _Kind(torch._C._TensorMeta):
     """The class of PlanDTensor's class, which is DTensor in PyTorch's lists of types whose lists functions take."""
 
     def __eq__(cls, other: object) -> bool:
@@ -56,7 +56,7 @@ class _Kind(type(DTensor)):  # type: ignore[misc]
     __hash__ = type.__hash__
 
 
-class PlanDTensor(DTensor, metaclass=_Kind):
+class PlanDTensor(DTensor, metaclass=_Kind):  # type: ignore[metaclass]
     """A DTensor of a plan's mesh, of all ranks or of some."""
 
     @classmethod
@@ -121,7 +121,7 @@ class PlanDTensor(DTensor, metaclass=_Kind):
         """Returns PyTorch's own DTensor of the values, redistributed."""
         if all(isinstance(placement, Replicate) for placement in placements or self.placements):
             mesh = device_mesh if device_mesh not in (None, self.device_mesh) else all_ranks(self)
-            return DTensor.from_local(everywhere(self.detach()), mesh, (Replicate(),) * mesh.ndim, run_check=False)
+            return DTensor.from_local(full_of(self.detach()), mesh, (Replicate(),) * mesh.ndim, run_check=False)
         return plain_dtensor(self).redistribute(device_mesh, placements, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -132,7 +132,7 @@ class PlanDTensor(DTensor, metaclass=_Kind):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Returns an array of the full tensor."""
-        return everywhere(self.detach() if force else self).numpy(force=force)
+        return full_of(self.detach() if force else self).numpy(force=force)
 
     def tolist(self) -> Any:
         """Returns the full tensor as a list."""
@@ -166,7 +166,7 @@ class PlanDTensor(DTensor, metaclass=_Kind):
 class RetiredDTensor(PlanDTensor):
     """A parameter of a model that is plain again."""
 
-    __torch_function__ = ReplacedParameter.__torch_function__
+    __torch_function__ = ReplacedParameter.__torch_function__  # type: ignore[assignment]
 
 
 class PartView(Tensor):
@@ -235,7 +235,7 @@ INPLACE = frozenset(("__setitem__", *(f"__i{operator}__" for operator in OPERATO
 
 
 def _followed(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-    """Returns what `func` makes, with its graph: of full tensors where plain ones are beside, which may differ by rank."""
+    """Returns what `func` makes for autograd to follow, in full beside plain tensors, which may be a rank's own."""
     dtensors = {id(x): x for x in tensors if isinstance(x, PlanDTensor)}
     if any(not isinstance(x, DTensor) for x in tensors):
         full = {key: _Full.apply(x) for key, x in dtensors.items()}  # type: ignore[no-untyped-call]

@@ -86,7 +86,7 @@ class Tree:
         extra: what layers do not compute with. It stays the model's own, unless that has no values.
         """
         self._names, self._extra = list(values), list(extra)
-        for name, value in (values | extra).items():
+        for name, value in {**values, **extra}.items():
             if self._of_file and name not in self._slots:
                 module, last = self._at(name)
                 slots: dict[str, Any] = module._parameters if isinstance(value, nn.Parameter) else module._buffers
@@ -184,9 +184,9 @@ def refuse_calls(root: nn.Module, written: Set[str] = frozenset()) -> None:
         module, _, name = path.rpartition(".")
         if name not in FRESH:
             root.get_submodule(module).__dict__.pop(name, None)
-    for module in root.modules():
-        if module is not root:
-            module.__dict__.update({**REFUSED, "apply": partial(_apply_to, weakref.ref(root), weakref.ref(module))})
+    for part in root.modules():
+        if part is not root:
+            part.__dict__.update({**REFUSED, "apply": partial(_apply_to, weakref.ref(root), weakref.ref(part))})
 
 
 def _apply_to(root: weakref.ref[Any], part: weakref.ref[Any], fn: Callable[[nn.Module], object]) -> nn.Module:
