@@ -30,7 +30,7 @@ from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
 from layerwise.comm.watch import noted
 from layerwise.errors import LayerwiseError, nearest
-from layerwise.run.parallel import ParallelModule, of
+from layerwise.run.parallel import ParallelModule, of, restore
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
 from layerwise.train.saving import Saving
@@ -59,15 +59,17 @@ class Epoch:
 
 @dataclass(slots=True)
 class Fitted:
-    """The parallel module, trained, its optimizer, and what each epoch came to (those of this call)."""
+    """The model, trained, its optimizer, and what each epoch came to (those of this call)."""
 
-    module: ParallelModule
+    module: nn.Module
     optimizer: Optimizer
     history: list[Epoch] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the full model's state dict; every rank calls this."""
-        return of(self.module).full_state_dict()
+        """Returns the full model's state dict, on the CPU; every rank calls this."""
+        if isinstance(self.module, ParallelModule):
+            return of(self.module).full_state_dict()
+        return {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
 
 
 @handled(noted, signal.SIGUSR1)  # outside of the steps there is nothing to save
@@ -97,7 +99,8 @@ def fit(
 
     The order of the samples depends on `seed` and the epoch alone, so losses and weights do not depend on the number
     of ranks. No sample is left out: what remains joins the last batch where it is less than half a batch. At the end
-    a model that is an nn.Module with values has the trained ones.
+    an nn.Module is plain again and has the trained values; what was parallel before, a model of the meta device, and a
+    file's stay parallel.
 
     Args:
         model: As `parallelize` takes it, or what it returned.
@@ -122,7 +125,7 @@ def fit(
         keywords: Further arguments of `parallelize`, which plan the model.
 
     Returns:
-        The parallel module, trained, its optimizer, and what each epoch came to.
+        The model, trained, its optimizer, and what each epoch came to.
 
     Raises:
         LayerwiseError: Data, loss or optimizer do not fit, or what `parallelize` raises.
@@ -153,6 +156,8 @@ def fit(
     for source in (train, evaluation):
         if source is not None and source.target is not None:
             check_targets(loss, source.target, source.name)
+    plain = isinstance(model, nn.Module) and not isinstance(model, ParallelModule)
+    plain = plain and not any(p.is_meta for p in model.parameters())  # type: ignore[union-attr]
     module = _module(model, train, batch, planned(optimizer), seed, autocast, keywords)
     built = build(optimizer, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(built)
@@ -194,6 +199,8 @@ def fit(
             saving.save(trainer.done)
             saving.finish()
             end_if_asked(saving, trainer.done)
+    if plain:
+        restore(module)
     return fitted
 
 

@@ -43,6 +43,7 @@ class Run:
     own_class: type[nn.Module]  # of the model, before
     own_forward: Callable[..., Any] | None = None  # of the instance, before
     plain = False  # whether it does nothing but call the model
+    unkept: frozenset[str] = frozenset()  # attributes that the model's forward pass sets, and the run does not
 
     def __init__(self, model: nn.Module, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self._model = weakref.ref(model)

@@ -104,12 +104,12 @@ class LayeredRun(Run):
                 if p.requires_grad:
                     self._outside[name] = OutsideGradients(self, name)
                     take_hooks(p, self._outside[name])
-        self._enter(network.written)
+        self.unkept = network.written
+        self._enter()
 
-    def _enter(self, written: frozenset[str] = frozenset()) -> None:
-        """Makes the model parallel. written: attributes that its forward pass sets, which go."""
+    def _enter(self) -> None:
         become(self.model, self)
-        refuse_calls(self.model, written)
+        refuse_calls(self.model, self.unkept)
         self._unchanged = Unchanged(self.model)
 
     def _leave(self) -> None:

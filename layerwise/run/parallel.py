@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.read.arguments import signature_of
 from layerwise.run.base import Function, Run
+from layerwise.run.guards.refusals import unsupported
 
 OWN = "_layerwise"  # the one attribute of a model that is parallel
 # What such a model has of its run, beside what is its own: a name that it has itself is read by `layerwise.of(model)`.
@@ -47,8 +48,12 @@ class ParallelModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in PUBLIC and OWN in self.__dict__:
-                return getattr(self.__dict__[OWN], name)
+            run: Run | None = self.__dict__.get(OWN)
+            if run is not None and name in PUBLIC:
+                return getattr(run, name)
+            if run is not None and name in run.unkept:
+                what, instead = f"{name!r} of the parallel module", "let the model return what its forward pass keeps"
+                raise AttributeError(str(unsupported(what, instead))) from None
             raise
 
     def compile(self, **settings: Any) -> None:

@@ -50,7 +50,7 @@ PUT, MASKED = torch.ops.aten.index_put_.default, torch.ops.aten.masked_fill_.Ten
 class _Kind(torch._C._TensorMeta):
     """The class of PlanDTensor's class, which is DTensor in PyTorch's lists of types whose lists functions take."""
 
-    def __eq__(cls, other: object) -> bool:
+    def __eq__(cls, other: object) -> bool:  # noqa: N805
         return cls is other or other is DTensor
 
     __hash__ = type.__hash__
