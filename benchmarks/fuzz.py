@@ -56,7 +56,7 @@ from layerwise.volumes.sources import source_of
 LIMIT_S, LIMIT_BYTES = 20, 4 << 30
 ODD = (None, True, -1, 0, 1, 2**31, 2**63, -0.5, 1e308, "", "\u202e\x1b[2J", "../../etc/passwd", [], {}, [[]] * 3)
 _ORACLE = ("lenet5", "--gpus", "4,8", "--profile", "p100")
-SEARCHED = ("--gpus", "2", "--effort", "quick", "--no-cache", "--global-batch", "4")
+SEARCHED = ("--gpus", "2", "--effort", "quick", "--global-batch", "4")
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from layerwise.cache import folder
 from layerwise.cli import Parser, command, output_arguments, positive, present, run_main
 from layerwise.machine.catalogue import reported
+from layerwise.machine.profiles import folder
 from layerwise.quantities import units
 from layerwise.report.content import Lines, Report, facts
 from layerwise.version import __version__

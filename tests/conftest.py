@@ -23,8 +23,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 # A worker a core has a thread of its own (before PyTorch is imported, which asks once).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What a test searches for is searched for, and what somebody has measured here before changes no test.
-os.environ["LAYERWISE_NO_CACHE"] = "1"
+# What somebody has measured here before changes no test.
 if "LAYERWISE_CACHE" not in os.environ:  # else it is the one of the process that has started this one
     _kept = tempfile.TemporaryDirectory(prefix="layerwise-tests-")
     os.environ["LAYERWISE_CACHE"] = _kept.name

@@ -17,7 +17,6 @@ from torch import nn
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
-from layerwise.cache import folder
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
 from layerwise.config import Config, SearchSpace
@@ -27,6 +26,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import catalogue, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.profile import Profile
+from layerwise.machine.profiles import folder
 from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import TYPES, conditions, cpu_name, mode_of, modes
 from layerwise.measure.job import Job, base_profile

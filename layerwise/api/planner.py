@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 
 from layerwise.api.world import World
-from layerwise.cache import answers
 from layerwise.config import Config, SearchSpace, parse
 from layerwise.constraints import parse_constraints
 from layerwise.cost.model import CostModel, CostOptions
@@ -126,7 +125,7 @@ class Planner:
             notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
         fixed = fixed_layers(model, strategy, space.replicas)
-        find = partial(search, space=space, fixed=fixed, effort=self.request.effort, answers=answers())
+        find = partial(search, space=space, fixed=fixed, effort=self.request.effort)
         model, result = search_halos(model, find)
         notes += [*halo_lines(result), *constraint_lines(result)]
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
@@ -21,6 +24,29 @@ from layerwise.machine.layer_times import DTYPES, layers_as_json, parse_layers, 
 from layerwise.machine.profile import BACKENDS, Link, LinkLevel, Profile
 
 DEFAULT = "h100"
+
+
+def folder() -> Path:
+    """The folder of measured profiles: $LAYERWISE_CACHE, else layerwise in the user's cache.
+
+    A user without a home, as in a container, has one among temporary files, where nobody else may have made it.
+    LayerwiseError where somebody has.
+    """
+    if named := os.environ.get("LAYERWISE_CACHE"):
+        return Path(named)
+    if home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(home) / "layerwise"
+    try:
+        return Path.home() / ".cache" / "layerwise"
+    except RuntimeError:
+        place = Path(tempfile.gettempdir()) / f"layerwise-{os.getuid()}"
+        with contextlib.suppress(OSError):  # where it cannot be, whoever writes there says so
+            place.mkdir(mode=0o700)
+        status = place.lstat() if os.path.lexists(place) else None
+        if status and (not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022):
+            reason = "is a link, or others may write into it: set LAYERWISE_CACHE to a folder of your own"
+            raise LayerwiseError(f"the cache's folder {os.fspath(place)!r} {reason}") from None
+        return place
 
 
 def names() -> list[str]:

@@ -58,7 +58,6 @@ class Op(ABC):
     draws_always: ClassVar[bool] = False  # in evaluation, too
     ids: ClassVar[bool] = False  # its input is of integers that look up rows
     weights: ClassVar[bool] = False  # has weights whose element type is the model's
-    weights_late: ClassVar[bool] = False  # the gradient of its weights can be made after that of its input
     local_statistics: ClassVar[bool] = False  # on request it takes statistics of a device's own samples, as DDP does
     arithmetic: ClassVar[bool] = True  # else it only moves numbers: no FLOPs
     added: ClassVar[frozenset[str]] = frozenset()  # attributes that digests of older plans lack: left out where unset

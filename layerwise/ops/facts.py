@@ -145,7 +145,6 @@ class Local:
     all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
     seed: Seed = 0  # of the random numbers of this step, equal on all devices
     device: torch.device | None = None  # that computes, where the kernel is given no tensor; None: the CPU
-    convolve: Callable[..., Tensor] | None = field(default=None, compare=False)  # instead of torch's convolution
     padded: bool = False  # whether its first input has come with the operator's `margins`
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 

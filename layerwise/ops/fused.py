@@ -213,12 +213,11 @@ def run_stages(
     training: bool,
     seed: Callable[[int], Seed],
     reduce: Callable[[Tensor], Tensor] | None,
-    convolve: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """The box of the output that a device owns afterwards.
 
     seed: of a stage's random numbers, by its number. reduce: where k is split, what makes the owned box of the sum
-    from this device's partial sums. convolve: what the main operator calls instead of PyTorch's convolution.
+    from this device's partial sums.
     """
     given = list(inputs)
     result: Tensor | None = None
@@ -232,8 +231,6 @@ def run_stages(
         local = own.training if training else own.evaluation
         if stage.op.draws and (training or stage.op.draws_always):
             local = replace(local, seed=seed(number))
-        if convolve is not None and number == 0:
-            local = replace(local, convolve=convolve)
         if number == 0 and reduce is not None:
             epilogue = {p.name for p in local.space.parameters if p.epilogue}
             total = reduce(stage.op.run(local, values, {name: v for name, v in named.items() if name not in epilogue}))

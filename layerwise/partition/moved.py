@@ -11,7 +11,7 @@ from layerwise.geometry import Box, Lattices, interval_overlap, numbering, throu
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Maps
 from layerwise.partition.groups import Group
-from layerwise.partition.place import Boxes, Each, Place, of_all_classes
+from layerwise.partition.place import Boxes, Each, Place
 from layerwise.tensor import TensorSpec
 
 
@@ -73,24 +73,18 @@ def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
     return lengths.sum(1).astype(np.float64), whole | outermost
 
 
-def outputs(source: Place, spec: TensorSpec, io: str, *, alone: bool, loss: bool = False) -> Moved:
+def outputs(source: Place, spec: TensorSpec, io: str, *, loss: bool = False) -> Moved:
     """The transfer of outputs where every device feeds the full batch (io free).
 
-    With several outputs all devices get all of each, and go back with their own part of what they computed alike. Where
-    each reads boxes (io boxes) it keeps its own box of an output, and gets all of a loss and of what is of no sample.
+    All devices get all of each, and go back with their own part of what they computed alike. Where each reads boxes (io
+    boxes) it keeps its own box of an output, and gets all of a loss and of what is of no sample.
     """
-    own, devices = source.owned, len(source.owned.lo)
+    own, zero = source.owned, np.zeros(len(source.owned.lo))
     if io == "boxes" and not loss and spec.index("n") is not None:
-        zero = np.zeros(devices)
         return Moved(own.volume, own.volume, zero, zero, True, zero, zero)
-    if io == "boxes" or not alone or len(spec.shape) < 2:
-        whole, zero = np.full(devices, float(spec.volume)), np.zeros(devices)
-        received = whole - own.volume
-        return Moved(whole, own.volume, received, zero, bool((received == 0).all()), zero, zero)
-    need = of_all_classes(own, spec)
-    owned = own.overlap(need)
-    received, sent = need.volume - owned, np.where(need.active, 0.0, own.volume)
-    return Moved(need.volume, owned, received, sent, not received.any(), sent, received)
+    whole = np.full_like(zero, spec.volume)
+    received = whole - own.volume
+    return Moved(whole, own.volume, received, zero, bool((received == 0).all()), zero, zero)
 
 
 Parts = tuple[tuple[int, Box], ...]  # (peer, box)

@@ -17,7 +17,6 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Dim, Maps, Parameter, Space
 from layerwise.partition.layout import LayoutCells, layout
-from layerwise.tensor import TensorSpec
 
 Each = tuple[Box | None, ...]  # by device; None: it has none
 
@@ -91,12 +90,6 @@ class Boxes:
         """Devices that have none have an empty one."""
         lo, hi = (np.where(self.active[:, None], side, 0) for side in (self.lo, self.hi))
         return Boxes(lo, hi, np.ones_like(self.active))
-
-    def first_of_each(self) -> Mask:
-        """(N,) whether no device before it has the same box."""
-        rows = np.concatenate([self.lo, self.hi, self.active[:, None]], axis=1)
-        first = np.unique(rows, axis=0, return_index=True)[1]
-        return self.active & np.isin(np.arange(len(rows)), first)
 
     def shared(self) -> Mask:
         """(N,) whether another device has the same box."""
@@ -190,13 +183,3 @@ def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
 def lattices_of(layer: Layer, slot: int) -> Lattices:
     """The positions of input `slot` that a layer reads at all: where it travels these do, and nothing else."""
     return layer.space.lattice(slot) if slot < len(layer.specs) else ()
-
-
-def of_all_classes(owned: Boxes, spec: TensorSpec) -> Boxes:
-    """The boxes of the only output where each device feeds the full batch (io free): a box of all classes (dimension 1)
-    for each different one, on the first device that has a part of it; the loss is computed there.
-    """
-    lo, hi = owned.lo.copy(), owned.hi.copy()
-    lo[:, 1], hi[:, 1] = 0, np.where(owned.active, spec.shape[1], 0)
-    wide = Boxes(lo, hi, owned.active)
-    return Boxes(lo, hi, wide.first_of_each())

@@ -21,7 +21,6 @@ from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.local_tensor import local_tensor
-from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.run.shapes import Sized, Sizes
@@ -38,7 +37,6 @@ class Run:
     _state: State | ModelState
     arguments: Arguments  # how the model is called
     _reducer: GradientReducer
-    called_loss: LossFunction | None = None  # with which it is called, where it makes that itself
     has_cut = False  # whether some rank holds not all of some parameter that is trained
     own_class: type[nn.Module]  # of the model, before
     own_forward: Callable[..., Any] | None = None  # of the instance, before

@@ -26,7 +26,6 @@ from layerwise.run.data_parallel.module import DataRun, Facts
 from layerwise.run.data_parallel.replacements import replacements
 from layerwise.run.guards.hooks import check_modules, check_plain, check_traced, without_hooks
 from layerwise.run.layered import LayeredRun
-from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.initial import broadcast_values
@@ -41,7 +40,6 @@ def load(
     comm: Comm | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
-    loss: LossFunction | None = None,
     weights: Mapping[str, Tensor] | None = None,
     seed: int = 0,
     local_batch_norm: bool | None = None,
@@ -65,8 +63,6 @@ def load(
             there is one, else a single rank.
         device: Where this rank computes. None: the communicator's, or the CPU.
         dtype: Of parameters and, without autocast, of activations.
-        loss: For io "free" and "boxes": a function of an output and a target, which `module(*inputs, target)` then
-            returns the global mean of; see `LayeredRun`.
         weights: A state dict, possibly lazy, instead of the model's values.
         seed: Of initial values that are drawn, and of dropout.
         local_batch_norm: Statistics are of each rank's own samples. None: what the plan was searched with.
@@ -118,7 +114,7 @@ def load(
         network = replace(model, itself=False)
     else:
         network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance))
-    return build_module(plan, network, comm, options, loss=loss, weights=weights)
+    return build_module(plan, network, comm, options, weights=weights)
 
 
 def build_module(
@@ -127,7 +123,6 @@ def build_module(
     comm: Comm,
     options: RuntimeOptions,
     *,
-    loss: LossFunction | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> ParallelModule:
     """Returns what `load` does, of a network that has been imported."""
@@ -141,13 +136,11 @@ def build_module(
         plan = serial(plan)
     plan.check(graph, comm.size)
     check_types(replace(options, autocast=None).typed(graph), options.dtype)
-    if loss is not None and plan.io == "sample":
-        raise LayerwiseError("the plan has io 'sample': each rank computes the loss of its own samples; leave loss out")
     if plan.io == "sample" and plan.batch < plan.gpus:
         raise LayerwiseError(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
-    to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)
+    to_replace = replacements(network, graph, plan, comm.size, options)
     layers = to_replace is None
     if layers:
         check_traced(graph)
@@ -159,7 +152,7 @@ def build_module(
     before = Before(module)
     try:
         if to_replace is None:
-            run: Run = LayeredRun(module, replace(network, graph=graph), plan, comm, options, loss)
+            run: Run = LayeredRun(module, replace(network, graph=graph), plan, comm, options)
         else:
             settle_values(module, network, graph, options)
             assert network.arguments is not None

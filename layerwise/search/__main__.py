@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from layerwise.cache import answers
 from layerwise.cli import (
     check_files,
     command,
@@ -119,7 +118,6 @@ def _searched(
             offer=offer,
             effort=args.effort,
             progress=progress,
-            answers=answers(wanted=not args.no_cache),
         )
         model, result = search_halos(model, find)
     tried: list[Remedy] = []

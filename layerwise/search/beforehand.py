@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from layerwise.cache import answers
 from layerwise.errors import LayerwiseError
 from layerwise.plan import load_plan
 from layerwise.search.rebuild import replan
@@ -46,12 +45,12 @@ def main(argv: Sequence[str]) -> None:
     with suppress(OSError):  # where memory is short, this goes first
         Path("/proc/self/oom_score_adj").write_text("1000")
     path, gpus, each, model, profile = argv
-    plan, kept = load_plan(path), answers()
+    plan = load_plan(path)
     for number in left(int(gpus), int(each)):
-        if number != plan.gpus and kept is not None:
+        if number != plan.gpus:
             with suppress(LayerwiseError):  # a restart will say it
                 per_node = min(int(each), number)
-                replan(plan, number, per_node, model=model or None, profile=profile or None, answers=kept)
+                replan(plan, number, per_node, model=model or None, profile=profile or None)
 
 
 def _end_with_stdin() -> None:

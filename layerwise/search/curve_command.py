@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from layerwise.cache import answers
 from layerwise.cli import present, progress_bar
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
@@ -46,7 +45,6 @@ def show_curve(model: CostModel, space: SearchSpace, offer: Sequence[str], args:
             offer=offer,
             memory_bytes=args.search_memory * 2**30,
             progress=progress,
-            answers=answers(wanted=not args.no_cache),
         )
     if curve[0].best is None:
         raise LayerwiseError(f"--memory-curve {args.memory_curve}: {nothing_fits(curve[0].result)}")

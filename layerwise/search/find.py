@@ -11,7 +11,6 @@ from functools import partial
 from itertools import filterfalse
 from typing import Literal
 
-from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
@@ -28,8 +27,8 @@ from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.limit.within import LimitedSearch, Within
 from layerwise.search.overlap.polish import GAIN, Effort, overlapped
-from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preferred, timeline_s
+from layerwise.search.solve.eliminate import Optimum
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
 
 
@@ -45,7 +44,6 @@ def search(
     fixed: Mapping[str, Config] | None = None,
     effort: Effort = "normal",
     progress: Progress | None = None,
-    answers: Answers | None = None,
 ) -> SearchResult:
     """The best strategy over `space` of which a step's memory is at most `memory_limit_bytes` on every device.
 
@@ -53,18 +51,16 @@ def search(
     `limit.variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
     `memory_bytes` bounds search tables. `fixed` layers keep their configuration; the answer is then the additive
     optimum, and no baseline. `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
-    `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
     """
     limit = _limit(model, space, memory_limit_bytes, fixed or {})
     started = time.perf_counter()
     named = named_baselines(model, space)
     model.learn(list(named.values()))
     configs = configurations(model, space, named, fixed or {})
-    recall, hand = Recall(answers, model, space, memory_bytes, fixed), [] if fixed else list(named.values())
-    solved = recall.solved(lambda: _solved(model, configs, hand, memory_bytes, progress, started))
+    hand = [] if fixed else list(named.values())
+    solved = _solved(model, configs, hand, memory_bytes, progress, started)
     pool = _Pool(
         model,
-        recall,
         limit,
         tuple(offer),
         effort,
@@ -74,7 +70,7 @@ def search(
             for name, strategy in named.items()
         },
         found=[candidate(model, "layerwise", solved.strategy, limit)],
-        seconds=dict(solved.seconds) or {"cache": time.perf_counter() - started},
+        seconds=dict(solved.seconds),
     )
     if not pool.baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
@@ -132,12 +128,21 @@ def _limit(
     return limit
 
 
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The optimum without a memory limit: a strategy, and its proof."""
+
+    strategy: dict[str, Config]
+    optimum: Optimum
+    kept: int  # configurations that were left after pruning, of all layers
+    seconds: Mapping[str, float]
+
+
 @dataclass
 class _Pool:
     """The strategies among which a search chooses, simulated: those that it has found, and the baselines."""
 
     model: CostModel
-    recall: Recall
     limit: float  # bytes of a device
     offer: tuple[str, ...]
     effort: Effort
@@ -161,9 +166,10 @@ class _Pool:
         def within_limit(strategy: Strategy) -> bool:
             return not fits or float(peak_bytes(model, strategy).max()) <= self.limit
 
-        strategies, facts = [c.strategy for c in known], (self.limit, self.offer) if fits else ()
-        polished = partial(overlapped, model, space, strategies, step_s, effort=self.effort, fits=within_limit)
-        better = self.recall.overlapped(lambda: polished(memory_bytes=self.memory_bytes), self.effort, *facts)
+        strategies = [c.strategy for c in known]
+        better = overlapped(
+            model, space, strategies, step_s, effort=self.effort, fits=within_limit, memory_bytes=self.memory_bytes
+        )
         for strategy in (*better.strategies, self.baselines["data"].strategy):
             for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy))):
                 self.found.append(candidate(model, "layerwise", strategy, self.limit, size))
@@ -175,9 +181,7 @@ class _Pool:
     ) -> tuple[Within, Least[Strategy] | None]:
         """Puts what fits first. hand: strategies to begin with, beside those that were found."""
         started, begin = time.perf_counter(), [c.strategy for c in self.found] + list(hand)
-        within, least = self.recall.limited(
-            lambda: _limited(searching, self.offer, self.limit, begin), self.limit, self.offer
-        )
+        within, least = _limited(searching, self.offer, self.limit, begin)
         fitting = [candidate(self.model, "layerwise", strategy, self.limit) for strategy in within.strategies]
         self.found = [*fitting, *self.found]
         self.seconds["limit"] = time.perf_counter() - started

@@ -108,7 +108,6 @@ def _space_flags(g: Flags) -> None:
         default="normal",
         help="how long the plan is improved by simulated time, and that bounded; quick: not at all (default: normal)",
     )
-    g.add_argument("--no-cache", action="store_true", help="search anew, though the same search was done before")
 
 
 def _cost_flags(g: Flags) -> None:

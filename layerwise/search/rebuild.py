@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import cast, get_args, get_type_hints
 
-from layerwise.cache import Answers
 from layerwise.config import SearchSpace
 from layerwise.constraints import parse_constraints
 from layerwise.cost.compute.roofline import OPTIMIZERS
@@ -44,7 +43,6 @@ def replan(
     *,
     model: str | None = None,
     profile: str | None = None,
-    answers: Answers | None = None,
 ) -> Plan:
     """Returns the best plan of the same network, batch and options for another number of devices.
 
@@ -54,7 +52,6 @@ def replan(
         gpus_per_node: Of a node.
         model: The plan's model, where that is `package.module:callable`.
         profile: The plan's profile, where that is a file.
-        answers: Answers of earlier searches; None: none are kept.
 
     Returns:
         The plan, with the same global batch, so that training goes on with the same samples.
@@ -71,7 +68,7 @@ def replan(
         options = replace(options, io="free")
     cost = CostModel(fuse(raw) if plan.fused else raw, devices, options)
     limit, offer = memory_limit(plan, cost), offered(plan)
-    find = partial(search, space=space, memory_limit_bytes=limit, offer=offer, answers=answers)
+    find = partial(search, space=space, memory_limit_bytes=limit, offer=offer)
     cost, result = search_halos(cost, find)
     if not result.best.fits:
         raise LayerwiseError(

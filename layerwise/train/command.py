@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_best, random_state_kept, timed
-from layerwise.cache import answers
 from layerwise.checkpoint.signals import STOPPED, handled
 from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import check_files, console, run_main
@@ -216,7 +215,7 @@ def _replanned(args: argparse.Namespace, plan: Plan, comm: Comm) -> Plan:
     """--replan: the plan that rank 0 finds for the ranks there are, while the others wait, however long that takes."""
     comm.handshake({"plan": plan_digest(plan)})
     each = int(os.environ.get("LOCAL_WORLD_SIZE", str(comm.size)))
-    again = partial(replan, plan, comm.size, each, model=args.model, profile=args.profile, answers=answers())
+    again = partial(replan, plan, comm.size, each, model=args.model, profile=args.profile)
     found = alone(comm, again)
     return parse_plan(comm.broadcast_text("" if found is None else found.dumps()), "the plan of rank 0")
 

@@ -25,7 +25,7 @@ from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.edge import are_gathers
 from layerwise.partition.groups import sharing
 from layerwise.partition.moved import transfer
-from layerwise.partition.place import Boxes, data_parallel, of_all_classes, place
+from layerwise.partition.place import data_parallel, place
 from layerwise.partition.sharding import Sharding, held_configurations, may_shard, shardings, states_of
 from layerwise.run.state.dtensors import placement
 from layerwise.tensor import TensorSpec
@@ -175,14 +175,6 @@ def test_what_is_fed() -> None:
     assert place(layer, data_parallel(layer, DEVICES), DEVICES, "free").everywhere
     rows = place(layer, data_parallel(layer, DEVICES), DEVICES, "sample").owned.each
     assert rows == (*(Box((i, 0), (i + 1, 3)) for i in range(4)), None, None)
-
-
-def test_a_loss_is_computed_once_of_each_box_of_all_classes() -> None:
-    """Devices 0 and 1 have halves of the classes of the first samples; 2 has no part; 3 has a copy of 1's."""
-    lo, hi = np.array([[0, 0], [0, 5], [0, 0], [0, 5]]), np.array([[2, 5], [2, 10], [0, 0], [2, 10]])
-    owned = Boxes(lo, hi, np.array([True, True, False, True]))
-    found = of_all_classes(owned, TensorSpec((4, 10), ("n", "c")))
-    assert found.each == (Box((0, 0), (2, 10)), None, None, None)
 
 
 def network(name: str) -> LayerGraph:

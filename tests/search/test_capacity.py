@@ -68,10 +68,10 @@ def test_as_a_user_asks(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["samples"]["beyond"]["number"] == samples + 1
     assert said["gpus"]["1"]["least"] > 60e6 >= said["gpus"]["3"]["least"]
     assert (said["gpus"]["1"]["fits"], said["gpus"]["3"]["fits"]) == ("no", "a plan")
-    plan = answer(capsys, f"search {ASKED} --gpus {devices} --effort quick --no-cache")
+    plan = answer(capsys, f"search {ASKED} --gpus {devices} --effort quick")
     assert plan["memory_bytes"] <= 60e6
     assert said["devices"]["beyond"]["bytes"] > 60e6
-    alone = answer(capsys, f"search {ASKED} --gpus 1 --effort quick --no-cache".replace("60MB", "1GB"))
+    alone = answer(capsys, f"search {ASKED} --gpus 1 --effort quick".replace("60MB", "1GB"))
     assert alone["memory_bytes"] == sum(said["kinds"].values()) == said["gpus"]["1"]["data parallelism"]
 
 

@@ -173,7 +173,7 @@ def moved_between(model: CostModel, layer: Layer, slot: int, owner: Place, targe
     io, graph = model.options.io, model.graph
     if layer.role is Role.SINK and io != "sample":
         loss = layer.inputs[slot] in graph.losses
-        return outputs(owner, layer.specs[slot], io, alone=len(layer.specs) == 1, loss=loss)
+        return outputs(owner, layer.specs[slot], io, loss=loss)
     maps, epilogue = input_maps(layer, slot)
     return moved(owner, maps, target.at(epilogue), lattices_of(layer, slot))
 

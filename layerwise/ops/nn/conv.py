@@ -96,7 +96,6 @@ class Conv(_Convolution):
     """Cross-correlation of (n, c, *spatial) with (out_channels, c/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv"
-    weights_late: ClassVar[bool] = True
     out_channels: int
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -172,7 +171,6 @@ class Conv(_Convolution):
             else local.once("runs", lambda: _runs(*interval(local, 1), self.out_channels // self.groups))
         )
         if len(runs) == 1:
-            conv = local.convolve or conv
             return conv(x, weight, bias, self.stride, native, self.dilation, runs[0][0])
         per_group, rows = weight.shape[1], [groups * channels for groups, channels in runs]
         parts = zip(

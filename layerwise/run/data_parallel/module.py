@@ -264,7 +264,7 @@ class DataRun(Run):
     def rank_schedule(self) -> Schedule:
         """Returns this rank's schedule at the plan's batch, for reports."""
         if self._schedule is None:
-            self._schedule = Schedule(self.layer_graph, self.plan, self.comm, self.runtime_options, all_classes=False)
+            self._schedule = Schedule(self.layer_graph, self.plan, self.comm, self.runtime_options)
         return self._schedule
 
     def _traced(self) -> None:

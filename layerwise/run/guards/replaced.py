@@ -32,7 +32,9 @@ class ReplacedParameter(nn.Parameter):
 def replace_parameter(p: object, now: nn.Parameter) -> None:
     """Has any use of a parameter raise, as the model has another one now, and frees its memory."""
     kind = type(p)
-    if isinstance(p, nn.Parameter) and issubclass(kind, nn.Parameter) and kind is not ReplacedParameter:  # once, if tied
+    if (
+        isinstance(p, nn.Parameter) and issubclass(kind, nn.Parameter) and kind is not ReplacedParameter
+    ):  # once, if tied
         p.data, p.grad = p.data.new_empty(0), None
         p.requires_grad_(False).__class__ = ReplacedParameter
         p.__dict__[NOW] = now

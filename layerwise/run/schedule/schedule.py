@@ -17,11 +17,10 @@ from layerwise.graph.cells import Cells
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
-from layerwise.partition.ahead import weights_late
 from layerwise.partition.blocks import blocks, recomputable, saved_within
 from layerwise.partition.groups import statistics
 from layerwise.partition.moved import Transfer, groups_of, transfer
-from layerwise.partition.place import Each, Place, data_parallel, input_maps, lattices_of, of_all_classes, place, read
+from layerwise.partition.place import Each, Place, data_parallel, input_maps, lattices_of, place, read
 from layerwise.partition.sharding import Sharding, sharded, states_of
 from layerwise.plan import Plan
 from layerwise.program import Program, StepKind, StrategyFacts, program
@@ -83,7 +82,6 @@ class ScheduledEdge:
     redistribution: Redistribution  # how it travels
     backward: bool  # whether a gradient comes back
     stays: bool  # whether nothing travels, and all that this rank has is used
-    weights_late: bool  # whether its gradient leaves before its user makes that of its weights
     within: bool  # whether what its source keeps of its own output is kept in what arrives
 
     @property
@@ -119,11 +117,6 @@ class ScheduledLayer:
     gathered: bool  # whether its parameters are full while it computes only
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 
-    @property
-    def deferred_weight(self) -> str | None:
-        """Returns the weights whose gradient is made after that of the layer's input has left."""
-        return self.parameters[0] if self.edges and self.edges[0].weights_late else None
-
 
 class Schedule:
     """One rank's layers for one global batch, in the order in which all ranks go through them.
@@ -133,12 +126,10 @@ class Schedule:
     output. within: layers of whose output this rank keeps what a reader is given.
     """
 
-    def __init__(
-        self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, all_classes: bool
-    ) -> None:
+    def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
         self.places, self._io, self.bucket_bytes = places(graph, plan), plan.io, plan.bucket_bytes
-        self.free, self.boxes, self.all_classes = plan.io != "sample", plan.io == "boxes", all_classes
+        self.free, self.boxes = plan.io != "sample", plan.io == "boxes"
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
@@ -157,7 +148,6 @@ class Schedule:
         edges = [(layer.layer.name, slot, edge) for layer in self.layers for slot, edge in enumerate(layer.edges)]
         facts = StrategyFacts(
             travels={(name, slot) for name, slot, edge in edges if edge.travels},
-            late={name for name, _, edge in edges if edge.weights_late},
             recomputed=self._recomputed,
             gathered=[layer.layer.name for layer in self.layers if layer.gathered],
             gradients=(),
@@ -233,18 +223,14 @@ class Schedule:
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind, positions=positions)
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
         backward = self.graph.flows_back(layer)[slot]
-        deferred = slot == 0 and part.pattern != "local" and weights_late(layer, backward, self.options.device.type)
         within = self._within.get(source) == (layer.name, slot) and part.pattern != "local" and _holds_all(part)
         within = within and self._recomputed.isdisjoint((source, layer.name))
-        return ScheduledEdge(source, redistribution, backward, stays, deferred, within)
+        return ScheduledEdge(source, redistribution, backward, stays, within)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
-        """Returns each rank's box of an output: its samples; all, or all classes of a box (io free); its own box."""
-        spec, source = sink.specs[slot], self.graph[sink.inputs[slot]]
+        """Returns each rank's box of an output: its samples; all of it (io free); its own box (io boxes)."""
         if self.boxes and self._keeps_its_box(sink, slot):
-            need = self.places[source.name].owned.each
-        elif self.free and self.all_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
-            need = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each
+            need = self.places[sink.inputs[slot]].owned.each
         else:
             need = self.places[sink.name].computed.needs(sink.space.needs[slot]).each
         self.sinks.append(need)

@@ -56,7 +56,7 @@ class _Kind(torch._C._TensorMeta):
     __hash__ = type.__hash__
 
 
-class PlanDTensor(DTensor, metaclass=_Kind):  # type: ignore[metaclass]
+class PlanDTensor(DTensor, metaclass=_Kind):
     """A DTensor of a plan's mesh, of all ranks or of some."""
 
     @classmethod

@@ -17,7 +17,7 @@ from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Parameter
-from layerwise.partition.ahead import EdgeEnd, weights_late
+from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import blocks, saved_within
 from layerwise.partition.place import Boxes, input_maps, lattices_of
 from layerwise.partition.sharding import shardings, states_of
@@ -85,7 +85,6 @@ class StepClaims:
         self.flows = self.model.has_gradient
         self.users = {name: set(uses) for name, uses in graph.consumers().items()}
         self.parameters: dict[str, ParameterBounds] = {}
-        self.waiting: list[Claim] = []  # of what the gradient of weights is made of, while it is yet to be made
         self.rows: list[Claim] = []  # of gradients that are yet to be summed
         self.last: list[Claim] = []  # of the last layer's gathered parameters
         self.all_leave = all(self.flows[layer.name] for layer in graph.layers if layer.trains)  # none waits for others
@@ -100,21 +99,13 @@ class StepClaims:
             for slot, source in enumerate(layer.inputs):
                 if layer.role is not Role.SINK or self.model.options.io == "sample":
                     self.local[source, layer.name, slot] = self._locality(layer, slot)
-        late = {layer.name for layer in graph.inner if layer.inputs and self._may_defer(layer)}
-        self.program = program(graph, self.model.options.io, self._facts(late), self.model.options.kind)
-        self.late = self.program.late
+        self.program = program(graph, self.model.options.io, self._facts(), self.model.options.kind)
 
-    def _facts(self, late: set[str]) -> StrategyFacts:
+    def _facts(self) -> StrategyFacts:
         """All that may be under some configurations."""
         travels = {(name, slot) for (_, name, slot), local in self.local.items() if not local.all()}
         recomputed = {name for name, rows in self.recomputed.items() if rows.any()}
-        return StrategyFacts(travels, late, recomputed, gathered=(), gradients=())
-
-    def _may_defer(self, layer: Layer) -> bool:
-        """True if under some configurations the gradient of its weights is made while that of its input travels."""
-        flows = any(self.model.graph.flows_back(layer)[:1])
-        travels = not self.local[layer.inputs[0], layer.name, 0].all()
-        return travels and weights_late(layer, flows, self.model.devices.device_type)
+        return StrategyFacts(travels, recomputed, gathered=(), gradients=())
 
     def _recomputed(self) -> tuple[dict[str, Mask], dict[str, int]]:
         """The configurations that recompute a layer, (V, 1), and the number of its block, where any layer does."""
