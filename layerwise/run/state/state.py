@@ -117,7 +117,7 @@ class State:
             if name not in self.boxes:  # counters, and what the network does not use
                 stored = network.value(name)
                 if isinstance(stored, Tensor):
-                    value = torch.zeros(stored.shape, dtype=stored.dtype) if stored.is_meta else stored.detach().clone()
+                    value = torch.zeros(stored.shape, dtype=stored.dtype) if stored.is_meta else stored.detach()
                     extra[key] = value.to(self.options.device)
         self.tree.place(values, extra)
 

@@ -83,7 +83,7 @@ class Tree:
     def place(self, values: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> None:
         """Puts this rank's tensors where the model has those of these names.
 
-        extra: what layers do not compute with. It stays the model's own, unless that has no values.
+        extra: what layers do not compute with. The model's own stay there.
         """
         self._names, self._extra = list(values), list(extra)
         for name, value in {**values, **extra}.items():
@@ -95,7 +95,11 @@ class Tree:
                 self._own[name] = value
             for slots, key in self._slots.get(name, ()):
                 before = slots.get(key)
-                if name in extra and before is not None and not before.is_meta:
+                if name in extra:
+                    if before is None or before.is_meta or before.data_ptr() != value.data_ptr():
+                        value = value.clone()
+                        trained = isinstance(before, nn.Parameter)
+                        slots[key] = nn.Parameter(value, requires_grad=before.requires_grad) if trained else value
                     continue
                 if isinstance(value, nn.Parameter) and isinstance(before, nn.Parameter):  # what the loop has told it
                     value.__dict__.update(before.__dict__)
