@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import Parameter, Signature
+from functools import wraps
+from inspect import Parameter, Signature, ismethod
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
@@ -50,7 +51,8 @@ class ParallelModule(nn.Module):
         except AttributeError:
             run: Run | None = self.__dict__.get(OWN)
             if run is not None and name in PUBLIC:
-                return getattr(run, name)
+                found = getattr(run, name)
+                return _held_by(self, found) if ismethod(found) else found
             if run is not None and name in run.unkept:
                 what, instead = f"{name!r} of the parallel module", "let the model return what its forward pass keeps"
                 raise AttributeError(str(unsupported(what, instead))) from None
@@ -94,6 +96,16 @@ class ParallelModule(nn.Module):
             "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
             "ranks' parts of parameters with rank 0's; for replicas of a group give parallelize the 2-D mesh"
         )
+
+
+def _held_by(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a run's method, which keeps the model alive until it is called."""
+
+    @wraps(method)
+    def call(*args: Any, **named: Any) -> Any:
+        return getattr(of(model), method.__name__)(*args, **named)
+
+    return call
 
 
 def of(model: nn.Module) -> Run:

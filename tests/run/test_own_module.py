@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from functools import cache
+from typing import Any
 
 import pytest
 import torch

@@ -142,10 +142,10 @@ def penalised_in_parts(model: nn.Module, share: slice) -> None:
         penalty.backward()
         update.step()
         if isinstance(of(model), LayeredRun):  # when its graph has been used, what was gathered for it goes
-            leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.layouts]
+            leaves = [leaf for name, leaf in of(model)._working.now().items() if name in of(model)._working.layouts]
             tied = 8 * (6 * 6 + 6)
             there = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
-            assert there == tied or not any(parts.gathered for parts in model._working.layouts.values())
+            assert there == tied or not any(parts.gathered for parts in of(model)._working.layouts.values())
 
 
 def written_to(model: nn.Module, share: slice) -> list[float]:
@@ -251,7 +251,7 @@ def test_a_part_of_parameters_states_and_gradients_is_held() -> None:
         steps(model, model.share(), update, 0, 2)
         held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
         held += [x for one in update.state.values() for x in one.values() if x.dim()]
-        leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.layouts]
+        leaves = [leaf for name, leaf in of(model)._working.now().items() if name in of(model)._working.layouts]
         return sum(local_tensor(x).nbytes for x in held), sum(x.untyped_storage().nbytes() for x in leaves)
 
     whole, _ = run_threads(2, lambda comm: run(comm, "replicated"))[0]

@@ -94,12 +94,12 @@ class Tree:
             if name not in self._slots:
                 self._own[name] = value
             for slots, key in self._slots.get(name, ()):
-                before = slots.get(key)
+                before: Any = slots.get(key)
                 if name in extra:
                     if before is None or before.is_meta or before.data_ptr() != value.data_ptr():
                         value = value.clone()
-                        trained = isinstance(before, nn.Parameter)
-                        slots[key] = nn.Parameter(value, requires_grad=before.requires_grad) if trained else value
+                        a_parameter = isinstance(before, nn.Parameter)
+                        slots[key] = nn.Parameter(value, requires_grad=before.requires_grad) if a_parameter else value
                     continue
                 if isinstance(value, nn.Parameter) and isinstance(before, nn.Parameter):  # what the loop has told it
                     value.__dict__.update(before.__dict__)
@@ -232,7 +232,7 @@ def without_memory(network: Network) -> Network:
     stored: dict[str, Callable[[], object]] = {}
     for name in set(network.keys.values()) - {name for x in network.graph.layers for name, _ in x.own_parameters()}:
         if isinstance(value := network.value(name), Tensor):
-            stored[name] = _reads(value.to("meta"))
+            stored[name] = _reads(value.detach().to("meta"))
     for layer in network.graph.layers:
         if layer.role is Role.CONSTANT:
             name = layer.name if layer.name in network.stored else layer.name.partition(":")[0]
