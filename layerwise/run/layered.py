@@ -317,6 +317,7 @@ class LayeredRun(Run):
         for p in shards.values():
             if is_dtensor(p):
                 p.retire()  # type: ignore[attr-defined]
+        self._state.tree.let_go()
         self._leave()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:

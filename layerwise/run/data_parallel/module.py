@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -100,7 +101,12 @@ class DataRun(Run):
         """Has gradients averaged from now on."""
         self._averaged: AveragedParameters | None = None
         if self.comm.size > 1:
-            compare, summed, size = self.runtime_options.compare_ranks, lambda: self.summed, self.plan.bucket_bytes
+            me, compare, size = weakref.ref(self), self.runtime_options.compare_ranks, self.plan.bucket_bytes
+
+            def summed() -> bool:
+                run = me()  # which this is a part of
+                return run is not None and run.summed
+
             self._averaged = AveragedParameters(
                 self.model, self.layer_graph, self.comm, compare=compare, summed=summed, bucket_bytes=size
             )

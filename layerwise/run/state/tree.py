@@ -116,6 +116,12 @@ class Tree:
             if type(p) is nn.Parameter and p.requires_grad:
                 p.__class__ = UnreadParameter
 
+    def let_go(self) -> None:
+        """Makes parameters that the forward pass does not read what they were."""
+        for p in self._at_slots(self._extra).values():
+            if type(p) is UnreadParameter:
+                p.__class__ = nn.Parameter
+
     def is_parameter(self, name: str, *, otherwise: bool) -> bool:
         """True if the model has it as a parameter."""
         at = self._slots.get(name)
