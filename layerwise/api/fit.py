@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +18,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
-from layerwise.api.arguments import ParallelOptions, at_least_1, check_autocast
+from layerwise.api.arguments import ParallelOptions, check_autocast
 from layerwise.api.evaluation import Metric, check_loss, check_targets, evaluate
 from layerwise.api.feed import Feed, feed
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
-from layerwise.api.parallelize import Keywords, parallelize
-from layerwise.api.reached import Look, Reached, end_if_asked
+from layerwise.api.parallelize import Further, parallelize
 from layerwise.api.source import Model
 from layerwise.api.split import seat
+from layerwise.arguments import Count, Natural, NotNegative, Seed, checked
 from layerwise.checkpoint.signals import handled
 from layerwise.cli import console, progress_bar
+from layerwise.comm.guard import noted
 from layerwise.comm.start import default_device
-from layerwise.comm.watch import noted
-from layerwise.errors import LayerwiseError, nearest
+from layerwise.errors import LayerwiseError
 from layerwise.run.parallel import ParallelModule, of, restore
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
@@ -72,6 +74,7 @@ class Fitted:
         return {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
 
 
+@checked
 @handled(noted, signal.SIGUSR1)  # outside of the steps there is nothing to save
 def fit(
     model: Model | ParallelModule,
@@ -79,19 +82,20 @@ def fit(
     loss: Metric,
     optimizer: OptimizerLike,
     *,
-    epochs: int = 1,
-    batch: int | None = None,
+    epochs: Count = 1,
+    batch: Count | None = None,
     held_out: object = None,
     metrics: Mapping[str, Metric] | None = None,
-    shuffle: bool | None = None,
+    shuffle: bool = True,
+    workers: Natural = 0,
     scheduler: SchedulerLike | None = None,
-    clip_norm: float | None = None,
+    clip_norm: NotNegative | None = None,
     autocast: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool = True,
-    **keywords: Any,
+    **keywords: Unpack[Further],
 ) -> Fitted:
     """Trains `model` for `epochs` passes over `data`, on the ranks that torchrun started, or on one device.
 
@@ -104,16 +108,16 @@ def fit(
 
     Args:
         model: As `parallelize` takes it, or what it returned.
-        data: (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader (its data set, batch
-            size, shuffling, workers and collate function are used); all ranks give the same.
+        data: (inputs, targets) tensors, or a map-style Dataset of (input, target); all ranks give the same.
         loss: Of outputs and targets, a mean over samples: class weights, and targets that it ignores, are refused.
         optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one over the model's parameters,
             which then has the parallel module's in their place.
         epochs: Passes over the data.
-        batch: Samples of all ranks together. None: the loader's, else 32.
+        batch: Samples of all ranks together. None: 32.
         held_out: Data to evaluate on after every epoch.
         metrics: Means over samples, by name; accuracy comes with outputs that are scores of classes.
-        shuffle: Another order every epoch. None: as the loader does, else yes.
+        shuffle: Another order every epoch.
+        workers: Processes that load the samples; 0: this one does.
         scheduler: The optimizer's, or a function of it; it steps once an epoch.
         clip_norm: The largest norm of all gradients together.
         autocast: torch.bfloat16 for mixed precision, which is planned, and in which model and loss are computed.
@@ -139,9 +143,12 @@ def fit(
         1
     """
     check_loss(loss)
-    at_least_1("epochs", epochs)
     check_optimizer(optimizer, scheduler)
-    _check_keywords(model, keywords)
+    if isinstance(model, ParallelModule) and keywords:
+        raise LayerwiseError(
+            f"{next(iter(keywords))}= says how to make a model parallel, but this one is already: give it to the call "
+            "of parallelize that made it"
+        )
     check_autocast(autocast)
     if autocast == torch.float16:
         raise LayerwiseError(
@@ -149,8 +156,8 @@ def fit(
         )
     if resume and checkpoint is None:
         raise LayerwiseError("resume=True needs checkpoint=FOLDER")
-    train = feed(data, "data")
-    evaluation = None if held_out is None else feed(held_out, "held_out")
+    train = feed(data, "data", workers)
+    evaluation = None if held_out is None else feed(held_out, "held_out", workers)
     if evaluation is not None and evaluation.count < 1:
         raise LayerwiseError("held_out has no samples: leave it out, or give some")
     for source in (train, evaluation):
@@ -161,47 +168,69 @@ def fit(
     module = _module(model, train, batch, planned(optimizer), seed, autocast, keywords)
     built = build(optimizer, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(built)
-    fitted, printing = Fitted(module, built), of(module).comm.rank == 0 and progress
-    facts = {"samples": train.count, "batch": of(module).plan.batch, "seed": seed}
-    resumed = checkpoints.resume(checkpoint, module, built, facts) if resume and checkpoint is not None else None
-    shuffle = train.shuffle is not False if shuffle is None else shuffle
     objective = UserObjective(module, train, loss, autocast)
     trainer = Trainer(module, objective, _sampler(train, module, seed, shuffle), built, clip_norm)
-    reached, order = Reached(), {"shuffle": shuffle, "drop_last": train.drop_last}
-    if resumed is not None:
-        reached = Reached.of(resumed[1], trainer.sampler, order)
-        if schedule is not None:
+    each, done, saved = trainer.sampler.per_epoch, 0, -1
+    facts: dict[str, str | int] = {"samples": train.count, "batch": of(module).plan.batch, "seed": seed}
+    facts |= {"shuffle": shuffle, "steps an epoch": each}
+    if checkpoint is not None and resume:
+        resumed = checkpoints.resume(checkpoint, module, built, facts)
+        done = 0 if resumed is None else int(resumed[1]["steps"])
+        if resumed is not None and schedule is not None:
             schedule.load_state_dict(resumed[1]["scheduler"])
 
-    def begin(_: int) -> checkpoints.Writing | None:
-        if checkpoint is None:
+    def begin(steps: int) -> checkpoints.Writing | None:
+        nonlocal saved
+        if checkpoint is None or steps == saved:
             return None
-        state = {} if schedule is None else {"scheduler": schedule.state_dict()}
-        return checkpoints.begin_saving(
-            checkpoint, module, built, {**reached.progress(), **order, **facts, **state}, beside=False
-        )
+        saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
+        return checkpoints.begin_saving(checkpoint, module, built, {**facts, "steps": steps, **state}, beside=False)
 
-    saving = Saving(of(module).comm, begin)
+    fitted, printing, saving = (
+        Fitted(module, built),
+        of(module).comm.rank == 0 and progress,
+        Saving(of(module).comm, begin),
+    )
     with saving.signals.taken(stop=checkpoint is not None):
-        for number in range(reached.epochs, epochs):
-            before = reached.samples
-            seconds = _epoch(trainer, reached, saving, quiet=not printing)
-            look = Look(saving, trainer.done)
-            with objective.arithmetic():
-                results = {} if evaluation is None else evaluate(module, evaluation, loss, metrics or {}, look)
-            if schedule is not None:  # not before: what is saved while evaluating resumes there, and steps it then
+        while done < epochs * each:
+            first, done = done, (done // each + 1) * each
+            loss_of, seconds, samples = _epoch(trainer, first, done, saving, quiet=not printing)
+            if schedule is not None:
                 schedule.step()
-            epoch = Epoch(number + 1, reached.loss / reached.samples, seconds, reached.samples - before, results)
+            results: dict[str, float] = {}
+            if evaluation is not None:
+                with objective.arithmetic():
+                    results = evaluate(module, evaluation, loss, metrics or {}, partial(_end_if_asked, saving, done))
+            epoch = Epoch(done // each, loss_of, seconds, samples, results)
             fitted.history.append(epoch)
             if printing:
                 console().print(epoch.line(epochs), soft_wrap=True)
-            reached = Reached(number + 1)
-            saving.save(trainer.done)
+            saving.save(done)
             saving.finish()
-            end_if_asked(saving, trainer.done)
+            _end_if_asked(saving, done)
     if plain:
         restore(module)
     return fitted
+
+
+def _epoch(trainer: Trainer[Batch], first: int, end: int, saving: Saving, *, quiet: bool) -> tuple[float, float, int]:
+    """Takes steps `first` to `end`. Returns their loss, the seconds of the slowest rank, and their samples."""
+    began, loss, samples = time.perf_counter(), 0.0, 0
+    with progress_bar("training", quiet=quiet) as bar:
+        for step in trainer.run(end, first):
+            loss, samples = loss + step.loss * step.samples, samples + step.samples
+            if bar is not None:
+                bar(step.number - first, end - first)
+            if step.number == trainer.done < end:  # after the last the scheduler steps before anything is saved
+                _end_if_asked(saving, step.number)
+    everyone: list[float] = of(trainer.module).comm.all_gather_object(time.perf_counter() - began)
+    return loss / samples, max(everyone), samples
+
+
+def _end_if_asked(saving: Saving, done: int) -> None:
+    """Saves where a signal asks for it; SystemExit where that is SIGTERM."""
+    if saving.asked(done):
+        sys.exit(checkpoints.STOPPED)
 
 
 def _module(
@@ -223,9 +252,7 @@ def _module(
     ranks = seat()[1] if options.comm is None else options.comm.size
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
-    if batch is not None:
-        at_least_1("batch", batch)
-    samples = batch if batch is not None else (train.batch or BATCH) * (ranks if train.per_rank else 1)
+    samples = BATCH if batch is None else batch
     ((examples, _),) = train.batches([range(min(2, train.count))])
     # The data is loaded to the CPU; where there are GPUs, this rank's computes.
     device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -234,26 +261,11 @@ def _module(
     return parallelize(model, inputs, batch=samples, optimizer=optimizer, autocast=autocast, **settings)
 
 
-def _check_keywords(model: object, keywords: Mapping[str, Any]) -> None:
-    """LayerwiseError for what parallelize does not take, and for all of it where the model is parallel already."""
-    accepted = Keywords.__annotations__
-    for name in keywords:
-        if name in accepted and isinstance(model, ParallelModule):
-            raise LayerwiseError(
-                f"{name}= says how to make a model parallel, but this one is already: give {name}= to the call of "
-                "parallelize that made it"
-            )
-        if name not in accepted:
-            raise LayerwiseError(
-                f"fit has no argument {name!r}{nearest(name, accepted)}, and parallelize has none of that name, either"
-            )
-
-
 def _sampler(train: Feed, module: ParallelModule, seed: int, shuffle: bool) -> StepSampler:
     """Returns the sampler. A last batch of less than half joins the one before: so all ranks have a part of it."""
     size = of(module).plan.batch
     join = max(-(-size // 2), least(of(module).plan))
-    return StepSampler(train.count, size, least=size if train.drop_last else 1, seed=seed, join=join, shuffle=shuffle)
+    return StepSampler(train.count, size, seed=seed, join=join, shuffle=shuffle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,24 +289,11 @@ class UserObjective:
         """Returns the function's value."""
         inputs, target = local
         with self.arithmetic():
-            return self.function(self.module(*inputs, batch=batch), target)
+            value = self.function(self.module(*inputs, batch=batch), target)
+        if not isinstance(value, Tensor):
+            raise LayerwiseError(f"loss gave a {type(value).__name__}; it must give a tensor, the mean over samples")
+        return value
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Returns the context that model and loss are computed in: autocast's, or none."""
         return nullcontext() if self.autocast is None else torch.autocast(of(self.module).device.type, self.autocast)
-
-
-def _epoch(trainer: Trainer[Batch], reached: Reached, saving: Saving, *, quiet: bool) -> float:
-    """Takes the steps that an epoch has left, which `reached` follows. Returns the seconds of the slowest rank."""
-    each, started = trainer.sampler.per_epoch, time.perf_counter()
-    before = reached.epochs * each
-    with progress_bar("training", quiet=quiet) as bar:
-        for step in trainer.run(before + each, before + reached.steps):
-            reached.steps, reached.samples = step.number - before, reached.samples + step.samples
-            reached.loss += step.loss * step.samples
-            if bar is not None:
-                bar(reached.steps, each)
-            if step.number == trainer.done:
-                end_if_asked(saving, step.number)
-    everyone: list[float] = of(trainer.module).comm.all_gather_object(time.perf_counter() - started)
-    return max(everyone)

@@ -162,8 +162,6 @@ def _measure(planner: Planner, profile: Profile | None, path: Path | None, budge
 def _layers(planner: Planner, path: Path, budget_s: float) -> None:
     """Measures times of layers, into the file, unless it has enough of them."""
     world, graph, options, space = planner.world, planner.graph, planner.options, planner.space
-    if graph.whole_modules:  # of random values its code may do anything
-        return
     device = world.comm.device
     mode = mode_of(device, options.dtype, channels_last=False)
     benchmark = torch.backends.cudnn.benchmark

@@ -63,6 +63,8 @@ def build(optimizer: OptimizerLike, module: ParallelModule) -> Optimizer:
     else:
         trained = [p for p in module.parameters() if p.requires_grad]
         built = Settings(optimizer).build(trained) if isinstance(optimizer, str) else optimizer(trained)
+        if not isinstance(built, Optimizer):
+            raise LayerwiseError(f"optimizer= made a {type(built).__name__}; it must make a torch.optim.Optimizer")
         _check_kind(type(built))
     if (
         of(module).comm.size > 1

@@ -77,8 +77,7 @@ def next_best(plan: Plan, model: CostModel, space: SearchSpace, count: int) -> l
         make_plan(plan.model, profile, model, space, replace(result, best=c), fused=plan.fused, input_shape=shape)
         for c in [result.best, *runners_up(result, count)]
     ]
-    others = [replace(other, halos_sent=plan.halos_sent) for other in plans if other.strategy != plan.strategy]
-    return others[:count]
+    return [other for other in plans if other.strategy != plan.strategy][:count]
 
 
 def runners_up(result: SearchResult, count: int) -> list[Candidate]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, write_text
 from layerwise.machine.catalogue import BUILT_IN, composed, devices, is_composed
@@ -55,6 +56,7 @@ def names() -> list[str]:
     return sorted(file.removesuffix(".json") for file in files if file.endswith(".json"))
 
 
+@checked
 def load(name_or_path: str | os.PathLike[str] = DEFAULT) -> Profile:
     """Returns the built-in profile of that name, a machine composed of a device and links, or the one in that file.
 
@@ -123,7 +125,6 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 FORMAT = "layerwise-profile"
 VERSION = 1
 DEVICE = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops", "processors", "tiles", "kernel_floor_s")
-READ = "read_bytes_per_s"
 LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
 
 
@@ -169,7 +170,7 @@ def write(profile: Profile) -> str:
     device: dict[str, object] = {"name": processor.name}
     device |= numbers("device", processor, ("memory_bytes", "memory_bandwidth_bytes_per_s"))
     device["peak_flops"] = {d: number(f"device.peak_flops.{d}", v) for d, v in processor.peak_flops.items()}
-    device |= numbers("device", processor, ("processors", "kernel_floor_s", READ))
+    device |= numbers("device", processor, ("processors", "kernel_floor_s"))
     device["tiles"] = [
         numbers(f"device.tiles[{i}]", tile, ("rows", "columns", "efficiency")) for i, tile in enumerate(processor.tiles)
     ]
@@ -203,7 +204,7 @@ def _a_line_a_cell(section: dict[str, object]) -> str:
 
 
 def _processor(device: Field) -> Processor:
-    row = device.members(DEVICE, (READ,))
+    row = device.members(DEVICE)
     peaks = {
         precision(name): replace(peak, path=f"device.peak_flops.{precision(name)}")
         for name, peak in row["peak_flops"].members(("float32",), (*DTYPES, "bfloat16")).items()
@@ -223,7 +224,6 @@ def _processor(device: Field) -> Processor:
         processors=row["processors"].whole(),
         tiles=tuple(tiles),
         kernel_floor_s=row["kernel_floor_s"].number(),
-        read_bytes_per_s=row[READ].number() if READ in row else None,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from layerwise.geometry import Box, Lattices, interval_overlap, numbering, through
+from layerwise.geometry import Box, interval_overlap
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Maps
 from layerwise.partition.groups import Group
@@ -28,11 +28,8 @@ class Moved:
     back: Floats  # of what it sends back, likewise
 
 
-def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> Moved:
-    """The boxes that travel from those who own a tensor to those who need `maps` of it for their box `target`.
-
-    lattices: which positions of it are read at all. Where something travels only these do, and only these are needed.
-    """
+def moved(source: Place, maps: Maps, target: Boxes) -> Moved:
+    """The boxes that travel from those who own a tensor to those who need `maps` of it for their box `target`."""
     own, need = source.owned, target.needs(maps)
     volume = need.volume
     owned = own.overlap(need)
@@ -41,11 +38,6 @@ def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> 
     if local:
         return Moved(volume, owned, zero, zero, True, zero, zero)
     forth = np.zeros(len(owned), np.bool_)
-    if lattices:
-        shape = tuple(int(cuts[-1]) for cuts in own.cuts)
-        counted, all_own = numbering(shape, lattices), own.volume
-        maps, own, need = through(maps, counted), own.numbered(counted), need.numbered(counted)
-        volume, owned, forth = need.volume, own.overlap(need), own.volume < all_own
     sent = np.where(own.active, 1.0, 0.0)
     back = np.zeros(len(owned), np.bool_)
     for j, axis in enumerate(maps):

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.geometry import Box, Lattices, boundaries, interval_overlap, needed
+from layerwise.geometry import Box, boundaries, interval_overlap, needed
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
@@ -66,11 +66,6 @@ class Boxes:
     def needs(self, maps: Maps) -> Boxes:
         """The boxes of a tensor that `maps` need for these."""
         return Boxes(*needed(maps, self.lo, self.hi), self.active)
-
-    def numbered(self, numbers: Maps) -> Boxes:
-        """A tensor's boxes as boxes of the numbers that they hold (`geometry.lattice`)."""
-        cuts = tuple(axis.cuts(own) for axis, own in zip(numbers, self.cuts, strict=False))
-        return replace(self.needs(numbers), cuts=cuts)
 
     def overlap(self, other: Boxes) -> Floats:
         """(N,) elements of a device's box that are also in its box of the other kind."""
@@ -178,8 +173,3 @@ def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
         return space.needs[slot], space.epilogue_inputs[slot]
     parameter = space.parameters[layer.tied[slot - len(layer.specs)]]
     return parameter.maps, parameter.epilogue
-
-
-def lattices_of(layer: Layer, slot: int) -> Lattices:
-    """The positions of input `slot` that a layer reads at all: where it travels these do, and nothing else."""
-    return layer.space.lattice(slot) if slot < len(layer.specs) else ()

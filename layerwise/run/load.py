@@ -17,7 +17,7 @@ from layerwise.comm.start import join_default_group
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
-from layerwise.importers.load import Network, load_network, network_of, planned_call, whole_of
+from layerwise.importers.load import Network, load_network, network_of, planned_call
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.base import Run
@@ -106,7 +106,7 @@ def load(
         check_plain(model)
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            imported = network_of(model, positional, plan.batch, plan.model, named, whole=whole_of(plan.provenance))
+            imported = network_of(model, positional, plan.batch, plan.model, named)
             network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})

@@ -45,8 +45,8 @@ class TaskObjective:
         """LayerwiseError where some rank's box of the output has not all classes, so that no loss is taken of it."""
         if of(self.module).plan.io != "boxes" or self.task.has_loss:
             return
-        shape = self.module.layer_graph.layers[-1].specs[0].shape
-        if any(box is not None and box.shape[1] != shape[1] for box in self.module.rank_schedule.sinks[0]):
+        shape = of(self.module).layer_graph.layers[-1].specs[0].shape
+        if any(box is not None and box.shape[1] != shape[1] for box in of(self.module).rank_schedule.sinks[0]):
             raise LayerwiseError(
                 f"the plan splits dimension 1 of the output, of which the loss needs all {shape[1]}: end the model in "
                 "its loss (--loss ce), or search with --io free"
@@ -87,7 +87,7 @@ class TaskObjective:
     def _loss_of_boxes(self, out: Tensor, target: Tensor) -> Tensor:
         """The mean over the positions of all ranks' boxes of the output, on every rank."""
         module = self.module
-        total = prod(module.layer_graph.layers[-1].specs[0].shape)
+        total = prod(of(module).layer_graph.layers[-1].specs[0].shape)
         local = cross_entropy(out, target) * (out.numel() / total) if out.numel() else out.sum()
         # One type on all ranks: those without a box do not know what the loss makes of 16 bits.
         return sum_of_losses(local.to(torch.promote_types(of(module).dtype, torch.float32)), of(module).comm)

@@ -13,7 +13,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.collectives import all_gather_s, group_shape, reduce_scatter_s
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
-from layerwise.geometry import Box, numbering
+from layerwise.geometry import Box
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
@@ -45,9 +45,6 @@ def patterns(network: LayerGraph, edge: tuple[str, str, int], u: Config, v: Conf
         owned[device] = own
     for device, cell, own in brute.holdings(v, target.space, devices):
         need[device] = brute.need(maps, own if epilogue else cell)
-    if transfer(tuple(owned), tuple(need), 0).pattern != "local":
-        counted = numbering(source.out.shape, brute.lattices_of(target, edge[2]))
-        owned, need = ([box and brute.need(counted, box) for box in boxes] for boxes in (owned, need))
     ranks = [rank for rank in range(devices) if owned[rank] is not None or need[rank] is not None]
     return {transfer(tuple(owned), tuple(need), rank).pattern for rank in ranks}
 

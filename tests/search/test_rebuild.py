@@ -1,4 +1,4 @@
-"""A plan's search made again: as from scratch, for these devices or others; beforehand, for what a failure leaves."""
+"""A plan's search made again: as from scratch, for these devices or others."""
 
 from dataclasses import replace
 from functools import cache
@@ -12,7 +12,6 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.plan import Plan
-from layerwise.search.beforehand import left
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.rebuild import rebuild, replan
@@ -68,12 +67,3 @@ def test_rebuilt_prices_are_those_of_the_plan() -> None:
 def test_a_plan_of_another_model_is_refused() -> None:
     with pytest.raises(LayerwiseError, match="is only in one of them"):
         replan(replace(planned(2), model="mnist_cnn"), 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "each", "numbers"),
-    [(8, 2, [6, 4]), (4, 1, [3, 2]), (4, 4, [3, 2]), (6, 2, [4, 2]), (2, 1, [1]), (3, 2, [2, 1])],
-)
-def test_devices_that_are_left(gpus: int, each: int, numbers: list[int]) -> None:
-    """Of a node that fails with all of its devices, and of half of them."""
-    assert left(gpus, each) == numbers

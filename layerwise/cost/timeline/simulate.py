@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from layerwise.arguments import checked
 from layerwise.chrome import Category
 from layerwise.cost.collectives import all_gather_s, bucket_s, group_shape, overlap, reduce_scatter_s
 from layerwise.cost.model import CostModel, Strategy
@@ -74,6 +75,7 @@ class SimulatedSpan:
     devices: Mask
 
 
+@checked
 def timeline(
     model: CostModel, strategy: Strategy, record: Record | None = None, *, bucket_bytes: float = BUCKET_BYTES
 ) -> Timeline:

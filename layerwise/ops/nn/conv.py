@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import AxisMap, Lattices, identity, scaled, whole, window
+from layerwise.geometry import AxisMap, identity, scaled, whole, window
 from layerwise.ops.base import volumes
 from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Local, Maps, Parameter, Saved
-from layerwise.ops.nn import onednn
-from layerwise.ops.nn.windows import Windowed, given, interval, margins, padded, skipping
+from layerwise.ops.nn.windows import Windowed, given, interval, margins, padded
 from layerwise.ops.specs import bound, resized
 from layerwise.tensor import TensorSpec
 
@@ -122,10 +121,6 @@ class Conv(_Convolution):
         )
         return ((identity(x.shape[0], 0), self.channels(x, out), *spatial),)
 
-    def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
-        (x,) = inputs
-        return (skipping(x, self.output(x).shape, self.kernel, self.stride, self.padding),)
-
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         per_group = inputs[0].shape[1] // self.groups
         depth = identity(per_group, len(out.shape)) if self.groups == 1 else whole(per_group)
@@ -163,8 +158,7 @@ class Conv(_Convolution):
         (x,), weight, bias, rank = inputs, parameters["weight"], parameters.get("bias"), len(self.kernel)
         native, explicit = local.once("padding", lambda: self._padding(local))
         x = padded(x, explicit) if explicit and not local.padded else x
-        conv3d = functional.conv3d if local.whole_samples else onednn.convolve
-        conv = (functional.conv1d, functional.conv2d, conv3d)[rank - 1]
+        conv = (functional.conv1d, functional.conv2d, functional.conv3d)[rank - 1]
         runs = (
             ((1, weight.shape[0]),)
             if self.groups == 1

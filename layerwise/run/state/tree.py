@@ -119,8 +119,8 @@ class Tree:
     def let_go(self) -> None:
         """Makes parameters that the forward pass does not read what they were."""
         for p in self._at_slots(self._extra).values():
-            if type(p) is UnreadParameter:
-                p.__class__ = nn.Parameter
+            if isinstance(p, UnreadParameter):
+                p.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def is_parameter(self, name: str, *, otherwise: bool) -> bool:
         """True if the model has it as a parameter."""
