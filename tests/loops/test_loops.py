@@ -54,12 +54,9 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "function": {"split": "has an autograd function, Reversed, with a backward pass of its own"},
     "hook_inside": {"split": "registers a hook of a gradient in its forward"},
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
-    "ddp_of_a_holder": {
-        "data": "DistributedDataParallel is around a module that holds the parallel one",
-        "split": "Attempted to flatten multiple dimensions"  # PyTorch's own words
-        if torch.__version__.startswith("2.11.")
-        else "parameters that the plan splits were to be sent",
-    },
+    "ddp_of_a_holder": dict.fromkeys(
+        ("data", "split"), "DistributedDataParallel is around a module that holds the parallel one"
+    ),
     "fully_shard_of_a_holder": {
         "data": "leave fully_shard out",
         "split": "" if torch.__version__.startswith("2.11.") else "leave fully_shard out",  # there PyTorch's words
