@@ -34,7 +34,7 @@ _HOME = {
     "load_model": "layerwise.importers.load",
     "load_plan": "layerwise.plan",
     "load_profile": "layerwise.machine",
-    "memory": "layerwise.fits",
+    "memory": "layerwise.commands.fits",
     "of": "layerwise.run.parallel",
     "parallelize": "layerwise.api.parallelize",
     "predict": "layerwise.inference.predict",
@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.api.parallelize import parallelize as parallelize
     from layerwise.api.save import save as save
     from layerwise.api.split import split as split
+    from layerwise.commands.fits import memory as memory
     from layerwise.config import Config as Config
     from layerwise.config import SearchSpace as SearchSpace
     from layerwise.cost.model import CostModel as CostModel
@@ -65,7 +66,6 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.cost.price import price as price
     from layerwise.cost.timeline.simulate import timeline as timeline
     from layerwise.errors import LayerwiseError as LayerwiseError
-    from layerwise.fits import memory as memory
     from layerwise.geometry import Box as Box
     from layerwise.geometry import Grid as Grid
     from layerwise.graph.fuse import fuse as fuse
