@@ -120,7 +120,7 @@ def parallelize(
 
     Examples:
         >>> import layerwise
-        >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
         >>> model(torch.randn(8, 4)).shape, model.plan.gpus
         (torch.Size([8, 2]), 1)
     """

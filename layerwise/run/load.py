@@ -81,9 +81,9 @@ def load(
 
     Examples:
         >>> import layerwise
-        >>> model, x = nn.Linear(4, 2), torch.randn(8, 4)
-        >>> plan = layerwise.parallelize(model, x, verbose=False).plan
-        >>> load(plan, model, example_inputs=(x,))(x).shape
+        >>> x = torch.randn(8, 4)
+        >>> plan = layerwise.parallelize(nn.Linear(4, 2), x, verbose=False).plan
+        >>> load(plan, nn.Linear(4, 2), example_inputs=(x,))(x).shape
         torch.Size([8, 2])
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)

@@ -118,7 +118,7 @@ def of(model: nn.Module) -> Run:
         LayerwiseError: The model is not parallel.
 
     Examples:
-        >>> import layerwise
+        >>> import layerwise, torch
         >>> layerwise.of(layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)).plan.gpus
         1
     """
@@ -138,7 +138,7 @@ def restore(model: nn.Module) -> None:
         LayerwiseError: The model is not parallel.
 
     Examples:
-        >>> import layerwise
+        >>> import layerwise, torch
         >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
         >>> restore(model)
         >>> type(model) is nn.Linear
