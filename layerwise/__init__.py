@@ -9,6 +9,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerwise.process import process_kept
 from layerwise.version import __version__
 
 _HOME = {
@@ -93,7 +94,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'layerwise' has no attribute {name!r}")
     inside = "load" if name == "load_profile" else name
-    return getattr(importlib.import_module(_HOME[name]), inside)
+    with process_kept():
+        return getattr(importlib.import_module(_HOME[name]), inside)
 
 
 def __dir__() -> list[str]:

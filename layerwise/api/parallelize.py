@@ -25,6 +25,7 @@ from layerwise.cli import console
 from layerwise.errors import LayerwiseError
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
+from layerwise.process import process_kept
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions
@@ -55,6 +56,8 @@ class Keywords(Further, total=False):
     autocast: torch.dtype | None
 
 
+@process_kept()
+@torch.inference_mode(False)  # within which parameters and examples would be of no use to training
 @checked
 def parallelize(
     model: Model,

@@ -15,9 +15,9 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import Profile
 from layerwise.oracle.limits import Finding, Sizes, findings, sizes_of
 from layerwise.oracle.names import NAMES
+from layerwise.oracle.phases import Phases, Priced, Projection, cheapest, price_plan
 from layerwise.oracle.pipeline import PipelineStage, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.strategies import Limit, Shape, UnreachableError, Wishes, limit, shapes, strategy
-from layerwise.oracle.tables import Phases, Priced, Projection, cheapest, price_plan
 from layerwise.search.find import search
 from layerwise.search.result import SearchResult
 

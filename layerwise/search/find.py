@@ -104,9 +104,20 @@ def search(
         for name, strategy in free.items()
     }
     return SearchResult(
-        best, additive, compared, optimum, pool.seconds, counts, simulated, int(limit), pool.offer, unlimited,
-        within, least, bound_s,
-    )  # fmt: skip
+        best=best,
+        additive=additive,
+        baselines=compared,
+        optimum=optimum,
+        seconds=pool.seconds,
+        configurations=counts,
+        simulated=simulated,
+        memory_bytes=int(limit),
+        offer=pool.offer,
+        unlimited=unlimited,
+        within=within,
+        least=least,
+        overlap_bound_s=bound_s,
+    )
 
 
 def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | None) -> float:

@@ -10,10 +10,10 @@ from typing import Any
 from layerwise.cost.price import basis, describe, warnings
 from layerwise.oracle.ask import Asked, Budget, Suggestion
 from layerwise.oracle.names import NAMES, counted, title
+from layerwise.oracle.phases import PHASES
 from layerwise.oracle.pipeline import imbalance
 from layerwise.oracle.question import Answer, Oracle, batch_of
 from layerwise.oracle.runs import Compared, mean_accuracy
-from layerwise.oracle.tables import PHASES
 from layerwise.quantities import duration, units
 from layerwise.report.content import Column, Lines, Marked, Part, Report, Table, filled
 
