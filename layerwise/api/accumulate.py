@@ -56,7 +56,7 @@ class Accumulate:
             self._no_sync.__enter__()
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
-        self.module.begin_backward()  # its end comes before this one's
+        of(self.module).begin_backward()  # its end comes before this one's
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:

@@ -102,7 +102,7 @@ def begin_saving(
     comm, folder, steps = of(module).comm, Path(directory), of(module).steps_done
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
     about: dict[str, JSON] = {
-        "model": model_digest(module.layer_graph),
+        "model": model_digest(of(module).layer_graph),
         "steps": steps,
         "progress": copy.deepcopy(dict(progress)),
     }
