@@ -90,7 +90,7 @@ def evaluate(
                 totals[name] = totals.get(name, 0.0) + float(metric(counted, targets)) * int(counts.sum())
     everyone = of(module).comm.all_gather_object(totals)
     names = dict.fromkeys(name for of_rank in everyone for name in of_rank)
-    ranks = everyone[:1] if of(module).plan.io == "free" else everyone
+    ranks = everyone[:1] if of(module).plan.io != "sample" else everyone
     return {name: sum(of_rank.get(name, 0.0) for of_rank in ranks) / held_out.count for name in names}
 
 

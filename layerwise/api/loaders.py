@@ -42,8 +42,6 @@ def example_of(loader: DataLoader[Any]) -> tuple[Tensor | tuple[Tensor, ...] | M
 
 def split_loader(loader: DataLoader[Any], module: ParallelModule) -> DataLoader[Any]:
     """Returns a loader of this rank's share of every batch of `loader`. LayerwiseError where it cannot be shared."""
-    if of(module).plan.io == "boxes":
-        raise LayerwiseError("a DataLoader has whole samples, and the plan has io 'boxes': feed what a BoxLoader has")
     _check(loader)
     assert loader.batch_sampler is not None
     return DataLoader(

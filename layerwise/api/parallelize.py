@@ -41,7 +41,7 @@ class Further(TypedDict, total=False):
     plan: Plan | str | os.PathLike[str] | None
     memory_limit: float | str | None
     compile: bool | Mapping[str, Any]
-    io: Literal["boxes"] | None
+    io: Literal["boxes", "free"] | None
     inference: bool
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
@@ -70,7 +70,7 @@ def parallelize(
     optimizer: str = "sgd",
     autocast: torch.dtype | None = None,
     compile: bool | Mapping[str, Any] = False,
-    io: Literal["boxes"] | None = None,
+    io: Literal["boxes", "free"] | None = None,
     inference: bool = False,
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
@@ -98,14 +98,15 @@ def parallelize(
             them, or with * and ?. The others are optimised around them. None: all are.
         plan: A plan, or its file, to run without a search.
         batch: Samples of all ranks together. None: the example's times the number of ranks. With fewer samples than
-            ranks every rank feeds the whole batch.
+            ranks every rank feeds the whole batch; where the model returns its loss, it may feed its boxes alone.
         memory_limit: Bytes a device, or a text such as "14GB", that a step may take; layers recompute or share out
             their states where that is needed. None: what a device has, less what libraries take.
         optimizer: "sgd", "momentum" or "adam", for the memory of its state.
         autocast: torch.bfloat16 or torch.float16, where the loop calls the model within torch.autocast of that type.
         compile: What a rank computes by itself goes through torch.compile; a dict has its arguments.
-        io: "boxes", where each rank feeds only its boxes of the inputs (`BoxLoader`); example_inputs are then those of
-            the whole batch, also on the meta device, and the loss is inside the model.
+        io: "boxes", where each rank feeds only its boxes of the inputs (`BoxLoader`), and the loss is inside the model;
+            "free", where each feeds the whole batch. example_inputs are then those of the whole batch, also on the meta
+            device. None: each feeds its samples, where each has one.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
         device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
@@ -141,7 +142,7 @@ def parallelize(
     world = join(device, device_mesh, options.comm, options.timeout_s)
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
     check_io(io, user_plan)
-    boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
+    full = io is not None or (user_plan is not None and user_plan.io == "boxes")
     arguments = {
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
@@ -149,7 +150,7 @@ def parallelize(
         "names of inputs": ", ".join(call[1]),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
-    counted = examples[0].shape[0] * (1 if boxes else world.size) if examples else 0
+    counted = examples[0].shape[0] * (1 if full else world.size) if examples else 0
     samples = _batch(batch, counted, user_plan)
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")

@@ -140,7 +140,7 @@ def _part(numbers: Sequence[int], rank: int, size: int, model: ParallelModule | 
 def seat(model: ParallelModule | None = None) -> tuple[int, int, bool]:
     """Returns this process's rank, the number of ranks, and whether every rank feeds everything."""
     if model is not None:
-        return of(model).comm.rank, of(model).comm.size, of(model).plan.io == "free"
+        return of(model).comm.rank, of(model).comm.size, of(model).plan.io != "sample"
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), False
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), False
