@@ -142,6 +142,13 @@ def test_a_mask_is_where_a_number_is_put() -> None:
         assert not is_mask(x, places, value, *more)
 
 
+def test_optimizers_gather_nothing_and_clipping_sends_one_number_a_parameter_at_once() -> None:
+    for counts in run_ranks(2, f"{HERE}messages", PLANS["filters"][1]):
+        assert isinstance(counts, dict)
+        assert counts.pop("a gather") > 0
+        assert counts == {"adamw": 0, "loop": 0, "fused": 0, "clipping": 1}
+
+
 def test_other_values_by_data() -> None:
     run_ranks(2, f"{HERE}replaced", PLANS["filters"][1])
 
