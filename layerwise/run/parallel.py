@@ -214,6 +214,13 @@ class ParallelModule(nn.Module):
         types = planned_types(self.plan, self.layer_graph)
         return predicted_bytes(planned, self.plan.strategy, types, self.rank_schedule, self._reducer, batches)
 
+    def join_hook(self, **_: Any) -> NoReturn:  # what torch.distributed's Join asks a module for
+        """LayerwiseError: a rank that has no batch left cannot stand in for its part of the model."""
+        raise LayerwiseError(
+            "torch.distributed.algorithms.Join is not supported: all ranks take part in every batch. Give each as many "
+            "(drop_last=True, or a DistributedSampler), or give parallelize the DataLoader, which does"
+        )
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Returns a context whose backward passes leave gradients unsynchronised; the next one outside sums all."""

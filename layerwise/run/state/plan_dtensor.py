@@ -99,9 +99,11 @@ class PlanDTensor(DTensor):
             return unscale(*args)
         if func.namespace == "c10d" or (func is CAT and not all(isinstance(x, DTensor) for x in args[0])):
             raise LayerwiseError(
-                "parameters that the plan splits were to be sent as they are, as DistributedDataParallel does around a "
-                "module that holds the parallel one: leave it out, or, where that module has other parameters, name "
-                "those of the parallel one in its `_ddp_params_and_buffers_to_ignore` first"
+                "parameters that the plan splits were to be sent as they are, by a collective of the loop's own, which "
+                "is not needed (their gradients are summed, and p.full_tensor() is all of one), or by "
+                "DistributedDataParallel around a module that holds the parallel one: leave it out, or, where that "
+                "module has other parameters, name those of the parallel one in its "
+                "`_ddp_params_and_buffers_to_ignore` first"
             )
         if beside_plain(args, kwargs):
             if torch.is_grad_enabled() or any(isinstance(x, DTensor) for x in tree_leaves(written)):
