@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, TypeVar, get_args
 
 import numpy as np
@@ -130,6 +131,8 @@ class LimitedSearch:
     def under(self, limit: float, known: Sequence[Strategy]) -> Within:
         """The best strategies whose peak is at most `limit` bytes. known: strategies over `cells` to begin with."""
         hand = self._begun(limit, known)
+        if hand is None and self._bytes_alone[1].bound > limit * SLACK:
+            return Within(limit, (), np.inf, np.inf, (), 0)
         space = Variants.of(self._cells_within(np.inf if hand is None else self.cost(hand)), self.forms)
         rows, node = Rows(self.model, space.configs, space.base), node_costs(self.model, space.configs)
         rough = self._problem(space, rows, node, rough_tables(self.model, space.bases, self.progress).transfer)
@@ -172,9 +175,7 @@ class LimitedSearch:
 
         wanted: bytes at which it ends; where it is proven that none needs so few, it is not looked for closely.
         """
-        space = Variants.of(self.cells, self.forms)
-        problem = self._memory_alone(space)
-        game = least_rows(problem, by_messages)
+        (space, problem), game = self._bytes_alone
         formed = [space.choice(form) for strategy in known for form in self.formed(strategy)]
         bound, begin = game.bound, [*formed, *(met.choice for met in game.lightest(LOOKS))]
         best, size = lightest(problem, begin, wanted, PEAKS if bound <= wanted * SLACK or not wanted else FEW)
@@ -188,6 +189,13 @@ class LimitedSearch:
             if fewer < size:
                 return Least(small.strategy(other), fewer, min(bound, fewer))
         return Least(space.strategy(best), size, min(max(bound, 0.0), size))
+
+    @cached_property
+    def _bytes_alone(self) -> tuple[tuple[Variants, Problem], Prices]:
+        """All variants, the problem in which time does not matter, and a bound of the least memory."""
+        space = Variants.of(self.cells, self.forms)
+        problem = self._memory_alone(space)
+        return (space, problem), least_rows(problem, by_messages)
 
     def formed(self, strategy: Strategy) -> list[Strategy]:
         """The strategy in each form that is offered, on all layers for which it means anything."""
