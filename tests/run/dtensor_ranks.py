@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -209,6 +210,15 @@ def storage_refusal(comm: Comm, cuts: Cuts) -> str:
         return str(weight.storage().data_ptr())
     except LayerwiseError as error:
         return str(error)
+
+
+def sent_by_hand(comm: Comm, cuts: Cuts) -> str:
+    """What a loop is told that sums split parameters over the ranks itself."""
+    try:
+        dist.all_reduce(made(comm, cuts).get_parameter("first.weight").detach())
+    except LayerwiseError as error:
+        return str(error)
+    return ""
 
 
 def scaled(comm: Comm | None, cuts: Cuts, bad: int) -> tuple[list[float], dict[str, Tensor]]:
