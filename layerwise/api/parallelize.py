@@ -10,7 +10,6 @@ from typing import Any, Literal, TypedDict
 import torch
 import torch.distributed as dist
 from rich.text import Text
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
@@ -29,9 +28,8 @@ from layerwise.plan import Plan, load_plan
 from layerwise.process import process_kept
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
-from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 DEFAULT = ParallelOptions()
 
@@ -126,7 +124,7 @@ def parallelize(
 
     Examples:
         >>> import layerwise
-        >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
         >>> model(torch.randn(8, 4)).shape, model.plan.gpus
         (torch.Size([8, 2]), 1)
     """
@@ -162,13 +160,11 @@ def parallelize(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
     module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options).build()
-    if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
-        module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:
         module.eval().requires_grad_(False)
     if (every := options.sync_every) > 1:
         Accumulate(module, every)
-        batch_of_step = f"the effective batch is {every * module.plan.batch:,}"
+        batch_of_step = f"the effective batch is {every * of(module).plan.batch:,}"
         shown += (Text(f"sync_every={every}: the optimizer steps every {every} batches; {batch_of_step}"),)
     if verbose and world.comm.rank == 0:
         for line in shown:

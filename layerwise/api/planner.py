@@ -22,9 +22,9 @@ from layerwise.report.content import Lines, Part, Report
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
 from layerwise.search.fixed import fixed_layers
-from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.overlap.polish import Effort
+from layerwise.search.priced.variants import OFFERS
 from layerwise.search.remedies import remedies
 from layerwise.search.report.sentences import nothing_fits, why_data
 from layerwise.search.report.tables import strategy_table

@@ -26,7 +26,7 @@ from layerwise.report.html import fragment
 from layerwise.report.text import text
 from layerwise.search.baselines import baseline
 from layerwise.search.capacity import STEP, Limits, Tried, largest_side, least_devices
-from layerwise.search.limit.variants import OFFERS, Forms, Strategy
+from layerwise.search.priced.variants import OFFERS, Forms, Strategy
 from layerwise.search.remedies import least_plan
 
 LARGEST_SIDE, LARGEST_LENGTH, LARGEST_BATCH = 4096, 2**17, 2**20

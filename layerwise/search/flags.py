@@ -16,8 +16,8 @@ from layerwise.cli import (
 )
 from layerwise.importers.load import HELP
 from layerwise.importers.with_loss import LOSSES
-from layerwise.search.limit.variants import OFFERS
 from layerwise.search.overlap.polish import EFFORTS
+from layerwise.search.priced.variants import OFFERS
 
 EPILOG = """examples:
   python -m layerwise.search vgg16 --gpus 16
@@ -157,8 +157,7 @@ def _output_flags(g: Flags) -> None:
     g.add_argument(
         "--export-costs",
         metavar="FILE.cfn",
-        help="write the whole cost tables as a toulbar2 problem; under a limit that binds this takes many searches "
-        "more, over all forms of all layers, and can take far longer than the search itself",
+        help="write the whole cost tables, without a memory limit, as a toulbar2 problem",
     )
 
 

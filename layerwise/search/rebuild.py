@@ -19,8 +19,8 @@ from layerwise.plan import Plan
 from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.fixed import fixed_layers
-from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
+from layerwise.search.priced.variants import OFFERS
 
 CHOICES = {name: get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync", "kind")}
 

@@ -11,9 +11,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
-from layerwise.search.limit.limited import Least
-from layerwise.search.limit.variants import Strategy
-from layerwise.search.limit.within import LimitedSearch
+from layerwise.search.priced.limited import Least, LimitedSearch
+from layerwise.search.priced.variants import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def remedies(
     tried: list[Remedy] = []
     for what, other, searched, choices in _others(model, space, offered, more_devices, with_k):
         try:
-            least = least_plan(other, searched, choices).bytes
+            least = least_plan(other, searched, choices, limit_bytes).bytes
         except LayerwiseError:  # such as fewer samples than a layer can have
             continue
         tried.append(Remedy(what, least, least <= limit_bytes))
@@ -75,8 +74,8 @@ def _others(
         yield f"a global batch of {batch}", smaller, space, offered
 
 
-def least_plan(model: CostModel, space: SearchSpace, offer: tuple[str, ...]) -> Least[Strategy]:
-    """Returns the plan that was found to need the least memory."""
+def least_plan(model: CostModel, space: SearchSpace, offer: tuple[str, ...], wanted: float = 0.0) -> Least[Strategy]:
+    """Returns the plan that was found to need the least memory; wanted: see `LimitedSearch.least`."""
     named = baselines(model, space)
     search = LimitedSearch(model, configurations(model, space, named), offer=offer)
-    return search.least(list(named.values()))
+    return search.least(list(named.values()), wanted)

@@ -32,7 +32,7 @@ from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
 from layerwise.ops.tensor.view import Reshape
 from layerwise.search.find import search
-from layerwise.search.limit.variants import OFFERS, Forms
+from layerwise.search.priced.variants import OFFERS, Forms
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.cost.test_price import NETWORKS, random_strategy

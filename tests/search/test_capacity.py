@@ -24,7 +24,7 @@ from layerwise.machine import load
 from layerwise.search.capacity import STEP, Limits, Tried, largest_side, least_devices
 from layerwise.search.curve import memory_curve
 from layerwise.search.find import search
-from layerwise.search.limit.variants import OFFERS
+from layerwise.search.priced.variants import OFFERS
 from layerwise.search.remedies import remedies
 from layerwise.search.report.tables import curve_table
 

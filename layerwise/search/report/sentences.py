@@ -25,8 +25,9 @@ def conclusion(result: SearchResult) -> Iterator[str]:
     else:
         gap = result.additive.price.step_time_s / optimum.lower_bound_s - 1
         yield (
-            f"NOT proven optimal: found {cost}, lower bound {units(optimum.lower_bound_s, 's')}, gap {gap:.1%} "
-            f"(K = {optimum.final_nodes}; more --search-memory may close it)."
+            f"NOT proven optimal: found {cost}, lower bound{limited and ' of all'}{limited} "
+            f"{units(optimum.lower_bound_s, 's')}, gap {gap:.1%} (K = {optimum.final_nodes}"
+            f"{'' if limited else '; more --search-memory may close it'})."
         )
     data = result.baselines["data"]
     slower = best.timeline.total_s / data.timeline.total_s
