@@ -107,8 +107,8 @@ def test_where_no_plan_fits_the_least_memory_is_said() -> None:
     assert found["simulated"]["fit"] == 0
     assert found["fits"] is False
     for bound, words in (
-        (2e4, "no plan fits into the 10.0 kB of a device: the least that one needs is"),
-        (5e3, "no plan was found that fits into the 10.0 kB of a device: the least that one needs is"),
+        (2e4, "no plan fits into the 10.0 kB of a device: the least that was found needs"),
+        (5e3, "no plan was found that fits into the 10.0 kB of a device: the least that was found needs"),
         (result.least.bytes * 0.9999, f": every plan needs at least {units(result.least.bytes, 'B')} (proven)"),
     ):
         unsure = replace(result, least=replace(result.least, lower_bound_bytes=bound))
