@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -24,6 +24,7 @@ from layerwise.api.world import join
 from layerwise.arguments import Count, checked
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.fed import fed_by
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
 from layerwise.quantities import parse_bytes
@@ -44,6 +45,7 @@ class Further(TypedDict, total=False):
     compile: bool | Mapping[str, Any]
     io: Literal["boxes"] | None
     inference: bool
+    shared: Sequence[str] | None
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
     options: ParallelOptions
@@ -71,6 +73,7 @@ def parallelize(
     compile: bool | Mapping[str, Any] = False,
     io: Literal["boxes"] | None = None,
     inference: bool = False,
+    shared: Sequence[str] | None = None,
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
     options: ParallelOptions = DEFAULT,
@@ -107,6 +110,8 @@ def parallelize(
             the whole batch, also on the meta device, and the loss is inside the model.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
+        shared: Inputs, by name, that are the same for all samples and on all ranks, such as ("texts",) for the texts of
+            classes. None: those as long as the example's batch are found out by running the model, and named.
         device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
             group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
             layer. None: all ranks.
@@ -145,10 +150,17 @@ def parallelize(
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
-        "names of inputs": ", ".join(call[1]),
+        "names of inputs": ", ".join(call[1]), "shared": shared and ", ".join(shared),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
-    counted = examples[0].shape[0] * (1 if boxes else world.size) if examples else 0
+    own = (
+        fed_by(model, call, shared).batch
+        if shared and isinstance(model, nn.Module)
+        else examples[0].shape[0]
+        if examples
+        else 0
+    )
+    counted = own * (1 if boxes else world.size)
     samples = _batch(batch, counted, user_plan)
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
@@ -157,7 +169,7 @@ def parallelize(
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
-    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options).build()
+    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, shared).build()
     if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
         module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:

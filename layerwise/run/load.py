@@ -104,7 +104,7 @@ def load(
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            imported = network_of(model, positional, plan.batch, plan.model, named)
+            imported = network_of(model, positional, plan.batch, plan.model, named, shared=plan.shared)
             network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})

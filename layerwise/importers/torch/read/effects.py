@@ -104,6 +104,22 @@ def hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
 
 
+@contextmanager
+def noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
+    """Notes what each module inside returns, the first tensor of it, by its path."""
+
+    def note(path: str, _: nn.Module, inputs: object, output: object) -> None:
+        first = next((x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)), None)
+        if first is not None:
+            seen.setdefault(path, first.detach())
+
+    with ExitStack() as stack:
+        for path, module in hookable(model):
+            if path:
+                stack.callback(module.register_forward_hook(partial(note, path)).remove)
+        yield
+
+
 _NOTED = {Tensor.register_hook: "registers a hook of a gradient", torch.autograd.grad: "calls torch.autograd.grad"}
 
 
