@@ -8,7 +8,7 @@ they take the statistics of all. Which inputs have samples is found out so, wher
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -30,6 +30,7 @@ PARTS = (3, 2)  # samples of the parts that the model is run on: no grouping of 
 EXACT = 1e-7  # of the largest number, in float64
 NARROW = 2e-2  # where parts of a network in float64 compute in fewer bits
 ROUNDED = {torch.float64: EXACT, torch.float32: 2e-5}  # where it is more, float64 decides
+NOTHING = 1e-2  # a loss that is less may be what rounding leaves of numbers that cancel
 MOST_CANDIDATES = 4  # inputs as long as the batch, of which any may be shared
 
 
@@ -49,8 +50,6 @@ def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> 
 
     any_shared: whether inputs as long as the batch may be shared. UnprovenError where the model cannot be run so.
     """
-    named = {id(x): path for path, x in Arguments(signature_of(model), call, 0).leaves.items()}
-    names = [named.get(id(x), f"input {i}") for i, x in enumerate(pytree.tree_leaves(call))]
     first: MixedSamplesError | None = None
     why = ""
     for rows in _subsets(fed) if any_shared else (fed.rows,):
@@ -61,7 +60,7 @@ def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> 
         except _NotRunError as error:
             why = why or str(error)
         else:
-            left = tuple(names[i] for i in sorted(fed.rows - rows))
+            left = _names(model, call, fed.rows - rows)
             return Fed(fed.batch, rows, (*fed.shared, *left), bool(left), uneven)
     if first is None:
         try:
@@ -73,9 +72,14 @@ def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> 
     assert first is not None
     named_first = MixedSamplesError(first.what, _mixing(model, call, fed))
     if len(fed.rows) > 1:
-        each = ", ".join(names[i] for i in sorted(fed.rows))
+        each = ", ".join(_names(model, call, fed.rows))
         raise LayerwiseError(f"{named_first} ({each} are as long as the batch: shared= names those without samples)")
     raise named_first
+
+
+def _names(model: nn.Module, call: Call, leaves: Collection[int]) -> tuple[str, ...]:
+    named = {id(x): path for path, x in Arguments(signature_of(model), call, 0).leaves.items()}
+    return tuple(named.get(id(x), f"input {i}") for i, x in enumerate(pytree.tree_leaves(call)) if i in leaves)
 
 
 def _mixing(model: nn.Module, call: Call, fed: Fed) -> str:
@@ -174,7 +178,8 @@ def _is_loss(all_samples: Tensor, parts: Sequence[Tensor]) -> bool:
     """Whether a number is the mean, or the sum, of those of parts of the samples, or the same for any."""
     numbers = [x.double() for x in parts]
     mean = torch.stack([x * n for x, n in zip(numbers, PARTS, strict=True)]).sum() / sum(PARTS)
-    return any(distance(x, all_samples) <= ROUNDED[torch.float32] for x in (mean, torch.stack(numbers).sum()))
+    total = torch.stack(numbers).sum()
+    return any(distance(x, all_samples, NOTHING) <= ROUNDED[torch.float32] for x in (mean, total))
 
 
 def _along(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
