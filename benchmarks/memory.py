@@ -179,7 +179,7 @@ def nothing(ranks: int) -> End:
 @cache
 def after_trace(case: Case) -> float:
     """Bytes that no file is behind, of a process that has read the case's network and let it go again."""
-    imports = "import gc, os, sys, layerwise.train.command; from benchmarks import memory; "
+    imports = "import gc, os, sys, layerwise.commands.run; from benchmarks import memory; "
     imports += "from layerwise.importers.load import load_network; "
     code = imports + "load_network(sys.argv[1], int(sys.argv[2])); gc.collect(); print(memory.held(os.getpid())[0])"
     command = [sys.executable, "-W", "ignore", "-c", code, case.model, str(case.batch)]

@@ -27,6 +27,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.read.fed import fed_by
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
+from layerwise.process import process_kept
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
 from layerwise.run.layered import LayeredModule
@@ -59,6 +60,8 @@ class Keywords(Further, total=False):
     autocast: torch.dtype | None
 
 
+@process_kept()
+@torch.inference_mode(False)  # within which parameters and examples would be of no use to training
 @checked
 def parallelize(
     model: Model,

@@ -19,7 +19,7 @@ from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.inference.blend import Blend, slab
 from layerwise.inference.cases import Cases
-from layerwise.inference.windows import LEAST, LEAST_OF_NNUNET, Gaussian, profile, starts
+from layerwise.inference.windows import profile, starts
 from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.shapes import Sized, Sizes
@@ -45,7 +45,6 @@ class Predictor:
         overlap: The share of a window that its neighbour covers, too.
         mirror: Labels of the dimensions along which the mean over mirrored samples is taken.
         limit_bytes: What a pass may take on a device.
-        gaussian: Whose weights windows have.
     """
 
     model: ParallelModule
@@ -57,7 +56,6 @@ class Predictor:
     overlap: float
     mirror: str
     limit_bytes: float
-    gaussian: Gaussian = "monai"
 
     def __post_init__(self) -> None:
         cases = self.cases
@@ -119,8 +117,8 @@ class Predictor:
             if blend is None:
                 owned = tuple(slab(full, rank, self.comm.size, 2) for rank in range(self.comm.size))
                 like = torch.empty(0, dtype=self.model.dtype, device=self.comm.device)
-                blend = Blend(self.comm, owned, like, LEAST if self.gaussian == "monai" else LEAST_OF_NNUNET)
-            weights = [torch.from_numpy(profile(n, self.gaussian)) if len(places) > 1 else None for n in size]
+                blend = Blend(self.comm, owned, like)
+            weights = [torch.from_numpy(profile(n)) if len(places) > 1 else None for n in size]
             blend.add(boxes, x, region, weights)
         assert blend is not None
         return blend.owned, blend.mean()

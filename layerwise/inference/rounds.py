@@ -17,7 +17,6 @@ from layerwise.geometry import Box
 from layerwise.inference.cases import Cases
 from layerwise.inference.predictor import Boxed, Predictor, Reduce
 from layerwise.inference.results import Results
-from layerwise.inference.windows import Gaussian
 from layerwise.quantities import parse_bytes
 from layerwise.run.parallel import ParallelModule
 
@@ -31,7 +30,6 @@ def predictor_of(
     overlap: float,
     mirror: str,
     memory_limit: float | str | None,
-    gaussian: Gaussian = "monai",
 ) -> Predictor:
     """Returns the way samples are computed: by all ranks together, or by each alone where samples alone are split."""
     alone = model.sized(cases.planned).alone
@@ -42,7 +40,7 @@ def predictor_of(
         )
     limits = agree(model.comm, lambda: (None, min(_limit(memory_limit, model.device), sys.float_info.max)))[1]
     comm = SoloComm(model.device) if alone else model.comm
-    return Predictor(model, cases, comm, output, reduce, window, overlap, mirror, min(limits), gaussian)
+    return Predictor(model, cases, comm, output, reduce, window, overlap, mirror, min(limits))
 
 
 def written_before(world: Comm, results: Results, names: Sequence[str]) -> list[str]:

@@ -156,9 +156,10 @@ class LayeredModule(SplitFacade):
         samples, sizes = shapes.inputs.fed_samples(inputs), shapes.sizes
         if self.plan.io != "boxes":
             sizes = shapes.sizes_of(inputs)
-        alike, step = self._comparison, (self.steps_done + 1) * self.training
+        step = (self.steps_done + 1) * self.training
         alike_in = (*sizes, shapes.called) if shapes.called else sizes
-        fed = Batch(self.plan, self.comm, samples, batch, alike_in, training=self.training, alike=alike, step=step)
+        agreement = partial(Batch, self.plan, self.comm, samples, batch, alike_in, training=self.training, step=step)
+        fed = agreement(alike=self._comparison, gradients=self._reducer)
         return fed.total, shapes.at(sizes, training=self.training)
 
     def _run(
@@ -245,7 +246,6 @@ class LayeredModule(SplitFacade):
         self._state.options = self.runtime_options
         self._shapes = Shapes(self._network, self.plan, self.comm, self.runtime_options)
         self._executors.clear()
-        self._reducer.forget()
 
     def compile(self, **settings: Any) -> None:
         """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""

@@ -164,7 +164,7 @@ class ParallelModule(nn.Module):
             self._pass = number, gradients
             self._begun()
             finish = partial(self._finish, gradients, differentiable=torch.is_grad_enabled())
-            torch.autograd.Variable._execution_engine.queue_callback(_End(finish, self._failed))
+            torch.autograd.Variable._execution_engine.queue_callback(_End(finish, partial(self._failed, gradients)))
 
     def pass_gradients(self) -> Gradients:
         """Returns those of the backward pass that runs, which begins here unless it has begun."""
@@ -185,14 +185,15 @@ class ParallelModule(nn.Module):
                 gradients.refuse_derivatives()
             gradients.call_hooks()
 
-    def _failed(self) -> None:
+    def _failed(self, gradients: Gradients) -> None:
         """Is called when an error has ended a backward pass."""
+        gradients.fail()
         self._pass = None
 
     @property
     def summed(self) -> bool:
         """True if all gradients that parameters have now are sums over the ranks."""
-        return self._synchronise and not self._reducer.local
+        return self._synchronise and not self._reducer.waiting
 
     def predicted_bytes(self, batches: int = 1) -> dict[TrafficKind, float | None]:
         """Returns the bytes that the plan says all ranks together send in a step, at this module's element types.

@@ -48,6 +48,15 @@ def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[f
     return losses, whole, {name: dict(c.degrees) for name, c in model.plan.strategy.items()}, back
 
 
+def predicted_within_inference_mode(comm: Comm, how: dict[str, Any]) -> Tensor:
+    """What the model gives where all but its building is within torch.inference_mode()."""
+    model, (x, _) = network(SEED).eval(), data(BATCH).tensors
+    with torch.inference_mode():
+        local = x.clone()[comm.rank * (BATCH // comm.size) :][: BATCH // comm.size]
+        out: Tensor = parallelize(model, local, inference=True, **keywords(how, comm=comm))(local)
+    return out.clone()
+
+
 @once()
 def refused(comm: Comm, how: dict[str, Any]) -> str:
     """The message of the LayerwiseError."""

@@ -164,11 +164,11 @@ def test_one_linear_layer(optimizer: str) -> None:
 
 
 def test_data_parallel_gradients_have_buckets() -> None:
-    """At the fullest instant there are new gradients beside them, and the output's."""
+    """At the fullest instant the first of the new gradients is copied."""
     model = CostModel(linear(), brute.machine((4,)))
     found = peak_bytes(model, complete(model, {"linear": Config.of({"n": 4})}))
-    weights, fed, targets, made = 4 * (60 + 10), 4 * 2 * 6, 8 * 2, 4 * 2 * 10
-    assert found.tolist() == [2 * weights + fed + targets + weights + made] * 4
+    weights, fed, targets = 4 * (60 + 10), 4 * 2 * 6, 8 * 2
+    assert found.tolist() == [2 * weights + fed + targets + 4 * 60] * 4
 
 
 def deep(*more: Unary | BatchNorm, convs: int = 6) -> LayerGraph:
@@ -397,7 +397,7 @@ def test_no_strategy_needs_less(
 
 @pytest.mark.parametrize("profile", ["h100", "cpu"])
 @pytest.mark.parametrize(
-    ("form", "near"), [((False, "replicated"), 0.999), ((True, "replicated"), 0.97), ((False, "sharded"), 0.85)]
+    ("form", "near"), [((False, "replicated"), 0.999), ((True, "replicated"), 0.955), ((False, "sharded"), 0.85)]
 )
 def test_bounds_of_what_matters_are_near(profile: str, form: tuple[bool, States], near: float) -> None:
     """Of the named strategies of a network with branches and skips, on every device; else no optimum can be proven.

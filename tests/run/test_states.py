@@ -288,9 +288,9 @@ def values_of_the_step_before(finish: Callable[[ParameterGather], None], self: P
 
 @breaks(GradientBucket, "put")
 def gradients_that_are_twice_too_large(
-    put: Callable[..., None], self: GradientBucket, name: str, gradient: Tensor, scale: float, zero: Tensor
+    put: Callable[..., None], self: GradientBucket, name: str, gradient: Tensor, scale: float
 ) -> None:
-    put(self, name, gradient, 2 * scale, zero)
+    put(self, name, gradient, 2 * scale)
 
 
 @breaks(GradientBucket, "summed")

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
@@ -17,7 +19,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.onnx.by_row import merged_rows, split_again, takes_rows
 from layerwise.importers.onnx.call import bind, element_type, schema_of
 from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold_constants, learned, thin
-from layerwise.importers.onnx.control import CONTROL, needed_by, take_branch
+from layerwise.importers.onnx.control import CONTROL, needed_by, taken_branch
 from layerwise.importers.onnx.file import array_of, dtype_of, extents, inferred, opset_of, standard, stored_bytes
 from layerwise.importers.onnx.inputs import OnnxInputs
 from layerwise.importers.onnx.ops.table import row
@@ -107,9 +109,22 @@ class OnnxImporter:
             if not self.needed.intersection(node.output):
                 continue
             if standard(node.domain) and node.op_type in CONTROL:
-                take_branch(self, node, name)
+                self.branch(node, taken_branch(node, name, self.decides))
             elif not self.constant(node):
                 self.layer(node, name)
+
+    def decides(self, name: str) -> NDArray[Any] | None:
+        """The value of a constant; None: it is none, or empty."""
+        value = self.values.get(name)
+        return self.budget.value(value) if isinstance(value, FoldedConstant) and 0 not in value.shape else None
+
+    def branch(self, node: NodeProto, taken: GraphProto) -> None:
+        """The branch that an If takes, as if the file had it here."""
+        self.store(taken.initializer)
+        self.visit(taken.node)
+        for output, inner in zip(node.output, taken.output, strict=True):
+            if inner.name in self.values:
+                self.values[output] = self.values[inner.name]
 
     def stored(self, name: str, tensor: TensorProto) -> FoldedConstant:
         """A tensor of the file."""

@@ -17,8 +17,8 @@ from layerwise.api.world import join
 from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
 from layerwise.integrations.nnunet.batches import BatchesByTurns
-from layerwise.integrations.nnunet.folder import read_checkpoint
 from layerwise.integrations.nnunet.network import NetworkWithLoss
+from layerwise.integrations.nnunet.reading import read_checkpoint
 from layerwise.integrations.optimizer_state import full_state, load_full_state
 
 NETWORK = "network."  # of its parameters' names in NetworkWithLoss

@@ -201,7 +201,8 @@ class DataParallelModule(ParallelModule):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
         batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
-        return ModelCall(seed, batch_of_ranks(alike=self._averaged.comparison, step=self.steps_done * training))
+        alike, reducer = self._averaged.comparison, self._averaged.reducer
+        return ModelCall(seed, batch_of_ranks(alike=alike, step=self.steps_done * training, gradients=reducer))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
@@ -264,8 +265,8 @@ class DataParallelModule(ParallelModule):
             self._averaged.finish()
         super()._finish(gradients, differentiable=differentiable)
 
-    def _failed(self) -> None:
-        super()._failed()
+    def _failed(self, gradients: Gradients) -> None:
+        super()._failed(gradients)
         if self._averaged is not None:
             self._averaged.fail()
 

@@ -87,8 +87,6 @@ class OutsideGradients:
             )
         if is_dtensor(p):
             place_gradient(p)
-        if module is not None and not module.summed:
-            raise outside_while_waiting(self._name)
 
 
 def _written(p: nn.Parameter) -> tuple[int, int] | None:

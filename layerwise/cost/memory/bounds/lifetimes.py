@@ -149,6 +149,9 @@ class Lifetimes(Forward):
             if weights:
                 made = self._parameters(layer)
                 ledger.instant(f"backward {name} {number} weights")
+            if number == tracked[0] and (copied := self._new(name, self.parameters[name].copied)):
+                ledger.instant(f"backward {name} copied")
+                ledger.drop(copied)
             ledger.drop(made + weights)
             running = before
         ledger.drop(gathered + (running.claims if running else []))
@@ -227,9 +230,9 @@ class Lifetimes(Forward):
             self.ledger.drop(alone)
 
     def _hand_out(self, layer: Layer) -> None:
-        """Gradients that nobody shares stay, and a device's part of the sums of others."""
+        """Gradients of full parameters stay, and a device's part of the sums of others."""
         held = self.parameters[layer.name]
-        self._new(layer.name, held.alone + held.part_gathered * self.all_leave)
+        self._new(layer.name, held.handed_out + held.part_gathered * self.all_leave)
         self.rows += self._new(layer.name, held.rows)
 
     def _return(self, layer: Layer, slot: int, *, early: bool) -> None:

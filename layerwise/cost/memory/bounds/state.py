@@ -113,7 +113,7 @@ class StepClaims:
         return {name: row if name in of else np.zeros_like(row) for name, row in rows.items()}, of
 
     def _begin(self) -> None:
-        """Parameters, states, places in buckets; and what arrives of parameters before the first layer computes."""
+        """Parameters, states; and what arrives of parameters before the first layer computes."""
         coming, known = list[Claim](), dict[object, tuple[Stacked, ParameterBounds, list[StageMemory]]]()
         for layer in self.model.graph.layers:
             name, configs = layer.name, self.configs[layer.name]
@@ -200,9 +200,10 @@ class StepClaims:
 class ParameterBounds:
     """Memory of one layer's parameters; arrays are (V, N), in bytes. Words are those of `shares`."""
 
-    always: Floats  # parameters, states, places in buckets
+    always: Floats  # parameters, states
     gradients: Floats  # all, as the backward pass makes them
-    alone: Floats  # of these, those that nobody shares, which stay
+    copied: Floats  # of these, the first that is copied into a bucket
+    handed_out: Floats  # of these, those of parameters that are full on a device, which stay
     gathered: Floats  # parameters that are whole while their layer computes only
     coming: Floats  # what arrives of those that are gathered for the whole step, before the step begins
     rows: Floats  # gradients that are summed for each device's part, where they stay until the backward pass has ended
@@ -215,7 +216,7 @@ class ParameterBounds:
 
 def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Config, ...]) -> ParameterBounds:
     """The memory of a layer's parameters on every device, as `step` and `cost.memory.parameters` have it."""
-    found = ParameterBounds(*np.zeros((10, *where.full)))
+    found = ParameterBounds(*np.zeros((11, *where.full)))
     states, last = OPTIMIZERS[model.options.optimizer], _Last(where)
     for _, p, item_bytes in layer.held():
         boxes = where.place.holds(p)
@@ -225,13 +226,14 @@ def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Co
             continue
         which, kept, row, all_rows = _shares(model, layer, p, configs, item_bytes)
         plain = ~which[:, None]
-        shared = where.shared(boxes) & plain
         sooner = ~plain & np.array([states_of(layer, config) == "gathered" for config in configs])[:, None]
         stays = ~plain & ~sooner
         updated = np.where(plain, size, kept)
-        found.always += (1 + states) * updated + size * (shared | stays)
+        found.always += (1 + states) * updated + size * stays
         found.gradients += size
-        found.alone += size * (plain & ~shared)
+        found.handed_out += size * plain
+        if not found.updated:
+            found.copied += size * (plain & where.shared(boxes))
         found.gathered += size * sooner
         found.coming += (all_rows + row) * stays
         found.rows += all_rows * stays
