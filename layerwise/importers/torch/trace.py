@@ -33,9 +33,9 @@ from layerwise.importers.torch.read.effects import (
     configured,
     numbers,
     put_back,
-    same_containers,
 )
 from layerwise.importers.torch.read.fed import Fed
+from layerwise.importers.torch.read.reached import unchanged
 from layerwise.importers.torch.traced_program import TRACING
 
 Dims = Sequence[Sequence[str | None]]
@@ -112,7 +112,7 @@ def _export(
             TRACING,
             _quiet(),
             effects.on(model),
-            same_containers(model),
+            unchanged(model),
             _set_for_tracing(),
             configured(model),
             _all_on_meta(model),
