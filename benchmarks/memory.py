@@ -38,8 +38,8 @@ from layerwise.importers.load import load_model, names_code
 from layerwise.machine import load
 from layerwise.quantities import units
 from layerwise.search.find import search
-from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
+from layerwise.search.priced.variants import OFFERS
 from layerwise.search.report.sentences import choices, nothing_fits
 from layerwise.search.result import SearchResult
 

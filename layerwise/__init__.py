@@ -36,10 +36,12 @@ _HOME = {
     "load_plan": "layerwise.plan",
     "load_profile": "layerwise.machine",
     "memory": "layerwise.commands.fits",
+    "of": "layerwise.run.parallel",
     "parallelize": "layerwise.api.parallelize",
     "predict": "layerwise.inference.predict",
     "price": "layerwise.cost.price",
     "register_op": "layerwise.importers.registry",
+    "restore": "layerwise.run.parallel",
     "save": "layerwise.api.save",
     "split": "layerwise.api.split",
     "timeline": "layerwise.cost.timeline.simulate",
@@ -80,6 +82,8 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.ops.base import Op as Op
     from layerwise.plan import Plan as Plan
     from layerwise.plan import load_plan as load_plan
+    from layerwise.run.parallel import of as of
+    from layerwise.run.parallel import restore as restore
     from layerwise.tensor import TensorSpec as TensorSpec
     from layerwise.volumes.loader import BoxLoader as BoxLoader
 

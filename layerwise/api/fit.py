@@ -32,8 +32,7 @@ from layerwise.cli import console, progress_bar
 from layerwise.comm.guard import noted
 from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
-from layerwise.run.guards.original import release_original
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of, restore
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
 from layerwise.train.saving import Saving
@@ -62,15 +61,17 @@ class Epoch:
 
 @dataclass(slots=True)
 class Fitted:
-    """The parallel module, trained, its optimizer, and what each epoch came to (those of this call)."""
+    """The model, trained, its optimizer, and what each epoch came to (those of this call)."""
 
-    module: ParallelModule
+    module: nn.Module
     optimizer: Optimizer
     history: list[Epoch] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the full model's state dict; every rank calls this."""
-        return self.module.full_state_dict()
+        """Returns the full model's state dict, on the CPU; every rank calls this."""
+        if isinstance(self.module, ParallelModule):
+            return of(self.module).full_state_dict()
+        return {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
 
 
 @checked
@@ -102,7 +103,8 @@ def fit(
 
     The order of the samples depends on `seed` and the epoch alone, so losses and weights do not depend on the number
     of ranks. No sample is left out: what remains joins the last batch where it is less than half a batch. At the end
-    a model that is an nn.Module with values has the trained ones.
+    an nn.Module is plain again and has the trained values; what was parallel before, a model of the meta device, and a
+    file's stay parallel.
 
     Args:
         model: As `parallelize` takes it, or what it returned.
@@ -127,7 +129,7 @@ def fit(
         keywords: Further arguments of `parallelize`, which plan the model.
 
     Returns:
-        The parallel module, trained, its optimizer, and what each epoch came to.
+        The model, trained, its optimizer, and what each epoch came to.
 
     Raises:
         LayerwiseError: Data, loss or optimizer do not fit, or what `parallelize` raises.
@@ -161,13 +163,15 @@ def fit(
     for source in (train, evaluation):
         if source is not None and source.target is not None:
             check_targets(loss, source.target, source.name)
+    plain = isinstance(model, nn.Module) and not isinstance(model, ParallelModule)
+    plain = plain and not any(p.is_meta for p in model.parameters())  # type: ignore[union-attr]
     module = _module(model, train, batch, planned(optimizer), seed, autocast, keywords)
-    built = build(optimizer, model, module)
+    built = build(optimizer, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(built)
     objective = UserObjective(module, train, loss, autocast)
     trainer = Trainer(module, objective, _sampler(train, module, seed, shuffle), built, clip_norm)
     each, done, saved = trainer.sampler.per_epoch, 0, -1
-    facts: dict[str, str | int] = {"samples": train.count, "batch": module.plan.batch, "seed": seed}
+    facts: dict[str, str | int] = {"samples": train.count, "batch": of(module).plan.batch, "seed": seed}
     facts |= {"shuffle": shuffle, "steps an epoch": each}
     if checkpoint is not None and resume:
         resumed = checkpoints.resume(checkpoint, module, built, facts)
@@ -182,7 +186,11 @@ def fit(
         saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
         return checkpoints.begin_saving(checkpoint, module, built, {**facts, "steps": steps, **state}, beside=False)
 
-    fitted, printing, saving = Fitted(module, built), module.comm.rank == 0 and progress, Saving(module.comm, begin)
+    fitted, printing, saving = (
+        Fitted(module, built),
+        of(module).comm.rank == 0 and progress,
+        Saving(of(module).comm, begin),
+    )
     with saving.signals.taken(stop=checkpoint is not None):
         while done < epochs * each:
             first, done = done, (done // each + 1) * each
@@ -200,9 +208,8 @@ def fit(
             saving.save(done)
             saving.finish()
             _end_if_asked(saving, done)
-    if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
-        model.load_state_dict(fitted.state_dict())
-        release_original(model)
+    if plain:
+        restore(module)
     return fitted
 
 
@@ -216,7 +223,7 @@ def _epoch(trainer: Trainer[Batch], first: int, end: int, saving: Saving, *, qui
                 bar(step.number - first, end - first)
             if step.number == trainer.done < end:  # after the last the scheduler steps before anything is saved
                 _end_if_asked(saving, step.number)
-    everyone: list[float] = trainer.module.comm.all_gather_object(time.perf_counter() - began)
+    everyone: list[float] = of(trainer.module).comm.all_gather_object(time.perf_counter() - began)
     return loss / samples, max(everyone), samples
 
 
@@ -236,7 +243,7 @@ def _module(
     keywords: Mapping[str, Any],
 ) -> ParallelModule:
     if isinstance(model, ParallelModule):
-        if batch not in (None, model.plan.batch):
+        if batch not in (None, of(model).plan.batch):
             raise LayerwiseError(
                 f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
             )
@@ -256,8 +263,8 @@ def _module(
 
 def _sampler(train: Feed, module: ParallelModule, seed: int, shuffle: bool) -> StepSampler:
     """Returns the sampler. A last batch of less than half joins the one before: so all ranks have a part of it."""
-    size = module.plan.batch
-    join = max(-(-size // 2), least(module.plan))
+    size = of(module).plan.batch
+    join = max(-(-size // 2), least(of(module).plan))
     return StepSampler(train.count, size, seed=seed, join=join, shuffle=shuffle)
 
 
@@ -273,10 +280,10 @@ class UserObjective:
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Batch]:
         """Yields this rank's samples of each batch."""
-        local = [numbers[self.module.share(len(numbers))].tolist() for numbers in batches]
+        local = [numbers[of(self.module).share(len(numbers))].tolist() for numbers in batches]
         for inputs, target in self.train.batches(local):
             check_targets(self.function, target, self.train.name)
-            yield inputs, target.to(self.module.device)
+            yield inputs, target.to(of(self.module).device)
 
     def loss(self, local: Batch, batch: int) -> Tensor:
         """Returns the function's value."""
@@ -289,4 +296,4 @@ class UserObjective:
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Returns the context that model and loss are computed in: autocast's, or none."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.module.device.type, self.autocast)
+        return nullcontext() if self.autocast is None else torch.autocast(of(self.module).device.type, self.autocast)

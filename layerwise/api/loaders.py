@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.loop import least
 
 INSTEAD = "give parallelize what one rank calls the model with"
@@ -42,8 +42,6 @@ def example_of(loader: DataLoader[Any]) -> tuple[Tensor | tuple[Tensor, ...] | M
 
 def split_loader(loader: DataLoader[Any], module: ParallelModule) -> DataLoader[Any]:
     """Returns a loader of this rank's share of every batch of `loader`. LayerwiseError where it cannot be shared."""
-    if module.plan.io == "boxes":
-        raise LayerwiseError("a DataLoader has whole samples, and the plan has io 'boxes': feed what a BoxLoader has")
     _check(loader)
     assert loader.batch_sampler is not None
     return DataLoader(
@@ -88,13 +86,13 @@ class Shares(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         module, drawn = self.module, self._drawn()
         fewest = min(map(len, drawn), default=0)
-        if drawn and fewest < least(module.plan):
+        if drawn and fewest < least(of(module).plan):
             raise LayerwiseError(
                 f"a batch of the loader has {fewest} samples, too few for the plan's cuts, which need "
                 f"{least(module.plan)}: leave it out (drop_last=True), or take another batch size"
             )
         for numbers in drawn:
-            yield numbers[module.share(len(numbers))]
+            yield numbers[of(module).share(len(numbers))]
 
     def __len__(self) -> int:
         assert isinstance(self.batches, Sized)
@@ -102,7 +100,7 @@ class Shares(Sampler[list[int]]):
 
     def _drawn(self) -> list[list[int]]:
         """Returns rank 0's batches on all ranks, whatever their random states: its sampler would draw there alone."""
-        comm = self.module.comm
+        comm = of(self.module).comm
         state = torch.random.get_rng_state() if comm.rank == 0 else torch.empty(0, dtype=torch.uint8)
         random_state = comm.broadcast_text(state.numpy().tobytes().hex())
         with nullcontext() if comm.rank == 0 else torch.random.fork_rng(devices=[]):

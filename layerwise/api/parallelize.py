@@ -30,9 +30,8 @@ from layerwise.plan import Plan, load_plan
 from layerwise.process import process_kept
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
-from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 DEFAULT = ParallelOptions()
 
@@ -44,7 +43,7 @@ class Further(TypedDict, total=False):
     plan: Plan | str | os.PathLike[str] | None
     memory_limit: float | str | None
     compile: bool | Mapping[str, Any]
-    io: Literal["boxes"] | None
+    io: Literal["boxes", "free"] | None
     inference: bool
     shared: Sequence[str] | None
     device_mesh: DeviceMesh | dist.ProcessGroup | None
@@ -74,7 +73,7 @@ def parallelize(
     optimizer: str = "sgd",
     autocast: torch.dtype | None = None,
     compile: bool | Mapping[str, Any] = False,
-    io: Literal["boxes"] | None = None,
+    io: Literal["boxes", "free"] | None = None,
     inference: bool = False,
     shared: Sequence[str] | None = None,
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
@@ -103,14 +102,15 @@ def parallelize(
             them, or with * and ?. The others are optimised around them. None: all are.
         plan: A plan, or its file, to run without a search.
         batch: Samples of all ranks together. None: the example's times the number of ranks. With fewer samples than
-            ranks every rank feeds the whole batch.
+            ranks every rank feeds the whole batch; where the model returns its loss, it may feed its boxes alone.
         memory_limit: Bytes a device, or a text such as "14GB", that a step may take; layers recompute or share out
             their states where that is needed. None: what a device has, less what libraries take.
         optimizer: "sgd", "momentum" or "adam", for the memory of its state.
         autocast: torch.bfloat16 or torch.float16, where the loop calls the model within torch.autocast of that type.
         compile: What a rank computes by itself goes through torch.compile; a dict has its arguments.
-        io: "boxes", where each rank feeds only its boxes of the inputs (`BoxLoader`); example_inputs are then those of
-            the whole batch, also on the meta device, and the loss is inside the model.
+        io: "boxes", where each rank feeds only its boxes of the inputs (`BoxLoader`), and the loss is inside the model;
+            "free", where each feeds the whole batch. example_inputs are then those of the whole batch, also on the meta
+            device. None: each feeds its samples, where each has one.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
         shared: Inputs, by name, that are the same for all samples and on all ranks, such as ("texts",) for the texts of
@@ -130,7 +130,7 @@ def parallelize(
 
     Examples:
         >>> import layerwise
-        >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
         >>> model(torch.randn(8, 4)).shape, model.plan.gpus
         (torch.Size([8, 2]), 1)
     """
@@ -148,7 +148,7 @@ def parallelize(
     world = join(device, device_mesh, options.comm, options.timeout_s)
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
     check_io(io, user_plan)
-    boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
+    full = io is not None or (user_plan is not None and user_plan.io == "boxes")
     arguments = {
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
@@ -156,14 +156,10 @@ def parallelize(
         "names of inputs": ", ".join(call[1]), "shared": shared and ", ".join(shared),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
-    own = (
-        fed_by(model, call, shared).batch
-        if shared and isinstance(model, nn.Module)
-        else examples[0].shape[0]
-        if examples
-        else 0
-    )
-    counted = own * (1 if boxes else world.size)
+    own = examples[0].shape[0] if examples else 0
+    if shared and isinstance(model, nn.Module):  # the first of them may be one of these
+        own = fed_by(model, call, shared).batch
+    counted = own * (1 if full else world.size)
     samples = _batch(batch, counted, user_plan)
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
@@ -173,13 +169,11 @@ def parallelize(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
     module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, shared).build()
-    if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
-        module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:
         module.eval().requires_grad_(False)
     if (every := options.sync_every) > 1:
         Accumulate(module, every)
-        batch_of_step = f"the effective batch is {every * module.plan.batch:,}"
+        batch_of_step = f"the effective batch is {every * of(module).plan.batch:,}"
         shown += (Text(f"sync_every={every}: the optimizer steps every {every} batches; {batch_of_step}"),)
     if verbose and world.comm.rank == 0:
         for line in shown:

@@ -15,7 +15,7 @@ from layerwise.api.loaders import split_loader
 from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 Remainder = Literal["short", "repeat", "leave out"]
 
@@ -98,7 +98,7 @@ def split(
     count = len(dataset)
     if count < size and not free:
         raise LayerwiseError(f"the data set has {count} samples, too few for {size} ranks: each needs one at least")
-    full_batch = batch if batch is not None else model.plan.batch if model is not None else None
+    full_batch = batch if batch is not None else of(model).plan.batch if model is not None else None
     each = count if full_batch is None else full_batch
     left = count % each if full_batch is not None else 0
     uneven = count % size if full_batch is None else left
@@ -132,7 +132,7 @@ def split(
 
 def _part(numbers: Sequence[int], rank: int, size: int, model: ParallelModule | None) -> Sequence[int]:
     if model is not None:
-        return numbers[model.share(len(numbers))]
+        return numbers[of(model).share(len(numbers))]
     cuts = [slice(a, b) for a, b in pairwise(boundaries(len(numbers), size).tolist())]
     return numbers[cuts[rank]]
 
@@ -140,7 +140,7 @@ def _part(numbers: Sequence[int], rank: int, size: int, model: ParallelModule | 
 def seat(model: ParallelModule | None = None) -> tuple[int, int, bool]:
     """Returns this process's rank, the number of ranks, and whether every rank feeds everything."""
     if model is not None:
-        return model.comm.rank, model.comm.size, model.plan.io == "free"
+        return of(model).comm.rank, of(model).comm.size, of(model).plan.io != "sample"
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), False
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), False

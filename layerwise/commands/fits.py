@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     optimizer_argument(g)
     dtype_argument(g)
     g.add_argument("--inference", action="store_true", help="the forward pass alone, nothing saved")
-    g.add_argument("--io", choices=["sample", "free", "boxes"], default="sample", help="what each device is fed")
+    g.add_argument("--io", choices=["auto", "sample", "free", "boxes"], default="auto", help="as in layerwise search")
     space_arguments(p.add_argument_group("plans"))
     output_arguments(p.add_argument_group("output"))
     return p

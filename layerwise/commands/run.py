@@ -29,6 +29,7 @@ from layerwise.report.content import Lines, Picture, Report, Table
 from layerwise.report.figures import svg
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
+from layerwise.run.parallel import of
 from layerwise.search.rebuild import rebuild, replan
 from layerwise.trace import Trace
 from layerwise.train import compare_times
@@ -95,8 +96,8 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         steps = args.steps if args.steps is not None else (args.epochs or 1) * session.sampler.per_epoch
         if args.compare:
             compare_times.check(plan, steps - session.first, args.accumulate)
-            session.module.trace = session.module.trace or Trace(device=comm.device)
-        trace = session.module.trace
+            of(session.module).trace = of(session.module).trace or Trace(device=comm.device)
+        trace = of(session.module).trace
         started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
         if comm.rank == 0:
             lines = [raced] if raced else []

@@ -10,7 +10,7 @@ from layerwise.plan import load_plan
 from layerwise.quantities import parse_bytes_range
 from layerwise.report.html import check_charts
 from layerwise.search.curve import Point, memory_curve
-from layerwise.search.limit.variants import OFFERS
+from layerwise.search.priced.variants import OFFERS
 from layerwise.search.rebuild import memory_limit, rebuild
 from layerwise.search.report.page import Planned, plan_report
 from layerwise.search.report.traces import read_trace

@@ -14,7 +14,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from tests.api.keywords import keywords, quiet
-from tests.api.ranks import trained
+from tests.api.ranks import loss_of_volumes, trained
 from tests.api.script import BATCH, SEED, apart, data, network, plain, sgd, step, train
 from tests.comm.launch import ROOT, torchrun
 from tests.comm.pool import run_ranks
@@ -115,6 +115,15 @@ def test_the_element_type_of_what_is_used_twice() -> None:
 def test_fewer_samples_than_ranks_are_fed_whole() -> None:
     for message in run_ranks(2, "tests.api.ranks:whole_batch"):
         assert message == "free"
+
+
+def test_where_the_loss_is_in_the_model_a_rank_takes_its_boxes_of_the_whole_batch() -> None:
+    """Or it is given these alone: the losses are one device's, and no rank holds all of the batch."""
+    expected = loss_of_volumes(SoloComm())[1]
+    for io, losses, least in run_ranks(2, "tests.api.ranks:loss_of_volumes"):
+        assert io == "boxes"
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert least < 1
 
 
 def test_an_exported_program_trains_from_its_weights() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.run.layered import LayeredModule
+from layerwise.run.layered import LayeredRun
 from layerwise.run.local_tensor import local_tensor
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of
 
@@ -43,7 +43,7 @@ def test_other_memory_for_a_parameter_is_followed() -> None:
     double(single)
 
     def rank(made: ParallelModule) -> Tensor:
-        assert isinstance(made, LayeredModule)
+        assert isinstance(of(made), LayeredRun)
         x = SAMPLES[0][made.share()]
         made(x)
         double(made)

@@ -19,7 +19,7 @@ from layerwise.comm.start import default_device
 from layerwise.comm.together import in_thread
 from layerwise.errors import LayerwiseError
 from layerwise.integrations.nnunet.reading import check_names, read_checkpoint
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.score import evaluating
 
 BUSY: Final = "busy"
@@ -140,7 +140,7 @@ class Windows(nn.Module):
             LayerwiseError: It fails, on all ranks, with its reason.
         """
         (model,) = self._ranks
-        comm, future = model.comm, cast("Future[object] | None", None)
+        comm, future = of(model).comm, cast("Future[object] | None", None)
         if comm.rank == 0:
             future = in_thread(run, "nnU-Net")
             future.add_done_callback(lambda _: self._asked.put(None))

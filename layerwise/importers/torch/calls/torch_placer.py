@@ -10,7 +10,7 @@ from itertools import groupby
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.labels import asked_labels, usual_labels
-from layerwise.importers.place import Placer, as_tied
+from layerwise.importers.placer import Placer, as_tied
 from layerwise.importers.registry import Built, Operand
 from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.table import base_name

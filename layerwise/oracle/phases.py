@@ -13,6 +13,7 @@ from layerwise.cost.price import Price, complete, model_error, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.simulate import Timeline, timeline
 from layerwise.oracle.strategies import SPATIAL, Limit, Shape
+from layerwise.search.find import best_cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +101,21 @@ def cheapest(model: CostModel, plans: Sequence[Strategy]) -> int:
 def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | None = None) -> Priced:
     """Any strategy, a searched one too. step: its simulated step, where that is known."""
     phases = replace(phases_of(model, plan), memory_bytes=memory_bytes(model, plan))
-    step = step or timeline(model, plan)
+    step = step or timeline(model, plan, bucket_bytes=best_cap(model, plan))
     return Priced(model, shape, dict(plan), phases, step.total_s, step.exposed_sync_s)
 
 
 def memory_bytes(model: CostModel, plan: Strategy) -> float:
     """Bytes of the fullest device, as `layerwise.run` uses memory.
 
-    Input and output cost no time with io free; memory has a device's share of the samples, where there is one for each:
-    nobody would hold the batch of a thousand devices on every one.
+    Input and output cost no time with io free; memory has a device's share of the samples, where there is one for each.
     """
 
     def fed() -> CostModel:
         return CostModel(model.original, model.devices, replace(model.options, io="sample"))
 
-    holding = model if model.graph.batch < model.devices.count else model.once("fed", fed)
+    few = model.graph.batch < model.devices.count or model.options.io != "free"
+    holding = model if few else model.once("fed", fed)
     return float(peak_bytes(holding, complete(holding, plan)).max())
 
 

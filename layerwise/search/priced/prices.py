@@ -1,8 +1,8 @@
-"""The best multipliers: what a byte costs at the instants that can be the fullest.
+"""The best prices: what a byte costs at the instants that can be the fullest.
 
 With a price on memory the problem is additive again, and elimination solves it: Lagrangian relaxation. The best prices
 are found as Dantzig and Wolfe (Oper. Res. 8(1), 1960) do: the choices met so far are mixed so that they fit on average
-in the least time, a linear program whose dual prices are the next multipliers. It starts without any row, and takes in
+in the least time, a linear program whose dual prices are the next prices. It starts without any row, and takes in
 what the mixture exceeds.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from layerwise.cost.additive import Choice, Costs, weighted_sum
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.limit.additive import Capped, Choice, Costs, Minimise, Problem, weighted_sum
+from layerwise.search.priced.additive import Cap, Minimise, Problem
 
 ROUNDS = 60  # of elimination
 CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
-FACTORS = (0.5, 2.0)  # of the best price of memory
 Mixture = tuple[Floats, Floats, float]  # shares of choices, prices of rows, and what the mixture takes
 DEAREST = 1e3  # the most that any choice is beyond the limit costs at most that many times the unconstrained step
 
@@ -41,7 +41,7 @@ class Met:
 
 
 @dataclass
-class Multipliers:
+class Prices:
     """Prices of rows, and what they prove."""
 
     price: dict[int, float] = field(default_factory=dict)  # by row, a second a byte (of `least_rows`: a share)
@@ -50,18 +50,18 @@ class Multipliers:
     solved: dict[int, Costs] = field(default_factory=dict)  # the tables of the rows that were looked at
 
     @staticmethod
-    def begun(start: Multipliers | None) -> Multipliers:
-        """Multipliers without prices, with what `start` has met and looked at."""
-        return Multipliers() if start is None else Multipliers(met=list(start.met), solved=dict(start.solved))
+    def begun(start: Prices | None) -> Prices:
+        """Prices without prices, with what `start` has met and looked at."""
+        return Prices() if start is None else Prices(met=list(start.met), solved=dict(start.solved))
 
     def lightest(self, count: int) -> list[Met]:
         """Returns, of the choices that were met, those whose fullest rows have the fewest bytes."""
         return sorted(self.met, key=lambda met: float(met.rows.max()))[:count]
 
-    def over(self, problem: Problem) -> Multipliers:
-        """The multipliers for a problem that has more rows, with what was met and the tables of rows."""
+    def over(self, problem: Problem) -> Prices:
+        """The prices for a problem that has more rows, with what was met and the tables of rows."""
         met = [Met(m.choice, m.cost, problem.rows(m.choice), m.base, m.known) for m in self.met]
-        return Multipliers(met=met, solved=dict(self.solved))
+        return Prices(met=met, solved=dict(self.solved))
 
     def taken(self, rows: Sequence[int]) -> Floats:
         """(rows, choices) bytes by the tables, which may be below what is known of a single choice."""
@@ -77,47 +77,30 @@ class Multipliers:
         """(choices,) the shares of what was met in the mixture that fits on average and takes the least."""
         return _fit_on_average(self.met, self.taken(list(self.price)), limit, max(self.met[0].cost, 1e-30))[0]
 
-    def criteria(self, problem: Problem, limit: float, cost: float) -> list[Capped]:
-        """Bounds of a choice that fits and costs at most `cost`: time with memory paid, time, and rows."""
+    def criteria(self, problem: Problem, limit: float, cost: float) -> list[Cap]:
+        """Caps of a choice that fits and costs at most `cost`: time with memory paid, time, and rows."""
         rows = [self.solved[row] for row in self.price]
         paid = weighted_sum([1.0, *self.price.values()], [problem.time, *rows])
         charged = sum(self.price.values()) * limit
         return [
-            Capped(paid, cost + charged, charged),
-            Capped(problem.time, cost, 0.0),
-            *(Capped(row, limit) for row in rows),
+            (paid, cost + charged),
+            (problem.time, cost),
+            *((row, limit) for row in rows),
         ]
 
-    def surrogate(self, problem: Problem, limit: float, cost: float) -> list[Capped]:
-        """The problem with one row for all: the sum of what their bytes cost (Glover, Oper. Res. 16(4), 1968).
-
-        First with memory paid, then the time, and that row; then with memory paid at other prices, which bound what
-        goes on from a partial choice better.
-        """
-        charge = self.charge(problem)
-        charged = sum(self.price.values()) * limit
-
-        def paid(factor: float) -> Capped:
-            costs = weighted_sum([1.0, factor], [problem.time, charge])
-            return Capped(costs, cost + factor * charged, factor * charged)
-
-        return [paid(1.0), Capped(problem.time, cost, 0.0), Capped(charge, charged), *map(paid, FACTORS)]
-
-    def mixed(self, most: float) -> list[Capped]:
+    def mixed(self, most: float) -> list[Cap]:
         """The mean of the rows by their shares, and each of them. All are bytes, and bounds of the fullest row."""
         rows = [self.solved[row] for row in self.price]
         mean = weighted_sum(list(self.price.values()), rows)
-        return [Capped(row, most, 0.0) for row in (mean, *rows)]
+        return [(row, most) for row in (mean, *rows)]
 
 
-def best_multipliers(
-    problem: Problem, limit: float, minimise: Minimise, start: Multipliers | None = None
-) -> Multipliers:
-    """Multipliers that make the bound of the least time within `limit` bytes as large as it gets.
+def best_prices(problem: Problem, limit: float, minimise: Minimise, start: Prices | None = None) -> Prices:
+    """Prices that make the bound of the least time within `limit` bytes as large as it gets.
 
     start: what was met with other limits.
     """
-    best = Multipliers.begun(start)
+    best = Prices.begun(start)
     active = sorted(best.solved)
     price: dict[int, float] = {}
     value, solved = np.inf, False  # of the mixture that the prices are from: what was met allows no better bound
@@ -143,7 +126,7 @@ def best_multipliers(
 
 def _next(
     problem: Problem,
-    best: Multipliers,
+    best: Prices,
     active: list[int],
     mix: Callable[[Floats], Mixture],
     solved: bool,
@@ -196,17 +179,17 @@ def _fit_on_average(met: list[Met], taken: Floats, limit: float, scale: float) -
 def least_rows(
     problem: Problem,
     minimise: Minimise,
-    start: Multipliers | None = None,
+    start: Prices | None = None,
     *,
     enough: float = 0.0,
     rounds: int = ROUNDS,
-) -> Multipliers:
+) -> Prices:
     """Shares of rows, that add up to 1, and the bound that they prove: no choice's peak is below so many bytes.
 
     A matrix game: one mixes choices, the other rows. It ends early where a choice is met whose rows are at most
     `enough`.
     """
-    best = Multipliers.begun(start)
+    best = Prices.begun(start)
     if not best.met:
         best.met.append(_known(problem, minimise(problem.time, problem.base)[0]))
     active = sorted({*best.solved, int(best.met[0].rows.argmax())})

@@ -1,26 +1,24 @@
-"""Variants: the configurations of a layer in all forms that may save memory, and the memory of them all."""
+"""Variants: the configurations of a layer in all forms that may save memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
 from layerwise.config import Config, States
-from layerwise.cost.memory.bounds import MemoryBounds
-from layerwise.cost.model import CostModel, EdgeName
+from layerwise.cost.additive import Choice
+from layerwise.cost.model import Configs
 from layerwise.errors import LayerwiseError
-from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.geometry.arrays import Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.partition.blocks import recomputable
 from layerwise.partition.sharding import may_shard, may_shard_each
-from layerwise.search.limit.additive import Choice, Costs, Problem
 
 OFFERS = ("recompute", "shard")
-Configs = Mapping[str, tuple[Config, ...]]
 Strategy = Mapping[str, Config]
 Form = tuple[bool, States]  # recompute, states
 
@@ -120,65 +118,3 @@ class Variants:
     def strategy(self, choice: Choice) -> Strategy:
         """The configurations of these indices."""
         return {name: configs[choice[name]] for name, configs in self.configs.items()}
-
-    def problem(
-        self,
-        node: Mapping[str, Floats],
-        transfer: Mapping[EdgeName, Floats],
-        memory: Memory,
-        peak: Callable[[Strategy], float],
-        cost: Callable[[Strategy], float] | None = None,
-    ) -> Problem:
-        """node: (V_l,) seconds; transfer: (B_u, B_v) seconds, lower bounds where `cost` says what a strategy costs."""
-
-        def over(memory: Memory) -> Problem:
-            return Problem(
-                Costs(node, transfer),
-                self.base,
-                memory.row,
-                memory.rows,
-                lambda choice: peak(self.strategy(choice)),
-                None if cost is None else lambda choice: cost(self.strategy(choice)),
-                lambda choice: over(memory.nearer(choice)),
-            )
-
-        return over(memory)
-
-
-class Memory:
-    """The rows of a problem: every instant of a step on every device, by one bound of memory or by several."""
-
-    def __init__(self, bounds: Sequence[MemoryBounds]) -> None:
-        self.bounds = tuple(bounds)
-        self._each = len(bounds[0].instants) * bounds[0].devices
-        self._tables: dict[int, Costs] = {}
-
-    @staticmethod
-    def of(model: CostModel, variants: Variants) -> Memory:
-        """Bounds of the memory of a step over these variants."""
-        return Memory([MemoryBounds(model, variants.configs, variants.base)])
-
-    def restrict(self, keep: Mapping[str, Mask], variants: Variants) -> Memory:
-        """Over the variants that are kept."""
-        return Memory([self.bounds[0].restrict(keep, variants.base)])
-
-    def nearer(self, choice: Choice) -> Memory:
-        """The bounds with more rows, near the memory of a choice; those that there are keep their numbers."""
-        more = Memory([*self.bounds, self.bounds[0].near(choice)])
-        more._tables = self._tables
-        return more
-
-    def where(self, row: int) -> tuple[str, int]:
-        """The instant and the device of a row."""
-        instant, device = divmod(row % self._each, self.bounds[0].devices)
-        return self.bounds[0].instants[instant], device
-
-    def row(self, row: int) -> Costs:
-        """Bytes of one row."""
-        if row not in self._tables:
-            self._tables[row] = Costs(*self.bounds[row // self._each].tables(*self.where(row)))
-        return self._tables[row]
-
-    def rows(self, choice: Choice) -> Floats:
-        """(R,) bytes of one choice."""
-        return np.concatenate([found.ravel() for found in MemoryBounds.at_each(self.bounds, choice)])

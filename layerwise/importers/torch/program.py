@@ -21,7 +21,7 @@ from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.tensors import samples_along
 from layerwise.importers.torch.calls.constants import FILLED, Constants, Missing, constant_names, is_constant
 from layerwise.importers.torch.calls.functional import functional
-from layerwise.importers.torch.calls.place import TorchPlacer, input_spec, layer_names, shared_parameters
+from layerwise.importers.torch.calls.torch_placer import TorchPlacer, input_spec, layer_names, shared_parameters
 from layerwise.importers.torch.calls.types import follows, typed
 from layerwise.importers.torch.calls.unknown import decomposed, torch_call, why_not
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
