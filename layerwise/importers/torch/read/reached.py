@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 MOST = 100_000  # objects: a model that reaches more has data in its attributes
-CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)  # themselves: what a subclass does is its own
 LIBRARIES = ("torch", "numpy", "builtins", "layerwise", "collections", "functools", "typing", "abc", "enum", "types")
 
 
@@ -46,7 +46,7 @@ def reached(model: nn.Module) -> list[Any]:
 
 
 def _may_change(one: Any) -> bool:
-    if isinstance(one, (nn.Module, *CONTAINERS, CellType)):
+    if isinstance(one, (nn.Module, CellType)) or type(one) in CONTAINERS:
         return True
     if isinstance(one, (type, FunctionType)):
         return not _of_library(one)
@@ -55,10 +55,8 @@ def _may_change(one: Any) -> bool:
 
 def _within(one: Any) -> Iterator[Any]:
     """The objects that one refers to."""
-    if isinstance(one, dict):
-        yield from one.values()
-    elif isinstance(one, CONTAINERS):
-        yield from one
+    if type(one) in CONTAINERS:
+        yield from one.values() if isinstance(one, dict) else one
     elif isinstance(one, CellType):
         yield from _content(one)
     elif isinstance(one, FunctionType):
@@ -108,7 +106,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def _copy(one: Any) -> Any:
     if isinstance(one, CellType):
         return _content(one)
-    return one.copy() if isinstance(one, CONTAINERS) else dict(vars(one))
+    return one.copy() if type(one) in CONTAINERS else dict(vars(one))
 
 
 def _put_back(one: Any, content: Any) -> None:
@@ -122,7 +120,7 @@ def _put_back(one: Any, content: Any) -> None:
                 delattr(one, name)
             elif value is not content[name]:
                 setattr(one, name, content[name])
-    elif isinstance(one, CONTAINERS):
+    elif type(one) in CONTAINERS:
         if len(one) != len(content) or any(a is not b for a, b in zip(_items(one), _items(content), strict=True)):
             one.clear()
             one.extend(content) if isinstance(one, (list, deque)) else one.update(content)

@@ -95,3 +95,30 @@ def test_values_that_a_forward_pass_writes_are_as_before() -> None:
     network_of(model, (X,), 8, "test")
     assert torch.equal(model.linear.weight, weight)
     assert torch.equal(model.seen, torch.zeros(3))
+
+
+class Instances(dict[str, Any]):
+    """As Transformers' ACT2FN: what is looked up is made anew."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+
+ACTIVATIONS = Instances(relu=nn.ReLU)
+
+
+def test_a_table_with_ways_of_its_own_stays() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = ACTIVATIONS["relu"](self.linear(x))
+            return made
+
+    network_of(Looks(), (X,), 8, "test")
+    assert dict.items(ACTIVATIONS) == {"relu": nn.ReLU}.items()
