@@ -28,6 +28,7 @@ from layerwise.run.facade import SplitFacade
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.original import OriginalModel
+from layerwise.run.guards.reached import Reached, check_reached
 from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, check_values, versions
 from layerwise.run.guards.shared import Trained
 from layerwise.run.guards.values import check_folded
@@ -66,6 +67,7 @@ class LayeredModule(SplitFacade):
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._wrapped_model)
         self._folded = self._state.values(network.graph.folded)
+        self._reached = None if network.module is None else Reached(network.module)
         self._original, self._trained = OriginalModel(), Trained()
         self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.rank_schedule
@@ -203,6 +205,7 @@ class LayeredModule(SplitFacade):
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         self._places.check()
         check_folded(self._folded)
+        check_reached(self._reached)
         self._trained.check()
         self._original.check(training=self.training)
         self._unchanged.check(training=self.training)
