@@ -208,9 +208,14 @@ def _plan(value: object, where: str) -> Plan:
             "layerwise search --price)"
         )
     return Plan(
-        raw["model"], raw["digest"], raw["batch"], raw["gpus"], raw["gpus_per_node"], raw["io"], raw["fused"],
-        strategy, tuple(order), predicted, provenance, predicted_layers, bucket_bytes,
-    )  # fmt: skip
+        **{name: raw[name] for name in ("model", "digest", "batch", "gpus", "gpus_per_node", "io", "fused")},
+        strategy=strategy,
+        device_order=tuple(order),
+        predicted=predicted,
+        provenance=provenance,
+        predicted_layers=predicted_layers,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def checksum(body: Mapping[str, object]) -> str:

@@ -27,7 +27,13 @@ def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tens
     """Returns what one rank calls the model with, and the tensors in that. LayerwiseError for anything else."""
     if example_inputs is None and not isinstance(model, nn.Module):
         return ((), {}), ()
-    call = call_of(model, example_inputs)
+    if isinstance(model, nn.Module):
+        every = (*model.named_parameters(), *model.named_buffers())
+        if made_within := next((name for name, tensor in every if tensor.is_inference()), None):
+            raise LayerwiseError(
+                f"{made_within!r} was made within torch.inference_mode(): build the model outside of it"
+            )
+    call = pytree.tree_map_only(Tensor, _outside_inference, call_of(model, example_inputs))
     values = pytree.tree_leaves(call)
     odd = [x for x in values if not isinstance(x, Tensor | int | float | str | NoneType)]
     tensors = tuple(x for x in values if isinstance(x, Tensor))
@@ -37,6 +43,11 @@ def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tens
     if tensors and (tensors[0].dim() == 0 or tensors[0].shape[0] < 1):
         raise LayerwiseError("example_inputs has no samples: its first tensor needs a first dimension of at least 1")
     return call, tensors
+
+
+def _outside_inference(x: Tensor) -> Tensor:
+    """Returns a tensor that autograd takes, which none is that was made within torch.inference_mode()."""
+    return x.clone() if x.is_inference() else x
 
 
 def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:

@@ -10,9 +10,9 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,7 +25,6 @@ from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, merg
 from layerwise.checkpoint.reader import SEAL, Reader, seal
 from layerwise.checkpoint.shards import file_name, write_shards
 from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
-from layerwise.comm.base import Comm
 from layerwise.comm.together import agree, in_thread, patiently
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import JSON
@@ -33,7 +32,7 @@ from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.run.local_tensor import is_dtensor, local_tensor
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.state.state import Shard
 from layerwise.tensorfile import dtype_name
 
@@ -78,45 +77,16 @@ class Writing:
     """A checkpoint that is being written; it is there when all ranks have called `finish`.
 
     Attributes:
-        comm: The ranks.
-        temporary: Where they write.
-        steps: After how many it is.
-        about: What the checkpoint says of itself.
-        keep: How many checkpoints are kept.
-        failed: What errors begin with.
-        lock: Lets no other run save in this folder; released by `finish`.
-        write: Writes this rank's part; returns its file's name and SHA-256, None where it has nothing to write.
-        future: What `write` returns, where a thread calls it; None: `finish` does.
+        finish: Returns what `save` returns, or raises what it raises; waits however long a thread takes.
+        future: What the thread returns that writes this rank's part; None: `finish` writes it.
     """
 
-    comm: Comm
-    temporary: Path
-    steps: int
-    about: dict[str, JSON]
-    keep: int
-    failed: str
-    lock: ExitStack
-    write: Callable[[], JSON]
+    finish: Callable[[], Path]
     future: Future[JSON] | None
 
     def written(self) -> bool:
         """True if this rank's part is, so that it need not be waited for."""
         return self.future is not None and self.future.done()
-
-    def finish(self) -> Path:
-        """Returns what `save` returns, or raises what it raises; waits however long a thread takes."""
-        meet, part = (agree, self.write) if self.future is None else (patiently, self.future.result)
-        with self.lock, removed_on_failure(self.comm, self.temporary):
-            _, written = meet(self.comm, lambda: (None, part()), self.failed)
-            _, names = agree(self.comm, lambda: (None, self._complete(written)), self.failed)
-        return self.temporary.parent / str(names[0])
-
-    def _complete(self, written: list[Any]) -> JSON:
-        """Rank 0 gives the checkpoint its name."""
-        if self.comm.rank:
-            return None
-        seal(self.temporary, self.about, dict(file for file in written if file))
-        return commit(self.temporary, self.steps, self.keep).name
 
 
 def begin_saving(
@@ -129,8 +99,13 @@ def begin_saving(
     beside: bool = True,
 ) -> Writing:
     """Begins what `save` does. beside: a thread writes a copy of the state, and training may go on meanwhile."""
-    comm, folder, steps = module.comm, Path(directory), module.steps_done
+    comm, folder, steps = of(module).comm, Path(directory), of(module).steps_done
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
+    about: dict[str, JSON] = {
+        "model": model_digest(of(module).layer_graph),
+        "steps": steps,
+        "progress": copy.deepcopy(dict(progress)),
+    }
 
     def start() -> tuple[list[Shard], JSON]:
         if keep < 1:
@@ -141,40 +116,48 @@ def begin_saving(
             raise LayerwiseError(f"'progress' must be what JSON can hold: {error}") from None
         facts, states = describe(optimizer, owned(module)) if optimizer is not None else (None, [])
         if comm.rank == 0:
-            lock.enter_context(sole_writer(folder))
+            held.enter_context(sole_writer(folder))
         name = begin(folder, steps).name if comm.rank == 0 else None
         answer: dict[str, Any] = {"steps": steps, "folder": name, "optimizer": facts}
-        return [*map(_in_checkpoint, filter(_writes, module.shards())), *states], answer
+        return [*map(_in_checkpoint, filter(_writes, of(module).shards())), *states], answer
 
     def collect() -> tuple[list[Shard], JSON]:
         if any(answer["steps"] != steps for answer in answers):
             raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
         about["optimizer"] = merged([answer["optimizer"] for answer in answers], comm.members.ranks)
-        return [
-            replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in local
-        ] if beside else local, None
+        return [replace(s, tensor=s.tensor.detach().to("cpu", copy=True)) for s in local] if beside else local, None
 
     def write() -> JSON:
         path = temporary / file_name(comm.rank)
         if not temporary.is_dir():
-            raise LayerwiseError(
-                f"{os.fspath(temporary)!r} is not to be seen here: all ranks must share the file system"
-            )
+            raise LayerwiseError(f"{os.fspath(temporary)!r} cannot be seen here: all ranks must share the file system")
         return [path.name, write_shards(path, shards)] if shards else None
 
-    about: dict[str, JSON] = {
-        "model": model_digest(module.layer_graph),
-        "steps": steps,
-        "progress": copy.deepcopy(dict(progress)),
-    }
-    with ExitStack() as lock:
+    def complete(written: list[Any]) -> JSON:
+        if comm.rank:
+            return None
+        seal(temporary, about, dict(file for file in written if file))
+        return commit(temporary, steps, keep).name
+
+    def remove(error: object, *_: object) -> None:
+        if error is not None and comm.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def finish() -> Path:
+        meet, part = (agree, write) if future is None else (patiently, future.result)
+        with held:
+            _, written = meet(comm, lambda: (None, part()), failed)
+            _, names = agree(comm, lambda: (None, complete(written)), failed)
+        return folder / str(names[0])
+
+    with ExitStack() as held:  # until `finish`: no other run saves in this folder, and what fails leaves nothing
         local, answers = agree(comm, start, failed)
         temporary = folder / answers[0]["folder"]
-        with removed_on_failure(comm, temporary):
-            shards, _ = agree(comm, collect, failed)
-        lock = lock.pop_all()
+        held.push(remove)
+        shards, _ = agree(comm, collect, failed)
+        held = held.pop_all()
     future = in_thread(write, "layerwise checkpoint") if beside else None
-    return Writing(comm, temporary, steps, about, keep, failed, lock, write, future)
+    return Writing(finish, future)
 
 
 def _writes(shard: Shard) -> bool:
@@ -185,17 +168,6 @@ def _writes(shard: Shard) -> bool:
 def _in_checkpoint(shard: Shard) -> Shard:
     """Returns the shard under the names that it has in a checkpoint."""
     return replace(shard, name=MODEL + shard.name, aliases=tuple(MODEL + name for name in shard.aliases))
-
-
-@contextmanager
-def removed_on_failure(comm: Comm, temporary: Path) -> Iterator[None]:
-    """Removes the folder that ranks write, where there is an error within it."""
-    try:
-        yield
-    except BaseException:
-        if comm.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def load(
@@ -220,7 +192,7 @@ def load(
     Examples:
         See `save`.
     """
-    comm, shards = module.comm, module.shards()
+    comm, shards = of(module).comm, of(module).shards()
 
     def open_it() -> tuple[Reader, JSON]:
         reader = Reader(find(directory))
@@ -250,7 +222,7 @@ def load(
     agree(comm, read)
     if optimizer is not None:
         prepared.restore(optimizer)
-    module.steps_done = reader.about["steps"]
+    of(module).steps_done = reader.about["steps"]
     return dict(reader.about["progress"])
 
 
@@ -265,7 +237,7 @@ def resume(
 
     LayerwiseError where its progress differs from one of these `facts`; otherwise: what else the user can do.
     """
-    path = module.comm.broadcast_text(str(latest(directory) or ""))
+    path = of(module).comm.broadcast_text(str(latest(directory) or ""))
     if not path:
         return None
     progress = load(path, module, optimizer)
@@ -292,7 +264,7 @@ def owned(module: ParallelModule) -> Owned:
 
     (A parameter without elements that is not the model's may stand for a rank that holds nothing.)
     """
-    shards = {name: shard for shard in module.shards() for name in (shard.name, *shard.aliases)}
+    shards = {name: shard for shard in of(module).shards() for name in (shard.name, *shard.aliases)}
     owned = dict[Parameter, Shard]()
     for name, parameter in module.named_parameters():
         if name in shards:
@@ -312,7 +284,7 @@ def _check_about(reader: Reader, module: ParallelModule) -> None:
         if type(about["steps"]) is not int or about["steps"] < 0:
             raise ValueError(f"{about['steps']!r} steps")
         dict(about["progress"].items())
-        same = about["model"] == model_digest(module.layer_graph)
+        same = about["model"] == model_digest(of(module).layer_graph)
     if not same:
         raise LayerwiseError(
             f"{reader.where} is of another model: it has the same names and shapes, but other operators"

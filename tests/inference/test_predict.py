@@ -292,7 +292,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         ([np.full((1, 16, 16, 16), np.nan)], tmp_path / "a", {}, "no finite numbers"),
         (volumes(), tmp_path / "a.txt", {}, "predict makes .npy files"),
         (volumes(), tmp_path / "a.npy", {}, "makes an array of shape"),
-        (volumes(), tmp_path / "a", {"overlap": 1.0}, "overlap must be in"),
+        (volumes(), tmp_path / "a", {"overlap": 1.0}, "overlap is 1.0; it must be at least 0"),
         (volumes(), tmp_path / "a", {"mirror": "s"}, "'s' is none of d, h, w"),
         (volumes(), tmp_path / "a", {"window": (4, 4)}, "must have an extent for each of d, h, w"),
         (volumes(), tmp_path / "a", {"reduce": "max"}, "argmax, softmax, sigmoid or a function"),

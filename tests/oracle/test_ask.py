@@ -14,10 +14,10 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.__main__ import counts
 from layerwise.oracle.ask import Budget, plan_of, suggest
+from layerwise.oracle.phases import Phases, Priced, Projection
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.report.found import suggestion_lines
 from layerwise.oracle.strategies import Limit
-from layerwise.oracle.tables import Phases, Priced, Projection
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from layerwise.oracle.ask import Asked
+from layerwise.oracle.phases import Phases, Projection
 from layerwise.oracle.question import Answer, Question
 from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import Compared, Run
 from layerwise.oracle.strategies import Limit
-from layerwise.oracle.tables import Phases, Projection
 
 pytest.importorskip("matplotlib")
 WEAK = cast(Question, SimpleNamespace(scaling="weak", batch=32))

@@ -22,9 +22,9 @@ from torch.fx import config as fx_config
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
+from layerwise.importers.torch.program import Stored, build_graph
 from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure, structure_of
 from layerwise.importers.torch.read.effects import (
     Numbers,
