@@ -89,7 +89,7 @@ class Shares(Sampler[list[int]]):
         if drawn and fewest < least(of(module).plan):
             raise LayerwiseError(
                 f"a batch of the loader has {fewest} samples, too few for the plan's cuts, which need "
-                f"{least(module.plan)}: leave it out (drop_last=True), or take another batch size"
+                f"{least(of(module).plan)}: leave it out (drop_last=True), or take another batch size"
             )
         for numbers in drawn:
             yield numbers[of(module).share(len(numbers))]

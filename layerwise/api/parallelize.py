@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
 from rich.text import Text
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
@@ -23,6 +24,7 @@ from layerwise.api.world import join
 from layerwise.arguments import Count, checked
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.fed import fed_by
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
 from layerwise.process import process_kept
@@ -43,6 +45,7 @@ class Further(TypedDict, total=False):
     compile: bool | Mapping[str, Any]
     io: Literal["boxes", "free"] | None
     inference: bool
+    shared: Sequence[str] | None
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
     options: ParallelOptions
@@ -72,6 +75,7 @@ def parallelize(
     compile: bool | Mapping[str, Any] = False,
     io: Literal["boxes", "free"] | None = None,
     inference: bool = False,
+    shared: Sequence[str] | None = None,
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
     options: ParallelOptions = DEFAULT,
@@ -109,6 +113,8 @@ def parallelize(
             device. None: each feeds its samples, where each has one.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
+        shared: Inputs, by name, that are the same for all samples and on all ranks, such as ("texts",) for the texts of
+            classes. None: those as long as the example's batch are found out by running the model, and named.
         device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
             group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
             layer. None: all ranks.
@@ -147,10 +153,13 @@ def parallelize(
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
-        "names of inputs": ", ".join(call[1]),
+        "names of inputs": ", ".join(call[1]), "shared": shared and ", ".join(shared),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
-    counted = examples[0].shape[0] * (1 if full else world.size) if examples else 0
+    own = examples[0].shape[0] if examples else 0
+    if shared and isinstance(model, nn.Module):  # the first of them may be one of these
+        own = fed_by(model, call, shared).batch
+    counted = own * (1 if full else world.size)
     samples = _batch(batch, counted, user_plan)
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
@@ -159,7 +168,7 @@ def parallelize(
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
-    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options).build()
+    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, shared).build()
     if inference:
         module.eval().requires_grad_(False)
     if (every := options.sync_every) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import Any
 
@@ -78,15 +78,16 @@ def dtype_of(network: Network) -> torch.dtype:
     return dtype
 
 
-def network(model: Model, call: Call, batch: int) -> Network:
+def network(model: Model, call: Call, batch: int, shared: Collection[str] | None = None) -> Network:
     """Returns the network at `batch` samples of all ranks together. call: what one rank calls the model with.
 
-    A module keeps its tensors: `Network.stored` reads the model's own. An .onnx file comes with its weights.
+    shared: as `network_of` has it. A module keeps its tensors: `Network.stored` reads the model's own. An .onnx file
+    comes with its weights.
     """
     if isinstance(model, nn.Module):
         positional, named = _there(model, call)
         with refused():
-            imported = network_of(model, positional, batch, type(model).__name__, named)
+            imported = network_of(model, positional, batch, type(model).__name__, named, shared=shared)
         _check_types(imported)
         return imported
     if isinstance(model, ExportedProgram):

@@ -12,7 +12,7 @@ from layerwise.cost.price import ANALYTIC_ERROR, unmeasured_error
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.names import counted
 from layerwise.oracle.question import Answer, Oracle
-from layerwise.oracle.runs import Compared, Run, compare
+from layerwise.oracle.runs import Compared, MeasuredRun, compare
 from layerwise.oracle.strategies import Limit, UnreachableError, applicable
 from layerwise.plan import Plan
 from layerwise.search.find import best_cap, candidate
@@ -69,7 +69,7 @@ def ask(
     return Asked(tuple(gpus), single, answers, {name: oracle.limit(name, max(gpus)) for name in names}, reasons, notes)
 
 
-def compare_with(oracle: Oracle, runs: Sequence[Run]) -> list[Compared]:
+def compare_with(oracle: Oracle, runs: Sequence[MeasuredRun]) -> list[Compared]:
     """Projects every measured run at its own batch, groups and segments. LayerwiseError where a strategy cannot."""
     question = oracle.question
 

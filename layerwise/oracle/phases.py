@@ -70,7 +70,7 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedPhases:
     """A strategy by the tables."""
 
     model: CostModel
@@ -98,11 +98,11 @@ def cheapest(model: CostModel, plans: Sequence[Strategy]) -> int:
     return seconds.index(min(seconds))
 
 
-def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | None = None) -> Priced:
+def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | None = None) -> PricedPhases:
     """Any strategy, a searched one too. step: its simulated step, where that is known."""
     phases = replace(phases_of(model, plan), memory_bytes=memory_bytes(model, plan))
     step = step or timeline(model, plan, bucket_bytes=best_cap(model, plan))
-    return Priced(model, shape, dict(plan), phases, step.total_s, step.exposed_sync_s)
+    return PricedPhases(model, shape, dict(plan), phases, step.total_s, step.exposed_sync_s)
 
 
 def memory_bytes(model: CostModel, plan: Strategy) -> float:

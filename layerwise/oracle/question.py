@@ -17,7 +17,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import Profile
 from layerwise.oracle.limits import Finding, Sizes, findings, sizes_of
 from layerwise.oracle.names import NAMES
-from layerwise.oracle.phases import Phases, Priced, Projection, cheapest, price_plan
+from layerwise.oracle.phases import Phases, PricedPhases, Projection, cheapest, price_plan
 from layerwise.oracle.pipeline import PipelineStage, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.strategies import Limit, Shape, UnreachableError, Wishes, limit, shapes, strategy
 from layerwise.search.find import search
@@ -71,7 +71,7 @@ class Answer:
     overlapped_s: float  # an iteration, gradients beside the backward pass; the phases' sum where nothing is simulated
     fits: bool  # within what a plan may take of a device's memory, as layerwise.run uses it
     shape: Shape | None = None  # how the devices are used, where there is a choice
-    priced: Priced | None = None  # where it is a strategy of configurations
+    priced: PricedPhases | None = None  # where it is a strategy of configurations
     stages: tuple[PipelineStage, ...] = ()
     searched: SearchResult | None = None
 
@@ -102,7 +102,7 @@ class Oracle:
         self.question = question
         self._models: dict[int, CostModel] = {}
         self._groups: dict[tuple[int, int], CostModel] = {}  # of one group alone, by its devices and batch
-        self._priced: dict[tuple[str, int], Priced] = {}
+        self._priced: dict[tuple[str, int], PricedPhases] = {}
 
     def model(self, devices: int) -> CostModel:
         """The cost model of so many devices at their batch."""

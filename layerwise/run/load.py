@@ -106,7 +106,7 @@ def load(
         check_plain(model)
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            imported = network_of(model, positional, plan.batch, plan.model, named)
+            imported = network_of(model, positional, plan.batch, plan.model, named, shared=plan.shared)
             network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})

@@ -90,6 +90,13 @@ class ParallelModule(nn.Module):
             "each rank computes by itself, or call the module's own compile()"
         )
 
+    def join_hook(self, **_: Any) -> NoReturn:  # what torch.distributed's Join asks a module for
+        """LayerwiseError: a rank that has no batch left cannot stand in for its part of the model."""
+        raise LayerwiseError(
+            "torch.distributed.algorithms.Join is not supported: all ranks take part in every batch. Give each as many "
+            "(drop_last=True, or a DistributedSampler), or give parallelize the DataLoader, which does"
+        )
+
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
         raise LayerwiseError(

@@ -28,6 +28,7 @@ from layerwise.inference.predict import Predicted, _named, answer, predict
 from layerwise.inference.windows import LEAST, profile, starts
 from layerwise.plan import Plan
 from layerwise.run.load import load
+from layerwise.run.parallel import of
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
@@ -270,7 +271,8 @@ def test_one_rank_without_memory_ends_all(tmp_path: Path) -> None:
     def rank(comm: Comm) -> Predicted:
         module = module_of(comm)
         if comm.rank == 1:
-            sized = module.sized
+            run = of(module)
+            sized = run.sized
 
             def short(*args: Any) -> Any:
                 def fail(given: object) -> Any:
@@ -278,7 +280,7 @@ def test_one_rank_without_memory_ends_all(tmp_path: Path) -> None:
 
                 return replace(sized(*args), run=fail)
 
-            module.__dict__["sized"] = short
+            vars(run)["sized"] = short
         return predict(module, volumes(), tmp_path / "a", progress=False)
 
     with pytest.raises(CommError, match="rank 1 ran out of memory"):

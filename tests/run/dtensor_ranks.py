@@ -2,16 +2,20 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerwise.comm.base import Comm
 from layerwise.config import NOT_DEGREES
@@ -208,6 +212,15 @@ def storage_refusal(comm: Comm, cuts: Cuts) -> str:
         return str(error)
 
 
+def sent_by_hand(comm: Comm, cuts: Cuts) -> str:
+    """What a loop is told that sums split parameters over the ranks itself."""
+    try:
+        dist.all_reduce(made(comm, cuts).get_parameter("first.weight").detach())
+    except LayerwiseError as error:
+        return str(error)
+    return ""
+
+
 def scaled(comm: Comm | None, cuts: Cuts, bad: int) -> tuple[list[float], dict[str, Tensor]]:
     """With GradScaler; in one step a gradient is infinite, of which rank `bad` has a part."""
     model = made(comm, cuts) if comm is not None else net_again()
@@ -386,6 +399,39 @@ def beside(comm: Comm, cuts: Cuts) -> None:
         assert number.item() == pytest.approx(float(full[name].norm()) - comm.rank)
         assert type(p.square()) is type(p)
         assert type(p[0]) is not type(p)
+
+
+def messages(comm: Comm, cuts: Cuts) -> dict[str, int]:
+    """How many collectives optimizers and clipping ask for."""
+    model, counts = made(comm, cuts), dict[str, int]()
+
+    def count(what: str, act: Callable[[], object]) -> None:
+        names = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")
+        with ExitStack() as stack, CollectivesMode() as functional:
+            mocks = [
+                stack.enter_context(mock.patch(f"torch.distributed.{n}", wraps=getattr(torch.distributed, n)))
+                for n in names
+            ]
+            act()
+        counts[what] = sum(one.call_count for one in mocks) + functional.count
+
+    for kind, how in (("adamw", {"foreach": True}), ("loop", {"foreach": False}), ("fused", {"fused": True})):
+        optimizer = torch.optim.AdamW(model.parameters(), **how)
+        model(X[0][model.share()]).square().mean().backward()
+        count(kind, optimizer.step)
+    count("clipping", lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    count("a gather", lambda: [p.full_tensor() for p in model.parameters()])
+    return counts
+
+
+class CollectivesMode(TorchDispatchMode):
+    """Counts PyTorch's functional collectives."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "_c10d_functional" and "wait" not in func._schema.name
+        return func(*args, **(kwargs or {}))
 
 
 def replaced(comm: Comm, cuts: Cuts) -> None:

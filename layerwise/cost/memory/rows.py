@@ -1,4 +1,4 @@
-"""Rows: lower bounds of a step's peak that are sums over layers and edges, two for each layer's backward pass.
+"""ByteRows: lower bounds of a step's peak that are sums over layers and edges, two for each layer's backward pass.
 
 When a layer's backward pass runs, what earlier layers have saved is alive, and what later layers have made of their
 parameters' gradients. So there is a row a layer while its inputs are held, and one when they have gone; one an edge,
@@ -29,7 +29,7 @@ Tables = tuple[Floats, Floats]  # (B_u, B_v) bytes: while the reader's block is 
 ENDS = ("begin", "backward end", "update", "loss")  # the first rows of a family
 
 
-class Rows:
+class ByteRows:
     """The rows of all choices of some variants.
 
     A *family* is the rows under one set of claimants. configs: V_l of every layer; base: (V_l,) what neighbours see.
@@ -75,7 +75,7 @@ class Rows:
 
     # ---- what two layers hold together ----
 
-    def near(self, choice: Mapping[str, int]) -> Rows:
+    def near(self, choice: Mapping[str, int]) -> ByteRows:
         """With more rows: of each tensor the reader claims that holds most of it in a choice."""
         other = copy(self)
         other.families = [*self.families, self._edges(self._claimants(choice))]

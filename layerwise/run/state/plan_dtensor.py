@@ -92,9 +92,11 @@ class PlanDTensor(DTensor, metaclass=_Kind):
             return unscale(*args)
         if func.namespace == "c10d":
             raise LayerwiseError(
-                "parameters that the plan splits were to be sent as they are, as DistributedDataParallel does around a "
-                "module that holds the parallel one: leave it out, or, where that module has other parameters, name "
-                "those of the parallel one in its `_ddp_params_and_buffers_to_ignore` first"
+                "parameters that the plan splits were to be sent as they are, by a collective of the loop's own, which "
+                "is not needed (their gradients are summed, and p.full_tensor() is all of one), or by "
+                "DistributedDataParallel around a module that holds the parallel one: leave it out, or, where that "
+                "module has other parameters, name those of the parallel one in its "
+                "`_ddp_params_and_buffers_to_ignore` first"
             )
         name = name_of(func)
         if name == "is_same_size":

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, TypeVar, get_args
 
 import numpy as np
 
 from layerwise.config import States
 from layerwise.cost.additive import Choice, Costs
-from layerwise.cost.memory.rows import Rows
+from layerwise.cost.memory.rows import ByteRows
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName, Progress
 from layerwise.geometry.arrays import Floats
@@ -130,8 +131,10 @@ class LimitedSearch:
     def under(self, limit: float, known: Sequence[Strategy]) -> Within:
         """The best strategies whose peak is at most `limit` bytes. known: strategies over `cells` to begin with."""
         hand = self._begun(limit, known)
+        if hand is None and self._bytes_alone[1].bound > limit * SLACK:
+            return Within(limit, (), np.inf, np.inf, (), 0)
         space = Variants.of(self._cells_within(np.inf if hand is None else self.cost(hand)), self.forms)
-        rows, node = Rows(self.model, space.configs, space.base), node_costs(self.model, space.configs)
+        rows, node = ByteRows(self.model, space.configs, space.base), node_costs(self.model, space.configs)
         rough = self._problem(space, rows, node, rough_tables(self.model, space.bases, self.progress).transfer)
         seen = Seen(rough, limit, lambda choice: self.cost(space.strategy(choice)))
         if hand is not None:
@@ -154,7 +157,7 @@ class LimitedSearch:
         rough: Prices,
     ) -> Within:
         """The answer of what is left, with transfers as they are. known: what fits; rough: prices among all."""
-        rows = Rows(self.model, space.configs, space.base)
+        rows = ByteRows(self.model, space.configs, space.base)
         problem = self._problem(space, rows, node, self.model.tables(space.bases, self.progress).transfer)
         kinds = {n: (self.model.kind(self.model.graph[n]), configs) for n, configs in space.configs.items()}
         begin, plainer = space.choices(known), self._plainer(space)
@@ -172,9 +175,7 @@ class LimitedSearch:
 
         wanted: bytes at which it ends; where it is proven that none needs so few, it is not looked for closely.
         """
-        space = Variants.of(self.cells, self.forms)
-        problem = self._memory_alone(space)
-        game = least_rows(problem, by_messages)
+        (space, problem), game = self._bytes_alone
         formed = [space.choice(form) for strategy in known for form in self.formed(strategy)]
         bound, begin = game.bound, [*formed, *(met.choice for met in game.lightest(LOOKS))]
         best, size = lightest(problem, begin, wanted, PEAKS if bound <= wanted * SLACK or not wanted else FEW)
@@ -188,6 +189,13 @@ class LimitedSearch:
             if fewer < size:
                 return Least(small.strategy(other), fewer, min(bound, fewer))
         return Least(space.strategy(best), size, min(max(bound, 0.0), size))
+
+    @cached_property
+    def _bytes_alone(self) -> tuple[tuple[Variants, Problem], Prices]:
+        """All variants, the problem in which time does not matter, and a bound of the least memory."""
+        space = Variants.of(self.cells, self.forms)
+        problem = self._memory_alone(space)
+        return (space, problem), least_rows(problem, by_messages)
 
     def formed(self, strategy: Strategy) -> list[Strategy]:
         """The strategy in each form that is offered, on all layers for which it means anything."""
@@ -204,9 +212,9 @@ class LimitedSearch:
         return self.model.once(("equation 1", *strategy.values()), lambda: sum(exact_costs(self.model, [strategy])[0]))
 
     def _problem(
-        self, space: Variants, rows: Rows, node: Mapping[str, Floats], transfer: Mapping[EdgeName, Floats]
+        self, space: Variants, rows: ByteRows, node: Mapping[str, Floats], transfer: Mapping[EdgeName, Floats]
     ) -> Problem:
-        def over(rows: Rows) -> Problem:
+        def over(rows: ByteRows) -> Problem:
             def peak(choice: dict[str, int]) -> float:
                 return self.peak(space.strategy(choice))
 
@@ -220,7 +228,7 @@ class LimitedSearch:
         """The problem in which time does not matter."""
         nothing = {name: np.zeros(len(configs)) for name, configs in space.configs.items()}
         edges = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in self.model.graph.edges()}
-        return self._problem(space, Rows(self.model, space.configs, space.base), nothing, edges)
+        return self._problem(space, ByteRows(self.model, space.configs, space.base), nothing, edges)
 
     def _plainer(self, space: Variants) -> dict[str, dict[int, int]]:
         """Of each layer, by each variant the plainest of the same cells, where that is another."""
@@ -245,7 +253,7 @@ class LimitedSearch:
         cells = {n: tuple(dict.fromkeys(s[n] if n in kept else s[n].cells for s in known)) for n in self.cells}
         space = Variants.of(cells, self.forms)
         node, transfer = node_costs(self.model, space.configs), self.model.tables(space.bases).transfer
-        problem = self._problem(space, Rows(self.model, space.configs, space.base), node, transfer)
+        problem = self._problem(space, ByteRows(self.model, space.configs, space.base), node, transfer)
         seen = Seen(problem, limit)
         seen.choose(self.minimise)
         formed = space.choices(f for strategy in known for f in self.formed(strategy)) if seen.best is None else ()

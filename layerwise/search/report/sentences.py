@@ -184,7 +184,7 @@ def nothing_fits(result: SearchResult, tried: Sequence[Remedy] = ()) -> str:
     if least.proven or need == bound:
         text += f"every plan needs at least {bound} (proven)"
     else:
-        text += f"the least that one needs is {need}, and no plan needs less than {bound} (proven)"
+        text += f"the least that was found needs {need}, and no plan needs less than {bound} (proven)"
     fitting = [f"{remedy.what} ({units(remedy.bytes, 'B')})" for remedy in tried if remedy.fits]
     if fitting:
         return f"{text}. The cheapest change with which one would fit: {fitting[0]}"
