@@ -28,7 +28,7 @@ from layerwise.machine import load
 from layerwise.machine.layer_times import CellTime
 from layerwise.measure.bench import CellSpec
 from layerwise.measure.cells import Key, layer_cells
-from layerwise.measure.job import timed
+from layerwise.measure.measuring import timed
 from layerwise.measure.timing import Stopwatch
 
 Split = dict[str, int]
