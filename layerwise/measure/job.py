@@ -40,7 +40,7 @@ from layerwise.quantities import units
 
 ENOUGH = 0.95  # of the compute time of the strategies that matter most: then nothing more is measured for them
 CHECKED = 2  # cells measured earlier that are measured again before they are relied on
-AS_BEFORE = 0.35  # what a cell's time may differ by from the earlier one, where that does not vary more by itself
+AS_BEFORE, MOST = 0.35, 1.0  # the share that a cell's time may differ by, or as it varied itself: by so much at most
 ROUNDS = 8  # of looking for the best strategies again, with what was measured meanwhile
 
 # What a search looks at hardest: the best strategy first, then the baselines.
@@ -168,7 +168,8 @@ class Job:
             now_s = statistics.median(sum(outcome[:2]) for outcome in outcomes) if outcomes else 0.0
             then = known[cell.key]
             then_s = then.forward_s + then.backward_s
-            if not 1 / (1 + max(AS_BEFORE, then.spread)) < now_s / max(then_s, 1e-12) < 1 + max(AS_BEFORE, then.spread):
+            off = max(now_s / max(then_s, 1e-12), then_s / max(now_s, 1e-12)) - 1
+            if off > max(AS_BEFORE, min(MOST, then.spread)):
                 return (
                     f"layers do not take what was measured {_date(self.base, self.where)}: a piece of {cell.what} "
                     f"takes {units(now_s, 's')}, it was {units(then_s, 's')}; layers are measured again"

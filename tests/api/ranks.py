@@ -246,7 +246,7 @@ def in_a_bad_cache(comm: Comm, folder: str) -> tuple[str, str]:
 
 
 def with_a_stale_cache(comm: Comm, folder: str) -> list[str]:
-    """What rank 0 says: of no cache, of one whose links are ten times as fast, and whose layers as slow, as they are."""
+    """What rank 0 says: of no cache, of one with links ten times as fast as they are, and with layers as slow."""
     os.environ["LAYERWISE_CACHE"] = folder
     path, told = cache_file(join(comm.device, comm=comm)), []
     for spoilt in (None, "links", "layers"):
@@ -259,9 +259,7 @@ def with_a_stale_cache(comm: Comm, folder: str) -> list[str]:
             else:
                 (times,) = profile.layers
                 cells = {
-                    name: {
-                        e: replace(t, forward_s=10 * t.forward_s, backward_s=10 * t.backward_s) for e, t in row.items()
-                    }
+                    name: {size: replace(t, forward_s=10 * (t.forward_s + t.backward_s)) for size, t in row.items()}
                     for name, row in times.cells.items()
                 }
                 profile = replace(profile, layers=(replace(times, cells=cells),))
