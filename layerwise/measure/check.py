@@ -14,9 +14,6 @@ SIZE_BYTES = 2**18  # of a message that matters in a step; its time shows the ba
 ROUNDS = 3
 # Shares that times may differ by, where they did not vary more as they were measured: by MOST at most.
 LATENCY, BANDWIDTH, MOST = 1.0, 0.35, 1.0
-    1.0,
-    0.35,
-)  # what times may differ by, as a share, where they did not vary more as they were measured
 
 
 def changed_links(comm: Comm, links: Links, where: Topology) -> str | None:
