@@ -52,7 +52,7 @@ class ParallelOptions:
     """
 
     profile: Profile | str | os.PathLike[str] | None = None
-    measure_s: float = 30.0
+    measure_s: float = 10.0
     race: int = 1
     effort: Literal["quick", "normal", "thorough"] = "normal"
     local_batch_norm: bool = False
