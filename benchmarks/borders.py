@@ -19,8 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from layerwise.ops.nn import onednn
-
 # Samples, input and output channels, and extents of a rank's part.
 BATCH_2 = ((2, 48, 16, 16, 64, 64), (2, 16, 16, 16, 64, 64), (2, 96, 32, 8, 32, 32), (2, 32, 32, 8, 32, 32))
 BATCH_1 = ((1, 48, 16, 16, 64, 128), (1, 16, 16, 16, 64, 128), (1, 96, 32, 8, 32, 64), (1, 32, 32, 8, 32, 64))
@@ -30,7 +28,7 @@ Way = Callable[[], object]
 
 def convolved(x: Tensor, weight: Tensor) -> Tensor:
     """A kernel of 3 x 3 x 3, padded along height and width."""
-    return onednn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
+    return torch.nn.functional.conv3d(x, weight, None, (1, 1, 1), (0, 1, 1))
 
 
 def ways(

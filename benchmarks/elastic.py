@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, tensor
 from torch.distributed import TCPStore
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.common.nodes import Cluster, apart
+from layerwise.checkpoint.reader import Reader
 from layerwise.checkpoint.step_folders import latest
 
 MODEL, STEPS, EVERY, NODES = "mlp:64x32x10", 400, 25, 4
@@ -200,8 +200,8 @@ class Run:
         last = latest(self.checkpoints)
         assert last is not None
         assert last.name == f"step-{STEPS:08d}", last
-        dcp_to_torch_save(last, self.folder / "state.pt")
-        return torch.load(self.folder / "state.pt")
+        reader = Reader(last)
+        return {name: reader.full(name) for name in sorted(reader.tensors)}
 
 
 def gone(pid: int) -> bool:

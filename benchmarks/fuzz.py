@@ -42,7 +42,6 @@ from layerwise import explain, export
 from layerwise.checkpoint.save_and_load import save
 from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
-from layerwise.compare import main as compare
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.machine import save as save_profile
@@ -50,13 +49,14 @@ from layerwise.oracle.__main__ import main as oracle
 from layerwise.plan import load_plan
 from layerwise.run.load import load
 from layerwise.search.__main__ import main as search
+from layerwise.search.report.traces import read_trace
 from layerwise.tensorfile import weights_file
 from layerwise.volumes.sources import source_of
 
 LIMIT_S, LIMIT_BYTES = 20, 4 << 30
 ODD = (None, True, -1, 0, 1, 2**31, 2**63, -0.5, 1e308, "", "\u202e\x1b[2J", "../../etc/passwd", [], {}, [[]] * 3)
 _ORACLE = ("lenet5", "--gpus", "4,8", "--profile", "p100")
-SEARCHED = ("--gpus", "2", "--effort", "quick", "--no-cache", "--global-batch", "4")
+SEARCHED = ("--gpus", "2", "--effort", "quick", "--global-batch", "4")
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,6 @@ def _onnx(folder: Path) -> Path:
     model = helper.make_model(helper.make_graph(nodes, "g", *ends, stored))
     onnx.save(model, folder / "model.onnx")
     return folder / "model.onnx"
-
-
-def _pt2(folder: Path) -> Path:
-    module, x = _network()
-    torch.export.save(torch.export.export(module.eval(), (x,)), folder / "model.pt2")
-    return folder / "model.pt2"
 
 
 def _weights(folder: Path) -> Path:
@@ -187,13 +181,12 @@ KINDS: Mapping[str, Kind] = {
     "plan": Kind(_plan, lambda path: explain.main([str(path), "classifier.0"])),
     "profile": Kind(_profile, lambda path: search(["lenet5", *SEARCHED, "--profile", str(path)])),
     "onnx": Kind(_onnx, lambda path: search([str(path), *SEARCHED])),
-    "pt2": Kind(_pt2, lambda path: search([str(path), *SEARCHED])),
     "safetensors": Kind(_weights, lambda path: dict(weights_file(path))),
     "checkpoint": Kind(_checkpoint, lambda path: export.main([str(path), f"{path}.safetensors"])),
     "npy": Kind(_npy, _array),
     "zarr": Kind(_zarr, _array),
     "measured": Kind(_measured, lambda path: oracle([*_ORACLE, "--measured", str(path)])),
-    "trace": Kind(_trace, lambda path: compare([str(path), str(path)])),
+    "trace": Kind(_trace, read_trace),
     "cache": Kind(_cache, _from_cache, _sealed),
 }
 

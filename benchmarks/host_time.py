@@ -47,13 +47,13 @@ class Row:
     added_s_per_layer: float
 
 
-def step_of(model: nn.Module, inputs: Tensor, targets: Tensor, *, inside: bool = False) -> Callable[[], Tensor]:
-    """One step of SGD, which returns the loss. inside: the model computes it."""
+def step_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+    """One step of SGD, which returns the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss: Tensor = model(inputs, targets) if inside else nn.functional.cross_entropy(model(inputs), targets)
+        loss: Tensor = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
         return loss.detach()

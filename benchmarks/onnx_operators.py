@@ -20,7 +20,7 @@ import onnx
 
 from layerwise.importers.onnx.build import QUANTISED
 from layerwise.importers.onnx.constants import FOLDABLE
-from layerwise.importers.onnx.control import DECIDED, OF_SEQUENCES
+from layerwise.importers.onnx.control import CONTROL
 from layerwise.importers.onnx.file import OLDEST_OPSET
 from layerwise.importers.onnx.ops.table import TABLE
 from tests.importers.onnx.cases import Outcome, outcomes
@@ -56,11 +56,13 @@ Written out by other operators, as ONNX defines them: {composed}.
 
 What depends on nothing that is fed or trained is computed once. These are known only so: {folded}.
 
-These are decided, or unrolled, at import; they are refused where that depends on data: {control}.
+An If is the branch that constants decide; it is refused where data do.
 
 ## Refused by name
 
 Computations with quantised numbers, for inference: {quantised}.
+
+Loops and sequences: {control}.
 
 {refused}.
 """
@@ -100,7 +102,7 @@ def page(names: Sequence[str], found: Iterable[Outcome]) -> str:
         if len(case.operators) == 1 and not any(words in case.said for words in ANYWHERE):
             cases[case.operators[0]].append(case)
     quantised = [name for name in names if name in QUANTISED or name.startswith("QLinear")]
-    control = [name for name in names if name in (*DECIDED, *OF_SEQUENCES)]
+    control = [name for name in names if name in CONTROL and name != "If"]
     folded = [name for name in names if name not in TABLE and (name in FOLDABLE or name in KNOWN_NOW)]
     others = {*TABLE, *quantised, *control, *folded}
     composed = [name for name in names if name not in others and any(not case.said for case in cases[name])]

@@ -92,7 +92,7 @@ def chains(count: int) -> str:
         graph = fuse(load_model("mlp:" + "x".join(map(str, widths)), rng.choice([4, 16, 64])))
         devices = load(rng.choice(["pcie", "p100", "h100"])).device_graph(4, rng.choice([1, 2, 4]))
         model, space = CostModel(graph, devices), SearchSpace(4, ("n", "c"), spread=devices.nodes > 1)
-        cells = configurations(model, space, {n: complete(model, baseline(model, n)) for n in NAMES}, {})
+        cells = configurations(model, space, {n: complete(model, baseline(model, n)) for n in NAMES})
         if prod(map(len, cells.values())) > MOST:
             continue
         steps = {}

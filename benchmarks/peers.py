@@ -69,7 +69,7 @@ def ours(name: str, gpus: int) -> Row:
     model = model_of(name, gpus)
     started = time.process_time()
     named = {n: complete(model, baseline(model, n)) for n in NAMES}
-    configs = configurations(model, SearchSpace(gpus, spread=model.devices.nodes > 1), named, {})
+    configs = configurations(model, SearchSpace(gpus, spread=model.devices.nodes > 1), named)
     narrowed = narrow(model, configs, named, (1.0,))
     built = time.process_time()
     optimum = exact_optimum(model, narrowed.tables, narrowed.nodes[0], narrowed.uppers[0], 2.0**31)[1]
@@ -92,7 +92,7 @@ def toulbar2(name: str, gpus: int, which: str) -> Row:
     model = model_of(name, gpus)
     started = time.process_time()
     named = {n: complete(model, baseline(model, n)) for n in NAMES}
-    configs = configurations(model, SearchSpace(gpus, spread=model.devices.nodes > 1), named, {})
+    configs = configurations(model, SearchSpace(gpus, spread=model.devices.nodes > 1), named)
     if which == "left":
         configs = narrow(model, configs, named, (1.0,)).tables.configs
     tables: CostTables = model.tables(configs)

@@ -51,7 +51,7 @@ def measure(name: str, gpus: int, profile: str, degrees: str) -> Row:
     model, space = CostModel(graph, devices), SearchSpace(gpus, powers_of_two=degrees == "2", spread=devices.nodes > 1)
     started = time.process_time()
     named = {n: complete(model, baseline(model, n)) for n in NAMES}
-    configs = configurations(model, space, named, {})
+    configs = configurations(model, space, named)
     narrowed = narrow(model, configs, list(named.values()))
     built = time.process_time()
     _, optimum = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
@@ -77,7 +77,7 @@ def paper(name: str, limit_s: float) -> Row:
     graph = fuse(load_model(name, 128))
     model = CostModel(graph, load("p100").device_graph(4), CostOptions("sum", "parameter-server", "free"))
     named = {n: baseline(model, n) for n in NAMES}
-    tables = model.tables(configurations(model, SearchSpace(4), named, {}))
+    tables = model.tables(configurations(model, SearchSpace(4), named))
     started = time.perf_counter()
     optimum = eliminate(tables)
     ours = time.perf_counter() - started

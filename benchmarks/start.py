@@ -1,7 +1,7 @@
 """python -m benchmarks.start: what `layerwise search NETWORK --gpus N` takes from the prompt to the prompt.
 
 Wall and CPU time of whole processes on one core, the least of some runs, beside what Python itself and `import torch`
-take: the first search of a kind, which fills a cache of its own, and the same search again, which reads it.
+take.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 
@@ -25,9 +24,9 @@ BASES = (("python -c pass", "pass"), ("import numpy", "import numpy"), ("import 
 Times = tuple[float, float]  # seconds: wall, CPU
 
 
-def timed(command: Sequence[str], cache: str, runs: int) -> list[Times]:
+def timed(command: Sequence[str], runs: int) -> list[Times]:
     """Of a process and what it starts, run after run."""
-    environment = os.environ | {"LAYERWISE_CACHE": cache, "OMP_NUM_THREADS": "1", "LAYERWISE_NO_CACHE": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     times = []
     for _ in range(runs):
         started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -51,20 +50,14 @@ def main() -> None:
     p.add_argument("--runs", type=int, default=3, help="of each, of which the least counts (default: 3)")
     args = p.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # also of the processes that are started
-    table = Table("command", "wall", "CPU", "again: wall", "CPU", box=None, header_style="bold")
+    table = Table("command", "wall", "CPU", box=None, header_style="bold")
     for title, code in BASES:
-        table.add_row(title, *least(timed([sys.executable, "-c", code], "", args.runs)))
+        table.add_row(title, *least(timed([sys.executable, "-c", code], args.runs)))
     for name in args.networks:
         search = ["layerwise", "search", name, "--gpus", str(args.gpus)]
         command = [sys.executable, "-m", *search]
-        with tempfile.TemporaryDirectory() as cache:
-            timed(command, cache, 1)  # bytecode
-        first = []
-        for _ in range(args.runs):
-            with tempfile.TemporaryDirectory() as cache:
-                first += timed(command, cache, 1)
-                again = timed(command, cache, args.runs)
-        table.add_row(" ".join(search), *least(first), *least(again))
+        timed(command, 1)  # bytecode
+        table.add_row(" ".join(search), *least(timed(command, args.runs)))
     Console(width=120).print(table)
 
 

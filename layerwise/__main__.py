@@ -15,15 +15,12 @@ COMMANDS = {
     "explain": ("layerwise.explain", "why a layer of a plan has its configuration"),
     "report": ("layerwise.report.__main__", "a plan as a page to look at, and what was measured beside it"),
     "diff": ("layerwise.diff", "where two plans differ"),
-    "compare": ("layerwise.compare", "where a measured step differs from the predicted one"),
     "oracle": ("layerwise.oracle.__main__", "what every parallel strategy would cost, and which to take"),
     "measure": ("layerwise.measure.__main__", "times of layers and links on this machine, into a profile"),
     "run": ("layerwise.train.command", "train a planned network; torchrun starts one process a GPU"),
     "predict": ("layerwise.inference.command", "a planned network's answers for volumes; under torchrun"),
     "machines": ("layerwise.machines", "the devices and networks that --gpu and --link name"),
-    "doctor": ("layerwise.doctor", "what is installed here, and whether two ranks compute as one"),
-    "export-plan": ("layerwise.export_plan", "a plan of linear layers for Transformers, PyTorch or DeepSpeed"),
-    "completion": ("layerwise.completion", "a script by which bash or zsh completes these commands"),
+    "doctor": ("layerwise.doctor", "whether what a training needs works here: devices, backends, two ranks"),
     "export": ("layerwise.export", "make one safetensors file of a checkpoint, for the original model"),
 }
 

@@ -20,7 +20,6 @@ from rich.segment import Segment
 from rich.text import Text
 
 from layerwise.config import SearchSpace
-from layerwise.constraints import Constraint, parse_constraints
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError, nearest, shown
 from layerwise.files import check_writable, write_text
@@ -247,25 +246,27 @@ def space_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-CONSTRAINTS = {
-    "keep": ("LAYERS=n,c", "split these dimensions only: --keep 'decoder.*=n'; none without =: --keep head"),
-    "at-most": ("LAYERS=N", "over at most N devices: --at-most head=2"),
-    "one-node": ("LAYERS", "on devices of the first node"),
-    "same": ("LAYERS=LAYERS", "all with one configuration: --same up1=up2"),
-}
+def fix_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --fix, which `fixed_degrees` reads."""
+    parser.add_argument(
+        "--fix",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("LAYERS", "DEGREES"),
+        help="a configuration that layers keep: --fix 'fc*' c=4, --fix encoder n=2,h=2; 1: one device. Can be repeated",
+    )
 
 
-def constraint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that constrain layers: --keep, --at-most, --one-node, --same."""
-    group = parser.add_argument_group("constraints on layers, by name; * stands for anything; can be repeated")
-    for kind, (metavar, said) in CONSTRAINTS.items():
-        group.add_argument(f"--{kind}", action="append", default=[], metavar=metavar, help=said)
-
-
-def constraints(args: argparse.Namespace, devices_per_node: int) -> tuple[Constraint, ...]:
-    """The constraints that the flags of `constraint_arguments` state."""
-    texts = (f"{kind} {said}" for kind in CONSTRAINTS for said in getattr(args, kind.replace("-", "_")))
-    return parse_constraints(texts, devices_per_node, (*LABELS, "k"))
+def fixed_degrees(args: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """The degrees of --fix, by layers' names."""
+    found = {}
+    for layers, degrees in args.fix:
+        parts = [] if degrees == "1" else [part.partition("=") for part in degrees.split(",")]
+        if any(not label or not re.fullmatch("[0-9]{1,9}", degree) for label, _, degree in parts):
+            raise LayerwiseError(f"--fix {layers} {degrees!r}: degrees are such as c=4 or n=2,h=2; 1 is one device")
+        found[layers] = {label: int(degree) for label, _, degree in parts}
+    return found
 
 
 def search_space(args: argparse.Namespace, *, spread: bool) -> SearchSpace:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal, get_args
 
-from layerwise.constraints import Constraint
+from layerwise.arguments import Count, checked, checked_values
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import nests
 from layerwise.ops.facts import Dim
@@ -21,6 +21,7 @@ Placement = Literal["contiguous", "strided"]
 States = Literal["replicated", "sharded", "gathered"]
 
 
+@checked_values
 @dataclass(frozen=True, slots=True)
 class Config:
     """A configuration of a layer: its degrees of parallelism, where the cells go, and what saves memory.
@@ -57,6 +58,7 @@ class Config:
         return Config, (self.degrees, self.placement, self.recompute, self.states)  # hashes of strings differ elsewhere
 
     @staticmethod
+    @checked
     def of(degrees: Mapping[str, int], placement: Placement = "contiguous") -> Config:
         """The configuration of a mapping; degrees of 1 may be named."""
         return Config(tuple((d, degrees[d]) for d in ORDER if degrees.get(d, 1) > 1), placement)
@@ -99,6 +101,7 @@ def distinct_cells(configs: Sequence[Config]) -> tuple[tuple[Config, ...], list[
     return tuple(numbers), of
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
     """The configurations that a search chooses from.
@@ -110,7 +113,7 @@ class SearchSpace:
         spread: Configurations on fewer devices are tried strided, too, as several nodes make worthwhile.
         replicas: Groups of devices, one after another, each of which computes samples of its own in every layer that
             has a sample dimension: it is split into a multiple of so many parts, and no tensor leaves its group.
-        constraints: What the user rules out, layer by layer.
+        fixed: Layers that keep a configuration, by name (`search.fixed`).
 
     Examples:
         >>> from layerwise.ops.facts import Dim
@@ -118,12 +121,12 @@ class SearchSpace:
         ['{}', '{c=2}', '{n=2}']
     """
 
-    devices: int
+    devices: Count
     dims: tuple[str, ...] = ("n", "c", "d", "h", "w", "l", "s")  # that may be split
     powers_of_two: bool = False  # the only degrees; else all divisors of `devices`
     spread: bool = False  # also try a configuration on fewer devices strided: worthwhile where there are several nodes
-    replicas: int = 1
-    constraints: tuple[Constraint, ...] = ()
+    replicas: Count = 1
+    fixed: tuple[tuple[str, Config], ...] = ()
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.devices % self.replicas:
@@ -148,10 +151,7 @@ class SearchSpace:
         return not apart or config["n"] % self.replicas > 0
 
     def check(self, config: Config, dims: Sequence[Dim], layer: str) -> None:
-        """LayerwiseError where it crosses, or a constraint forbids it."""
-        for constraint in self.constraints:
-            if constraint.names(layer) and not constraint.allows(config):
-                raise LayerwiseError(f"layer {layer!r}: {config} is against the constraint {constraint.text!r}")
+        """LayerwiseError where it crosses."""
         if self.crosses(config, dims):
             raise LayerwiseError(
                 f"layer {layer!r}: {config} has samples in common for the {self.replicas} replicas: split n into "

@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> None:
     changed = [name for name in layers if a.strategy.get(name) != b.strategy.get(name)]
     settings = [
         (name, getattr(a, name), getattr(b, name))
-        for name in ("model", "digest", "batch", "gpus", "gpus_per_node", "io", "fused", "halos_sent", "bucket_bytes")
+        for name in ("model", "digest", "batch", "gpus", "gpus_per_node", "io", "fused", "bucket_bytes")
         if getattr(a, name) != getattr(b, name)
     ]
     shared = [key for key in a.predicted if key in b.predicted]

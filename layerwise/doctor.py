@@ -1,31 +1,23 @@
-"""layerwise doctor: what is installed, devices, backends, permissions, and a self-test of two ranks."""
+"""layerwise doctor: tries what a training needs: devices, backends, the host's name, shared memory, two ranks."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from layerwise.cache import folder
 from layerwise.cli import Parser, command, output_arguments, positive, present, run_main
 from layerwise.machine.catalogue import reported
 from layerwise.quantities import units
 from layerwise.report.content import Lines, Report, facts
 from layerwise.version import __version__
 
-EXTRAS = (
-    *("onnx", "matplotlib", "plotly", "mlxtend", "scikit-learn", "transformers", "accelerate", "lightning"),
-    *("monai", "nnunetv2", "nibabel", "zarr"),
-)
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 SHARED, LITTLE = Path("/dev/shm"), 2**28  # bytes of shared memory below which data loaders and NCCL fail
 RANKS = 2
 TEST = """
@@ -47,93 +39,53 @@ torch.testing.assert_close(found, wanted[share])
 def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
-        prog="layerwise doctor", description="Says what is installed here, and whether two ranks compute as one."
+        prog="layerwise doctor", description="Tries what a training needs, and whether two ranks compute as one device."
     )
-    p.add_argument("--timeout", type=positive, default=20.0, metavar="S", help="seconds for each wait (default: 20)")
+    p.add_argument("--timeout", type=positive, default=20.0, metavar="S", help="seconds for two ranks (default: 20)")
     output_arguments(p)
     return p
 
 
 @command(parser)
 def main(args: argparse.Namespace) -> int:
-    """Looks, tries, prints; 1 where something is broken."""
+    """Tries, prints; 1 where something is broken."""
+    tries: dict[str, Callable[[], str]] = {
+        "devices": _devices,
+        "backends": _backends,
+        "host name": _host,
+        "shared memory": _shared,
+        f"{RANKS} ranks": lambda: _self_test(args.timeout),
+    }
     rows, wrong = dict[str, str](), list[str]()
-    for what, look in _looks(args.timeout).items():
+    for what, look in tries.items():
         try:
             rows[what] = look()
         except Exception as error:  # whatever is broken here is what is asked for
             rows[what] = f"BROKEN: {' '.join(str(error).split()) or type(error).__name__}"
             wrong.append(what)
     verdict = f"Broken: {', '.join(wrong)}." if wrong else "Nothing is broken."
-    report = Report("layerwise", f" {__version__}", [facts(rows.items()), Lines([verdict])], lambda: rows)
-    present(report, args)
+    present(Report("layerwise", f" {__version__}", [facts(rows.items()), Lines([verdict])], lambda: rows), args)
     return int(bool(wrong))
-
-
-def _looks(timeout_s: float) -> dict[str, Callable[[], str]]:
-    return {
-        "Python": lambda: f"{platform.python_version()} on {platform.platform()}",
-        "torch": _torch,
-        "devices": _devices,
-        "backends": _backends,
-        "GPU links": lambda: _said(["nvidia-smi", "topo", "-m"], timeout_s),
-        "extras": _extras,
-        "environment": lambda: ", ".join(f"{n}={os.environ[n]}" for n in VARIABLES if n in os.environ) or "as usual",
-        "host name": _host,
-        "shared memory": _shared,
-        "cache": _cache,
-        f"{RANKS} ranks": lambda: _self_test(timeout_s),
-    }
-
-
-def _torch() -> str:
-    import torch
-
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" * bool(torch.version.hip)
-    return f"{torch.__version__}{', ' * bool(cuda)}{cuda}, {torch.get_num_threads()} threads"
 
 
 def _devices() -> str:
     import torch
 
-    if not torch.cuda.is_available():
-        return f"no GPU; {os.cpu_count()} cores"
-    said = []
+    names = []
     for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
         torch.ones(1, device=f"cuda:{i}").add_(1).item()  # raises where it cannot be used
-        row = reported(p.name)
-        said.append(f"{p.name}, {units(p.total_memory, 'B')}" + (f" (--gpu {row})" if row else ""))
-    return "; ".join(said)
+        name = torch.cuda.get_device_name(i)
+        row = reported(name)
+        names.append(name + (f" (--gpu {row})" if row else ""))
+    return "; ".join(names) or f"no GPU; {os.cpu_count()} cores"
 
 
 def _backends() -> str:
     import torch.distributed as dist
 
-    if not dist.is_available():
-        raise RuntimeError("this build of PyTorch has no torch.distributed")
-    there = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
-    if not there["gloo"]:
-        raise RuntimeError("this build of PyTorch has no gloo, which layerwise needs between CPUs")
-    return ", ".join(name for name, available in there.items() if available)
-
-
-def _extras() -> str:
-    there = []
-    for name in EXTRAS:
-        try:
-            there.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(there) or "none"
-
-
-def _said(command: list[str], timeout_s: float) -> str:
-    """What a program says; where it is not there, that."""
-    if shutil.which(command[0]) is None:
-        return f"not known: there is no {command[0]}"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
-    return done.stdout.partition("\n\n")[0].strip()
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise RuntimeError("this build of PyTorch has no torch.distributed with gloo, which layerwise needs")
+    return "nccl, gloo" if dist.is_nccl_available() else "gloo"
 
 
 def _host() -> str:
@@ -153,25 +105,16 @@ def _shared() -> str:
     return f"{units(free, 'B')} free"
 
 
-def _cache() -> str:
-    place = folder()
-    place.mkdir(parents=True, exist_ok=True)
-    trial = place / f".doctor-{os.getpid()}"
-    trial.write_text("")
-    trial.unlink()
-    return f"{place} can be written"
-
-
 def _self_test(timeout_s: float) -> str:
     """Two ranks of this machine split a network, over gloo; their outputs are one device's."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", TEST],
-            env=os.environ | place | _seat(rank),
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -191,11 +134,6 @@ def _self_test(timeout_s: float) -> str:
             process.kill()
             process.wait()
     return "compute as one device"
-
-
-def _seat(rank: int) -> dict[str, str]:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-    return {name: str(value) for name, value in names.items()}
 
 
 if __name__ == "__main__":

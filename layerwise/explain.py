@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
         raise LayerwiseError(f"the plan has no layer {args.layer!r}{near}")
     model, space = rebuild(plan, args.model, args.profile)
     named = baselines(model, space)
-    tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}, {}))
+    tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}))
     options = alternatives(tables, args.layer, args.search_memory * 2**30)
     best, chosen = options[0].step_time_s, plan.strategy[args.layer]
     limit = memory_limit(plan, model)

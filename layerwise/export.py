@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 
 from layerwise.cli import Parser, command, run_main
-from layerwise.errors import LayerwiseError, shown
+from layerwise.errors import shown
 from layerwise.files import check_writable, writing
 
 
@@ -67,26 +67,21 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     """
     from torch import Tensor  # here, so that --help is quick
 
-    from layerwise.checkpoint.contribution import MODEL
     from layerwise.checkpoint.reader import Reader
+    from layerwise.checkpoint.save_and_load import MODEL
     from layerwise.checkpoint.step_folders import find
     from layerwise.tensorfile import write_tensors
 
     check_writable(out)
     reader = Reader(find(checkpoint))
-    if reader.about is None:
-        raise LayerwiseError(
-            f"{reader.where} is not layerwise's: torch.distributed.checkpoint.format_utils.dcp_to_torch_save reads it"
-        )
     reader.verify(reader.files)
-    inside = f"{MODEL}."
-    saved_as = {name.removeprefix(inside): name for name in reader.description.tensors if name.startswith(inside)}
+    saved_as = {name.removeprefix(MODEL): name for name in reader.tensors if name.startswith(MODEL)}
 
     def read(name: str) -> Tensor:
         return reader.full(saved_as[name])
 
     with writing(out) as temporary:
-        write_tensors(temporary, {name: reader.spec(saved) for name, saved in saved_as.items()}, read)
+        write_tensors(temporary, {name: reader.tensors[saved].spec for name, saved in saved_as.items()}, read)
         size = temporary.stat().st_size
     return Exported(os.fspath(reader.folder), os.fspath(out), len(saved_as), size, reader.about["steps"])
 

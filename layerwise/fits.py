@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Literal
 
+from layerwise.arguments import Count, checked
 from layerwise.cli import (
     Parser,
     check_files,
@@ -108,12 +109,13 @@ def main(args: argparse.Namespace) -> None:
     )
 
 
+@checked
 def memory(
     model: nn.Module,
     inputs: object,
     *,
     gpu: str | os.PathLike[str] = DEFAULT,
-    gpus: int = 1,
+    gpus: Count = 1,
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd",
     dtype: str = "float32",
     inference: bool = False,

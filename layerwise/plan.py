@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from layerwise.arguments import Count, checked
 from layerwise.config import NOT_DEGREES, Config, check_choices, parse
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import parse_json, read_json, write_text
-from layerwise.graph.cells import with_cells
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.facts import Dim
@@ -34,6 +34,7 @@ READABLE = (1, VERSION)  # 1 knows neither recompute nor states
 MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A strategy with all that the runtime needs of it: what passes from the search to the runtime, as JSON.
@@ -51,7 +52,6 @@ class Plan:
         predicted: Seconds and bytes of a step.
         provenance: Versions, profile, options and proof of the search.
         predicted_layers: Seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
-        halos_sent: Inputs of which a rank reads its own cell (io boxes); older plans have none.
         bucket_bytes: At which a bucket of gradients is full and is summed; older plans have 25 MiB.
 
     Examples:
@@ -62,9 +62,9 @@ class Plan:
 
     model: str
     digest: str
-    batch: int
-    gpus: int
-    gpus_per_node: int
+    batch: Count
+    gpus: Count
+    gpus_per_node: Count
     io: Literal["sample", "free", "boxes"]
     fused: bool
     strategy: Mapping[str, Config]
@@ -72,8 +72,7 @@ class Plan:
     predicted: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, object] = field(default_factory=dict)
     predicted_layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    halos_sent: tuple[str, ...] = ()
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: Count = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         if not self.device_order:
@@ -83,8 +82,6 @@ class Plan:
         """The file's text: stable, readable, one line a layer."""
         body: dict[str, object] = {"format": FORMAT, "version": VERSION}
         body |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
-        if not self.halos_sent:
-            del body["halos_sent"]
         if self.bucket_bytes == BUCKET_BYTES:
             del body["bucket_bytes"]
         strategy = {name: as_json(config) for name, config in self.strategy.items()}
@@ -93,6 +90,7 @@ class Plan:
         rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(config)}" for name, config in strategy.items())
         return head.removesuffix("\n}") + ',\n "strategy": {\n' + rows + "\n }\n}\n"
 
+    @checked
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan, whole or not at all."""
         write_text(path, self.dumps())
@@ -113,9 +111,8 @@ class Plan:
         return draw(self.strategy, seconds, self.gpus)
 
     def layers(self, network: LayerGraph) -> LayerGraph:
-        """The layers that the plan is for: fused, and with cells of inputs whose halos are sent, where it says so."""
-        graph = fuse(network) if self.fused else network
-        return with_cells(graph, self.halos_sent) if self.halos_sent else graph
+        """The layers that the plan is for: fused, where it says so."""
+        return fuse(network) if self.fused else network
 
     def check(self, graph: LayerGraph, world_size: int | None = None) -> None:
         """LayerwiseError unless this plan is for `graph` (as `layers` makes it, at its batch) on that many ranks."""
@@ -143,6 +140,7 @@ class Plan:
             check_choices(config, name, differentiated=graph.differentiates(graph[name]))
 
 
+@checked
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Returns the plan in a file. Whether it fits a model says `Plan.check`.
 
@@ -199,9 +197,8 @@ def _plan(value: object, where: str) -> Plan:
         for name, degrees in _object(raw.get("strategy"), f"{where}: 'strategy'").items()
     }
     provenance = _provenance(raw.get("provenance"), f"{where}: 'provenance'")
-    halos_sent = raw.get("halos_sent", [])
-    if not _list_of(str, halos_sent) or (halos_sent and raw["io"] != "boxes"):
-        raise LayerwiseError(f"{where}: 'halos_sent' must name inputs, of a plan with io 'boxes', not {halos_sent!r}")
+    if raw.get("halos_sent"):
+        raise LayerwiseError(f"{where} sends halos of its inputs, which are read now: search again")
     bucket_bytes = raw.get("bucket_bytes", BUCKET_BYTES)
     if type(bucket_bytes) is not int or bucket_bytes < 1:
         raise LayerwiseError(f"{where}: 'bucket_bytes' must be a whole number of at least 1, not {bucket_bytes!r}")
@@ -212,7 +209,7 @@ def _plan(value: object, where: str) -> Plan:
         )
     return Plan(
         raw["model"], raw["digest"], raw["batch"], raw["gpus"], raw["gpus_per_node"], raw["io"], raw["fused"],
-        strategy, tuple(order), predicted, provenance, predicted_layers, tuple(halos_sent), bucket_bytes,
+        strategy, tuple(order), predicted, provenance, predicted_layers, bucket_bytes,
     )  # fmt: skip
 
 
@@ -267,7 +264,6 @@ def _provenance(value: object, where: str) -> dict[str, Any]:
     sound = {
         "profile": isinstance(facts.get("profile", ""), str),
         "powers_of_two": isinstance(facts.get("powers_of_two", False), bool),
-        "whole": _list_of(str, facts.get("whole", [])),
         "dims": _list_of(str, facts.get("dims", [])) and set(facts.get("dims", [])) <= {*LABELS, "k"},
         "input_shape": facts.get("input_shape") is None
         or (_list_of(int, facts["input_shape"]) and min(facts["input_shape"], default=1) > 0),

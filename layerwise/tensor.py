@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+from layerwise.arguments import checked_values
 from layerwise.errors import LayerwiseError
 
 ITEM_BYTES = {
@@ -15,6 +16,7 @@ ITEM_BYTES = {
 LABELS = ("n", "c", "d", "h", "w", "l", "s")  # of tensor dimensions; a reduction is "k"
 
 
+@checked_values
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape, a label (or None) and a granularity for every dimension, and the element type.

@@ -50,14 +50,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 DTYPE_OF = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 
-def write_tensors(path: Path, specs: Mapping[str, Spec], read: Callable[[str], Tensor]) -> str:
-    """A file of the named tensors, on disk when this returns. Returns its SHA-256.
+def write_tensors(
+    path: Path, specs: Mapping[str, Spec], read: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
+) -> str:
+    """Writes a file of the named tensors, and metadata of them, on disk when this returns. Returns its SHA-256.
 
     `read` gives a tensor, on any device, when its turn comes: one copy is in memory at a time. LayerwiseError for an
     element type that the format lacks; OSError where the file cannot be written.
     """
     order = sorted(specs, key=lambda name: (-specs[name][1].itemsize, name))  # so that elements are aligned
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     start = 0
     for name in order:
         shape, dtype = specs[name]

@@ -205,7 +205,7 @@ def test_built_in_networks_are_planned_without_torch(tmp_path: Path) -> None:
         "assert run_main(search.main, 'lenet5 --gpus 4 --memory --out plan.json --timeline step.json'.split()) == 0\n"
         "assert run_main(explain.main, 'plan.json features.0'.split()) == 0\n"
         "for model in ('resnet18', 'unet2d'):\n"
-        "    assert run_main(search.main, [model, '--gpus', '2', '--dtype', 'bfloat16', '--no-cache']) == 0\n"
+        "    assert run_main(search.main, [model, '--gpus', '2', '--dtype', 'bfloat16']) == 0\n"
         "assert run_main(oracle.main, 'lenet5 --gpus 1..4'.split()) == 0\n"
         "for name in ('alexnet_grouped', 'inception_v3_aux', 'mobilenet_v2', 'mlp:8x4', 'cosmoflow:58', 'unet3d:8'):\n"
         "    graph = layerwise.fuse(layerwise.load_model(name, 4))\n"

@@ -64,8 +64,7 @@ def step_bytes(
 
     optimizer: None for a step of inference.
     """
-    free = plan.io == "free"
-    module = load(plan, network, comm=comm, loss=cross_entropy if free else None, autocast=autocast)
+    module = load(plan, network, comm=comm, autocast=autocast)
     module.train(optimizer is not None)
     update = None if optimizer is None else optimizer_of(optimizer, list(module.parameters()))
     graph = fuse(network.graph)
@@ -78,9 +77,6 @@ def step_bytes(
     ]
 
     def loss() -> Tensor:
-        if free:
-            given: Tensor = module(x, targets[0])
-            return given
         pairs = zip(tensors(module(x)), targets, strict=True)
         return torch.stack([cross_entropy(out, target) for out, target in pairs]).sum()
 

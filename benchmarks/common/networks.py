@@ -96,8 +96,8 @@ class Network:
 
 # On a CPU PyTorch 2.13 computes a 3-D convolution of one sample by oneDNN only where channels x depth x height is more
 # than 20,480 (else by im2col, 2 to 8 times as slow). A cell that is cut along n, d or h may lie below where the whole
-# is above. Parts of samples are given to oneDNN (layerwise/ops/nn/onednn.py), whole ones, as DDP has them, are not. The
-# analytic cost model knows nothing of that: layers are measured.
+# is above. The analytic cost model knows nothing of that:
+# layers are measured.
 def _unet() -> nn.Module:
     return UNet3d(width=0.25)
 

@@ -20,7 +20,6 @@ from statistics import fmean, median
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from benchmarks import borders
 from benchmarks.gpu.rows import Found, Results, Row, Setting, printed
@@ -314,13 +313,12 @@ def steps(setting: Setting, name: str, batch: int) -> Found:
 
 def step_s(plan: Plan, network: Network, setting: Setting) -> float:
     """Of rank 0, with nobody to wait for."""
-    loss = cross_entropy if plan.io == "free" else None
-    module = load_module(plan, network, comm=Mute(plan.gpus, setting.where), loss=loss)
+    module = load_module(plan, network, comm=Mute(plan.gpus, setting.where))
     share, graph = module.share(), module.layer_graph
     entry, (out,) = next(layer.out for layer in graph.layers if layer.end), graph.layers[-1].specs
     x = torch.randn(share.stop - share.start, *entry.shape[1:], device=setting.where)
     target = torch.randint(out.shape[1], (len(x), *out.shape[2:]), device=setting.where)
-    step = step_of(module, x, target, inside=loss is not None)
+    step = step_of(module, x, target)
     return Stopwatch(setting.where, 0.02 if setting.tiny else 0.3)([step]).seconds[0]
 
 

@@ -197,13 +197,9 @@ def _layer(graph: LayerGraph, layer: Layer, forward_s: float, backward_s: float)
 
 
 def _gathered(graph: LayerGraph, layer: Layer) -> list[int]:
-    """Items a sample of the inputs of which a cell of output channels needs all channels (tied parameters aside).
-
-    Of what is read at all.
-    """
+    """Items a sample of the inputs of which a cell of output channels needs all channels (tied parameters aside)."""
     own, items = layer.space.index("c"), []
-    read = layer.packed(layer.skipping).specs
-    for source, spec, maps in zip(layer.inputs, read, layer.space.needs, strict=False):
+    for source, spec, maps in zip(layer.inputs, layer.specs, layer.space.needs, strict=False):
         channel = graph[source].space.index("c")
         if not graph[source].end and channel is not None and (own is None or maps[channel].source != own):
             items.append(spec.volume // graph.batch)

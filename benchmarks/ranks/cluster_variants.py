@@ -64,12 +64,11 @@ class Ours(Variant):
     """A plan."""
 
     def __init__(self, network: Network, plan: Plan, comm: Comm) -> None:
-        self.plan, self.free = plan, plan.io == "free"
+        self.plan = plan
         module = load(
             plan,
             network.build(),
             comm=comm,
-            loss=LOSS if self.free else None,
             local_batch_norm=bool(plan.provenance["cost_options"]["local_batch_norm"]),
             example_inputs=(torch.empty(2, *network.input_shape),),
         )
@@ -79,7 +78,7 @@ class Ours(Variant):
         self.x, self.y = (t[share] for t in network.data(plan.batch))
 
     def loss(self) -> Tensor:
-        return self.module(self.x, self.y) if self.free else LOSS(self.module(self.x), self.y)
+        return LOSS(self.module(self.x), self.y)
 
 
 def parameter_bytes(module: nn.Module) -> int:

@@ -85,7 +85,7 @@ def measured_model(comm: Comm, profile: Profile, network: Network, job: Job) -> 
     for last in (False,) * ROUNDS + (True,):
         best = strategies(model, space)
         of_best = {layer.name: [strategy[layer.name] for strategy in best] for layer in graph.inner}
-        every = configurations(model, space, {name: baseline(model, name) for name in NAMES}, {})
+        every = configurations(model, space, {name: baseline(model, name) for name in NAMES})
         cells = wanted_cells(model, every if last else of_best).values()
         layers.take(layers.measuring.left(cells), job.layers_s)
         model = with_times(model, layers.known)

@@ -40,6 +40,5 @@ SMALL = (
     "nnunet/PlainConvUNet 2D",
     "audio/TCN (weight norm)",
     "audio/M5",
-    "audio/SNGAN (spectral norm)",
     "audio/WaveNet",
 )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from layerwise.api.source import LISTS, arguments_of
+from layerwise.arguments import Count, Range, Seconds, Seed, checked
 from layerwise.comm.base import Comm
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
@@ -25,6 +25,7 @@ from layerwise.tensorfile import dtype_name
 from layerwise.version import __version__
 
 
+@checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
     """The options of planning a model and running it in parallel that are needed seldom. All ranks give the same.
@@ -52,20 +53,18 @@ class ParallelOptions:
     """
 
     profile: Profile | str | os.PathLike[str] | None = None
-    measure_s: float = 10.0
-    race: int = 1
+    measure_s: Seconds = 10.0
+    race: Count = 1
     effort: Literal["quick", "normal", "thorough"] = "normal"
     local_batch_norm: bool = False
-    sync_every: int = 1
-    seed: int = 0
-    timeout_s: float = 30.0
+    sync_every: Count = 1
+    seed: Seed = 0
+    timeout_s: Annotated[float, Range(0.001)] = 30.0
     compare_ranks: bool = True
     comm: Comm | None = None
 
 
-def check(
-    model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object, whole: Sequence[object]
-) -> None:
+def check(model: object, optimizer: str, memory_limit: float | str | None) -> None:
     """LayerwiseError for the first that will not do."""
     if isinstance(model, ParallelModule):
         raise LayerwiseError(
@@ -76,15 +75,10 @@ def check(
             "parallelize is called within torch.autocast, where the model cannot be traced: call it before, and the "
             "model that it returns within"
         )
-    at_least_1("sync_every", sync_every)
     if optimizer not in OPTIMIZERS:
         raise LayerwiseError(f"memory is planned for optimizers {', '.join(OPTIMIZERS)}, not for {optimizer!r}")
     if memory_limit is not None:
         parse_bytes(memory_limit, "memory_limit")
-    if batch is not None:
-        at_least_1("batch", batch)
-    if isinstance(whole, str) or not all(isinstance(path, str) for path in whole or ()):
-        raise LayerwiseError(f"whole= must be paths of modules, such as ['decoder.nms'], not {whole!r}")
 
 
 def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None:
@@ -99,9 +93,7 @@ def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None
 
 
 def check_io(io: object, plan: Plan | None, loaders: tuple[object, ...]) -> None:
-    """LayerwiseError for an io that there is not, or that another argument contradicts."""
-    if io not in (None, "boxes"):
-        raise LayerwiseError(f"io is {io!r}; it must be 'boxes', or left out")
+    """LayerwiseError for an io that another argument contradicts."""
     if io is not None and plan is not None and plan.io != io:
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out")
     if loaders and "boxes" in (io, plan and plan.io):
@@ -110,15 +102,8 @@ def check_io(io: object, plan: Plan | None, loaders: tuple[object, ...]) -> None
         )
 
 
-def at_least_1(name: str, value: object) -> None:
-    """LayerwiseError for what is not a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise LayerwiseError(f"{name} is {value!r}; it must be at least 1, and a whole number")
-
-
 def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Mapping[str, object]) -> dict[str, str]:
-    """Returns what ranks compare before any work, by name. Of a list only that it is one: its items may differ."""
-    examples = [leaf for x in arguments_of(call) for leaf in ([x] if isinstance(x, LISTS) else pytree.tree_leaves(x))]
+    """Returns what ranks compare before any work, by name."""
     every = {
         "layerwise": __version__,
         "torch": torch.__version__,
@@ -129,12 +114,10 @@ def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Ma
         "measure_s > 0": options.measure_s > 0,
         "profile": "by itself" if options.profile is None else "given",
         "plan": "" if plan is None else plan_digest(plan),
-        "example_inputs": ", ".join(filter(None, map(_described, examples))),
+        "example_inputs": ", ".join(filter(None, map(_described, pytree.tree_leaves(call)))),
     }
     return {name: str(value) for name, value in every.items()}
 
 
 def _described(example: object) -> str:
-    if isinstance(example, Tensor):
-        return f"{dtype_name(example.dtype)} {list(example.shape)}"
-    return "a list" if isinstance(example, LISTS) else ""
+    return f"{dtype_name(example.dtype)} {list(example.shape)}" if isinstance(example, Tensor) else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,9 @@ class Feed:
             yield batch
 
 
+NO_DATASETS = (str, tuple, list, Tensor, Mapping)
+
+
 def feed(data: object, name: str) -> Feed:
     """Returns the samples of `data`; `name` is how errors call it."""
     if isinstance(data, DataLoader):
@@ -66,7 +69,7 @@ def feed(data: object, name: str) -> Feed:
         inputs, target = tensors
         return Feed(name, _Tensors(inputs, target, name), len(target), _as_it_is, target=target)
     iterable = isinstance(data, IterableDataset)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | tuple | list | Tensor):
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, NO_DATASETS):
         return Feed(name, data, len(data), default_collate)
     what = "an IterableDataset, whose samples have no numbers" if iterable else f"of type {type(data).__name__}"
     raise LayerwiseError(f"{name} is {what}: {EXPECTED}")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
-from layerwise.api.arguments import ParallelOptions, at_least_1, check_autocast
+from layerwise.api.arguments import ParallelOptions, check_autocast
 from layerwise.api.evaluation import Metric, check_loss, check_targets, evaluate
 from layerwise.api.feed import Feed, feed
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
-from layerwise.api.parallelize import Keywords, parallelize
+from layerwise.api.parallelize import Further, parallelize
 from layerwise.api.reached import Look, Reached, end_if_asked
 from layerwise.api.source import Model
 from layerwise.api.split import seat
+from layerwise.arguments import Count, NotNegative, Seed, checked
 from layerwise.checkpoint.signals import handled
 from layerwise.cli import console, progress_bar
+from layerwise.comm.guard import noted
 from layerwise.comm.start import default_device
-from layerwise.comm.watch import noted
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.original import release_original
 from layerwise.run.parallel import ParallelModule
@@ -71,6 +72,7 @@ class Fitted:
         return self.module.full_state_dict()
 
 
+@checked
 @handled(noted, signal.SIGUSR1)  # outside of the steps there is nothing to save
 def fit(
     model: Model | ParallelModule,
@@ -78,19 +80,19 @@ def fit(
     loss: Metric,
     optimizer: OptimizerLike,
     *,
-    epochs: int = 1,
-    batch: int | None = None,
+    epochs: Count = 1,
+    batch: Count | None = None,
     held_out: object = None,
     metrics: Mapping[str, Metric] | None = None,
     shuffle: bool | None = None,
     scheduler: SchedulerLike | None = None,
-    clip_norm: float | None = None,
+    clip_norm: NotNegative | None = None,
     autocast: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool = True,
-    **keywords: Any,
+    **keywords: Unpack[Further],
 ) -> Fitted:
     """Trains `model` for `epochs` passes over `data`, on the ranks that torchrun started, or on one device.
 
@@ -137,7 +139,6 @@ def fit(
         1
     """
     check_loss(loss)
-    at_least_1("epochs", epochs)
     check_optimizer(optimizer, scheduler)
     _check_keywords(model, keywords)
     check_autocast(autocast)
@@ -220,8 +221,6 @@ def _module(
     ranks = seat()[1] if options.comm is None else options.comm.size
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
-    if batch is not None:
-        at_least_1("batch", batch)
     samples = batch if batch is not None else (train.batch or BATCH) * (ranks if train.per_rank else 1)
     ((examples, _),) = train.batches([range(min(2, train.count))])
     # The data is loaded to the CPU; where there are GPUs, this rank's computes.
@@ -233,7 +232,7 @@ def _module(
 
 def _check_keywords(model: object, keywords: Mapping[str, Any]) -> None:
     """LayerwiseError for what parallelize does not take, and for all of it where the model is parallel already."""
-    accepted = Keywords.__annotations__
+    accepted = Further.__annotations__
     for name in keywords:
         if name in accepted and isinstance(model, ParallelModule):
             raise LayerwiseError(
@@ -274,7 +273,10 @@ class UserObjective:
         """Returns the function's value."""
         inputs, target = local
         with self.arithmetic():
-            return self.function(self.module(*inputs, batch=batch), target)
+            value = self.function(self.module(*inputs, batch=batch), target)
+        if not isinstance(value, Tensor):
+            raise LayerwiseError(f"loss gave a {type(value).__name__}; it must give a tensor, the mean over samples")
+        return value
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Returns the context that model and loss are computed in: autocast's, or none."""

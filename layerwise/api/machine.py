@@ -15,7 +15,6 @@ from torch import nn
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
-from layerwise.cache import folder
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel
@@ -24,7 +23,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import catalogue, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.profile import Profile
-from layerwise.machine.profiles import parse, write
+from layerwise.machine.profiles import folder, parse, write
 from layerwise.measure.bench import Mode
 from layerwise.measure.check import changed_links
 from layerwise.measure.conditions import TYPES, conditions, mode_of, modes
@@ -131,7 +130,7 @@ def _checked(planner: Planner, base: Machine, budget_s: float) -> Machine:
         if budget_s:
             links = measure_links(comm, topology, LINKS * budget_s)
             profile = with_links(profile, links, topology, link_conditions(comm, topology))
-    if not budget_s or planner.graph.whole_modules:  # of random values a module's code may do anything
+    if not budget_s:
         return Machine(profile, MEASURED.format(file), tuple(notes))
     profile, changed = _layers(planner, profile, began + budget_s - time.monotonic())
     notes += [changed] if changed else []

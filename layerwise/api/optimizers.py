@@ -62,6 +62,8 @@ def build(optimizer: OptimizerLike, model: object, module: ParallelModule) -> Op
     else:
         trained = [p for p in module.parameters() if p.requires_grad]
         built = Settings(optimizer).build(trained) if isinstance(optimizer, str) else optimizer(trained)
+        if not isinstance(built, Optimizer):
+            raise LayerwiseError(f"optimizer= made a {type(built).__name__}; it must make a torch.optim.Optimizer")
         _check_kind(type(built))
     if (
         module.comm.size > 1

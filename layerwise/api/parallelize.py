@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate
-from layerwise.api.arguments import ParallelOptions, at_least_1, check, check_autocast, check_io, facts
+from layerwise.api.arguments import ParallelOptions, check, check_autocast, check_io, facts
 from layerwise.api.build import Task
 from layerwise.api.planner import Request, Strategy
-from layerwise.api.source import ExampleInputs, Model, device_of, examples_of, unbatched
+from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
 from layerwise.api.world import join
+from layerwise.arguments import Count, checked
 from layerwise.cli import console
-from layerwise.constraints import parse_constraints
 from layerwise.errors import LayerwiseError
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
@@ -31,28 +31,30 @@ from layerwise.run.compiling import settings_of
 from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule
-from layerwise.tensor import LABELS
 
 DEFAULT = ParallelOptions()
 
 
-class Keywords(TypedDict, total=False):
-    """The keywords of `parallelize`, which `fit` takes, too."""
+class Further(TypedDict, total=False):
+    """The keywords of `parallelize` that `fit` hands on."""
 
     strategy: Strategy | None
     plan: Plan | str | os.PathLike[str] | None
-    batch: int | None
     memory_limit: float | str | None
-    optimizer: str
-    autocast: torch.dtype | None
     compile: bool | Mapping[str, Any]
     io: Literal["boxes"] | None
     inference: bool
-    whole: Sequence[str]
-    constraints: Sequence[str]
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
     options: ParallelOptions
+
+
+class Keywords(Further, total=False):
+    """The keywords of `parallelize`."""
+
+    batch: Count | None
+    optimizer: str
+    autocast: torch.dtype | None
 
 
 @overload
@@ -67,21 +69,20 @@ def parallelize(
 ) -> ParallelModule: ...
 
 
+@checked
 def parallelize(
     model: Model,
     example_inputs: ExampleInputs | DataLoader[Any] | None = None,
     *held_out: DataLoader[Any],
     strategy: Strategy | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    batch: int | None = None,
+    batch: Count | None = None,
     memory_limit: float | str | None = None,
     optimizer: str = "sgd",
     autocast: torch.dtype | None = None,
     compile: bool | Mapping[str, Any] = False,
     io: Literal["boxes"] | None = None,
     inference: bool = False,
-    whole: Sequence[str] = (),
-    constraints: Sequence[str] = (),
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
     options: ParallelOptions = DEFAULT,
@@ -100,12 +101,13 @@ def parallelize(
 
     Args:
         model: An nn.Module (where ranks' values differ, rank 0's win; on the meta device they are drawn from
-            `options.seed`), an ExportedProgram, or the path of an .onnx or .pt2 file.
+            `options.seed`), an ExportedProgram, or the path of an .onnx file.
         example_inputs: What one rank calls the model with, a tensor, a tuple, or a dict of arguments by name; or a
             DataLoader of (inputs, target) or of tensors by name.
         held_out: DataLoaders to evaluate with.
-        strategy: "data", "model", "owt", or {layer: {dimension: degree}} for some layers, such as {"fc": {"c": 4}}
-            (outputs) or {"fc": {"k": 4}} (inputs); the others are optimised around them. None: all are.
+        strategy: "data", "model", "owt", or {layers: {dimension: degree}} for some layers, such as {"fc*": {"c": 4}}
+            (outputs) or {"head": {"k": 4}} (inputs); {} is one device. Layers are named as one, as a module around
+            them, or with * and ?. The others are optimised around them. None: all are.
         plan: A plan, or its file, to run without a search.
         batch: Samples of all ranks together. None: the example's times the number of ranks. With fewer samples than
             ranks every rank feeds the whole batch.
@@ -118,10 +120,6 @@ def parallelize(
             the whole batch, also on the meta device, and the loss is inside the model.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
-        whole: Modules of the model, by path, that are called as they are written, each rank with its own samples, and
-            not taken apart into layers. Those that cannot be are found without it.
-        constraints: What the search must not do, by layers' names, such as ["keep decoder.*=n", "at-most head=2",
-            "one-node encoder.*", "same up1=up2"]: the plan is the best among those that meet them.
         device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
             group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
             layer. None: all ranks.
@@ -143,14 +141,8 @@ def parallelize(
     """
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
-    if plan is not None and constraints:
-        raise LayerwiseError("constraints= are for a search, and plan= is one's result: give one of them")
-    if isinstance(constraints, str):
-        raise LayerwiseError(f"constraints= is a list of texts, such as [{constraints!r}]")
-    parse_constraints(constraints, 1, (*LABELS, "k"))
-    check(model, optimizer, options.sync_every, memory_limit, batch, whole)
+    check(model, optimizer, memory_limit)
     check_autocast(autocast)
-    at_least_1("race", options.race)
     settings = settings_of(compile)
     loaders = _loaders(example_inputs, held_out, batch)
     if isinstance(example_inputs, DataLoader):
@@ -161,30 +153,23 @@ def parallelize(
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
     check_io(io, user_plan, loaders)
     boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
-    whole = tuple(whole or ())
     arguments = {
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
-        "names of inputs": ", ".join(call[1]), "whole": ", ".join(whole), "constraints": ", ".join(constraints),
+        "names of inputs": ", ".join(call[1]),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
-    lists = unbatched(call, world.comm) if isinstance(model, nn.Module) else None
-    counted = examples[0].shape[0] * (1 if boxes else world.size) if examples and lists is None else 0
-    samples = _batch(batch, lists.samples if lists else counted, user_plan)
+    counted = examples[0].shape[0] * (1 if boxes else world.size) if examples else 0
+    samples = _batch(batch, counted, user_plan)
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     local = options.local_batch_norm
-    request = Request(
-        _title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort,
-        tuple(constraints),
-    )  # fmt: skip
+    request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort)
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
-    module, shown = Task(
-        model, call, samples, user_plan, strategy, world, request, runtime, options, whole, lists
-    ).build()
+    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options).build()
     if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
         module.train(model.training)  # of the other the mode is the model's own, which may be several
     if inference:

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
 
 from layerwise.api.world import World
-from layerwise.cache import answers
-from layerwise.config import Config, SearchSpace, parse
-from layerwise.constraints import parse_constraints
+from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph, precision
 from layerwise.machine.profile import Profile
-from layerwise.partition.sharding import check_held
 from layerwise.plan import Plan
 from layerwise.quantities import samples, units
 from layerwise.report.content import Lines, Part, Report
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
-from layerwise.search.halos import search_halos
+from layerwise.search.fixed import fixed_layers
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.overlap.polish import Effort
 from layerwise.search.remedies import remedies
-from layerwise.search.report.sentences import constraint_lines, halo_lines, nothing_fits, why_data
+from layerwise.search.report.sentences import nothing_fits, why_data
 from layerwise.search.report.tables import strategy_table
 from layerwise.search.result import Candidate, SearchResult
-from layerwise.tensor import LABELS
 from layerwise.tensorfile import dtype_name
 
 KNOWN = "or give a larger memory_limit= if a device has more"
@@ -65,7 +60,6 @@ class Request:
     io: Literal["boxes"] | None = None  # what each rank feeds; None: its samples, where there are enough
     inference: bool = False  # for the forward pass alone
     effort: Effort = "normal"  # how long the plan is improved by its simulated step
-    constraints: tuple[str, ...] = ()  # on layers
 
     @property
     def precision(self) -> str:
@@ -97,10 +91,7 @@ class Planner:
     @property
     def space(self) -> SearchSpace:
         """Returns the configurations that are searched."""
-        rules = parse_constraints(self.request.constraints, self.world.gpus_per_node, (*LABELS, "k"))
-        return SearchSpace(
-            self.world.size, spread=self.world.nodes > 1, replicas=self.world.replicas, constraints=rules
-        )
+        return SearchSpace(self.world.size, spread=self.world.nodes > 1, replicas=self.world.replicas)
 
     @property
     def devices(self) -> DeviceGraph:
@@ -125,10 +116,8 @@ class Planner:
             strategy = "data"
             notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
-        fixed = fixed_layers(model, strategy, space.replicas)
-        find = partial(search, space=space, fixed=fixed, effort=self.request.effort, answers=answers())
-        model, result = search_halos(model, find)
-        notes += [*halo_lines(result), *constraint_lines(result)]
+        space = replace(space, fixed=tuple(_fixed(model, strategy, space.replicas).items()))
+        result = search(model, space, effort=self.request.effort)
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
         plan = replace(plan, device_order=self.world.device_order)
         searched = result if strategy is None else None
@@ -172,7 +161,7 @@ class Planner:
         return LayerwiseError(f"{nothing_fits(result, tried)}: use more ranks or a smaller batch, {KNOWN}")
 
 
-def fixed_layers(model: CostModel, strategy: Strategy | None, replicas: int = 1) -> dict[str, Config]:
+def _fixed(model: CostModel, strategy: Strategy | None, replicas: int = 1) -> dict[str, Config]:
     """Returns the layers that `strategy` gives a configuration: none, all of a named one, or some by hand."""
     if strategy is None:
         return {}
@@ -185,22 +174,11 @@ def fixed_layers(model: CostModel, strategy: Strategy | None, replicas: int = 1)
         return baseline(model, strategy, replicas)
     if not isinstance(strategy, Mapping):
         raise LayerwiseError(f"strategy is a name or {{layer: {{'c': 4}}}}, not {strategy!r}")
-    layers = {layer.name: layer for layer in model.graph.inner}
-    configs = {}
-    for name, degrees in strategy.items():
-        if name not in layers:
-            hint = nearest(str(name), layers) or f" (it has {', '.join(list(layers)[:8])}{' …' * (len(layers) > 8)})"
-            raise LayerwiseError(
-                f"the strategy names layer {name!r}, which the model does not have{hint}; element-wise layers go with "
-                "the layer before them"
-            )
-        try:
-            configs[name] = parse(degrees, layers[name].space.dims, model.devices.count, name)
-            check_held(layers[name], configs[name])
-        except LayerwiseError as error:
-            alone = model.devices.count == 1 and "devices" in str(error)
-            raise LayerwiseError(f"{error}: start the script with torchrun" if alone else str(error)) from None
-    return configs
+    try:
+        return fixed_layers(model.graph, model.devices.count, strategy)
+    except LayerwiseError as error:
+        alone = model.devices.count == 1 and "devices" in str(error)
+        raise LayerwiseError(f"{error}: start the script with torchrun" if alone else str(error)) from None
 
 
 def _over_memory(model: CostModel, best: Candidate) -> LayerwiseError:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from layerwise.api.planner import Choice
-from layerwise.cache import answers
 from layerwise.comm.base import Comm
 from layerwise.comm.together import alone
 from layerwise.config import SearchSpace
@@ -69,17 +68,16 @@ def contenders(choice: Choice, count: int) -> list[Choice]:
 
 
 def next_best(plan: Plan, model: CostModel, space: SearchSpace, count: int) -> list[Plan]:
-    """Returns the plans next to one in its search, which is repeated, or cached."""
+    """Returns the plans next to one in its search, which is repeated."""
     p = plan.provenance
     limit = memory_limit(plan, model)
-    result = search(model, space, memory_limit_bytes=limit, offer=offered(plan), answers=answers())
+    result = search(model, space, memory_limit_bytes=limit, offer=offered(plan))
     shape, profile = planned_shape(p.get("input_shape")), str(p["profile"])
     plans = [
         make_plan(plan.model, profile, model, space, replace(result, best=c), fused=plan.fused, input_shape=shape)
         for c in [result.best, *runners_up(result, count)]
     ]
-    others = [replace(other, halos_sent=plan.halos_sent) for other in plans if other.strategy != plan.strategy]
-    return others[:count]
+    return [other for other in plans if other.strategy != plan.strategy][:count]
 
 
 def runners_up(result: SearchResult, count: int) -> list[Candidate]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from layerwise.api.split import seat
 from layerwise.api.world import joined
+from layerwise.arguments import checked
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
@@ -17,6 +18,7 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import torch_save
 
 
+@checked
 def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
     """Writes what `torch.save(model.state_dict(), file)` writes on one device; all ranks call it alike.
 
@@ -37,12 +39,6 @@ def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
         ...     sorted(torch.load(out.name, weights_only=True))
         ['bias', 'weight']
     """
-    if not isinstance(model, nn.Module):
-        raise LayerwiseError(f"save takes a model, not {type(model).__name__}: say layerwise.save(model, file)")
-    if not isinstance(file, str | os.PathLike):
-        raise LayerwiseError(
-            f"save takes the path of a file, not {type(file).__name__}: say layerwise.save(model, file)"
-        )
     if isinstance(model, ParallelModule):
         comm, state = model.comm, model.full_state_dict()
     else:

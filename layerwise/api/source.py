@@ -1,93 +1,26 @@
-"""Source: what the user calls a model (module, exported program, file) becomes a Network at the global batch.
-
-Of calls where no dimension of a tensor is the samples, as of torchvision's detection models or of texts, `unbatched`
-says how these are counted.
-"""
+"""Source: what the user calls a model (module, exported program, file) becomes a Network at the global batch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from types import NoneType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.importers.as_written import as_written, as_written_unbatched
-from layerwise.importers.load import Network, load_network, network_of, network_with
+from layerwise.importers.load import Network, load_network, network_of, network_with, refused
 from layerwise.importers.torch.from_torch import import_torch
-from layerwise.importers.torch.read.arguments import Call, call_of, listed_samples
+from layerwise.importers.torch.read.arguments import Call, call_of
 from layerwise.ops.base import Role
-from layerwise.run.guards.hooks import without_hooks
 from layerwise.tensorfile import dtype_name
 
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
-LISTS = list, tuple
-
-
-@dataclass(frozen=True, slots=True)
-class Unbatched:
-    """The samples of such calls: why none is cut, how a rank counts its own, and how many all ranks have."""
-
-    why: str
-    counted: Literal["items", "ranks"]
-    samples: int
-
-
-NO_TENSOR = (
-    "its inputs hold no tensor, of which samples could be cut or counted: every rank's loss counts alike in the mean"
-)
-ITEMS = "its samples are the items of lists, each of a size of its own"
-
-
-def arguments_of(call: Call) -> list[Any]:
-    """Returns the arguments of a call, those by position first."""
-    return [*call[0], *call[1].values()]
-
-
-def unbatched(call: Call, comm: Comm) -> Unbatched | None:
-    """Returns None where the samples are a dimension of tensors. Ranks, which have unlike lists, agree on it."""
-    lists = [x for x in arguments_of(call) if isinstance(x, LISTS)]
-    if not lists:
-        return None if _tensors(call) else Unbatched(NO_TENSOR, "ranks", comm.size)
-    samples, shapes = listed_samples(arguments_of(call)), str([tuple(x.shape) for x in _tensors(call)])
-    unlike = samples is not None and _unlike(samples, lists)
-    told = comm.all_gather_object(
-        {"shapes": shapes, "unlike": unlike, "count": None if samples is None else len(samples)}
-    )
-    if all(one["shapes"] == "[]" for one in told):
-        return Unbatched(NO_TENSOR, "ranks", comm.size)
-    differ = any(one["shapes"] != told[0]["shapes"] for one in told)
-    if all(one["count"] is not None for one in told) and (differ or any(one["unlike"] for one in told)):
-        return Unbatched(ITEMS, "items", sum(one["count"] for one in told))
-    if differ:
-        raise LayerwiseError(
-            "the tensors in the lists of example_inputs have other shapes on other ranks: give equal ones"
-        )
-    return None
-
-
-def _unlike(samples: Sequence[Any], lists: Sequence[Sequence[Any]]) -> bool:
-    """True if these items can be no batch: each has a dict beside it, or they are tensors of unlike extents."""
-    described = any(
-        x is not samples and len(x) == len(samples) and all(isinstance(item, Mapping) for item in x) for x in lists
-    )
-    return (
-        described
-        or isinstance(samples[0], Mapping)
-        or len({item.shape[:1] for item in samples if isinstance(item, Tensor)}) > 1
-    )
-
-
-def _tensors(call: Call) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
 
 
 def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tensor, ...]]:
@@ -134,40 +67,26 @@ def dtype_of(network: Network) -> torch.dtype:
     return dtype
 
 
-def network(model: Model, call: Call, batch: int, whole: Sequence[str] = (), *, partly: bool = False) -> Network:
+def network(model: Model, call: Call, batch: int) -> Network:
     """Returns the network at `batch` samples of all ranks together. call: what one rank calls the model with.
 
-    whole, partly: as `network_of` has them.
-
-    A module keeps its tensors: `Network.stored` reads the model's own. A file (.onnx, .pt2) comes with its weights.
+    A module keeps its tensors: `Network.stored` reads the model's own. An .onnx file comes with its weights.
     """
     if isinstance(model, nn.Module):
         positional, named = _there(model, call)
-        imported = network_of(model, positional, batch, type(model).__name__, named, whole=whole, partly=partly)
+        with refused():
+            imported = network_of(model, positional, batch, type(model).__name__, named)
         _check_types(imported)
         return imported
-    if whole:
-        raise LayerwiseError("whole= names modules of an nn.Module, and the model is none")
     if isinstance(model, ExportedProgram):
         graph, stored = import_torch(model, name="exported program")
         return network_with(graph, stored, model.state_dict, model.state_dict, batch)
     if not isinstance(model, str | os.PathLike):
         raise LayerwiseError(
             f"the model is of type {type(model).__name__}: give an nn.Module, an ExportedProgram, or the path of an "
-            ".onnx or .pt2 file"
+            ".onnx file"
         )
     return load_network(os.fspath(model), batch)
-
-
-def network_as_written(
-    model: nn.Module, call: Call, batch: int, why: LayerwiseError, lists: Unbatched | None
-) -> Network:
-    """Returns the model as one layer, which is not split: see `importers.as_written`."""
-    with without_hooks(model):
-        call = _there(model, call)
-        if lists is not None:
-            return replace(as_written_unbatched(model, call, batch, lists.counted, why), itself=True)
-        return replace(as_written(model, call, batch, why), itself=True)
 
 
 def _there(model: nn.Module, call: Call) -> Call:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.utils.data import Subset
 
-from layerwise.api.arguments import at_least_1
+from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
 from layerwise.run.parallel import ParallelModule
@@ -31,11 +31,12 @@ class SplitDataset(Subset[Any]):
         self.batch_size, self.last, self.note = batch_size, last, note
 
 
+@checked
 def split(
     dataset: Sized,
     model: ParallelModule | None = None,
     *,
-    batch: int | None = None,
+    batch: Count | None = None,
     remainder: Remainder = "short",
     verbose: bool = True,
 ) -> SplitDataset:
@@ -66,14 +67,10 @@ def split(
         >>> len(split(range(10), batch=4, verbose=False))  # on one rank
         10
     """
-    if batch is not None:
-        at_least_1("batch", batch)
     rank, size, free = seat(model)
     count = len(dataset)
     if count < size and not free:
         raise LayerwiseError(f"the data set has {count} samples, too few for {size} ranks: each needs one at least")
-    if remainder not in ("short", "repeat", "leave out"):
-        raise LayerwiseError(f"remainder is {remainder!r}; it must be 'short', 'repeat' or 'leave out'")
     full_batch = batch if batch is not None else model.plan.batch if model is not None else None
     each = count if full_batch is None else full_batch
     left = count % each if full_batch is not None else 0

@@ -1,9 +1,10 @@
-"""The state of a torch.optim optimizer as DCP's `get_state_dict` has it: by the model's names, with its groups."""
+"""The state of an optimizer in a checkpoint: tensors by the model's names, groups and plain numbers in its seal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any, TypedDict
 
 import torch
@@ -11,16 +12,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from layerwise.checkpoint.contribution import Entry
-from layerwise.checkpoint.reader import Reader
+from layerwise.checkpoint.reader import SEAL, Reader
 from layerwise.errors import LayerwiseError
+from layerwise.files import JSON
+from layerwise.geometry import Box
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.state.state import Shard
 
-STATE, GROUPS = ("optimizer", "state"), ("optimizer", "param_groups")
+STATE = "optimizer.state."  # how names of its tensors begin, as in what get_optimizer_state_dict returns
 # By which kernel: the optimizer that loads keeps its own.
 KERNEL = {"capturable", "differentiable", "foreach", "fused"}
 MEMBERS = "params"
+FLOAT = "float"  # of a number that JSON lacks: {"float": "inf"}
 
 
 class OptimizerFacts(TypedDict):
@@ -28,55 +31,63 @@ class OptimizerFacts(TypedDict):
 
     kind: str  # the name of its class
     groups: list[list[str]]  # the model's names
-    settings: list[str]  # of each group, as text
-    numbers: dict[str, dict[str, str]]  # by parameter and name of the state (`step`), as text
+    settings: list[dict[str, JSON]]  # of each group
+    numbers: dict[str, dict[str, JSON]]  # of the state (Adam's `step`), by parameter and name
+    tensors: list[list[str]]  # parameter and name of those numbers that are tensors
 
 
 ParameterState = dict[str, object]  # of one parameter, as in Optimizer.state
 Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of the model that it is
 
 
-def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[Entry]]:
+def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[Shard]]:
     """Returns the facts of the optimizer that this rank has, and the state that it writes.
 
     LayerwiseError for an optimizer of foreign parameters, or with state that cannot be cut as the parameters are.
     """
     kind = type(optimizer).__qualname__
-    facts = OptimizerFacts(kind=kind, groups=[], settings=[], numbers={})
-    entries: list[Entry] = []
+    facts = OptimizerFacts(kind=kind, groups=[], settings=[], numbers={}, tensors=[])
+    shards: list[Shard] = []
     for local, group in _groups(optimizer, owned):
         facts["groups"].append([owned[parameter].name for parameter in local])
-        facts["settings"].append(
-            repr({key: _plain(_setting(kind, key, value)) for key, value in _settings(group).items()})
-        )
+        settings = {key: value for key, value in group.items() if key not in (MEMBERS, "param_names")}
+        facts["settings"].append({key: _setting(kind, key, value) for key, value in settings.items()})
         for parameter in local:
             shard = owned[parameter]
+            written = shard.first and shard.box.volume > 0
             for key, value in optimizer.state.get(parameter, {}).items():
                 sound = isinstance(key, str) and "." not in key
-                keys = (*STATE, shard.name, key)
+                made = replace(shard, name=f"{STATE}{shard.name}.{key}", aliases=())
                 if sound and isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-                    if shard.first and shard.box.volume:
-                        entries.append(Entry(keys, local_tensor(value), shard.shape, shard.box.lo))
+                    if written:
+                        shards.append(replace(made, tensor=local_tensor(value)))
                 elif sound and (not value.dim() if isinstance(value, Tensor) else _is_number(value)):
-                    facts["numbers"].setdefault(shard.name, {})[key] = repr(_plain(value))
-                    if shard.first and shard.box.volume and not any(shard.box.lo):
-                        entries.append(Entry(keys, value))
+                    facts["numbers"].setdefault(shard.name, {})[key] = _json(value)
+                    if isinstance(value, Tensor):
+                        facts["tensors"].append([shard.name, key])
+                        if written and not any(shard.box.lo):
+                            shards.append(replace(made, shape=(), box=Box((), ()), tensor=value))
                 else:
                     raise LayerwiseError(
                         f"{kind} keeps {key!r} of {shard.name!r}, which is neither a number nor of the parameter's "
                         "shape: it cannot be cut into boxes; take an element-wise optimizer (SGD, Adam, AdamW, ...)"
                     )
-    return facts, entries
+    return facts, shards
 
 
-def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> list[Entry]:
-    """Returns the groups that one rank writes. LayerwiseError where the optimizers of the ranks `members` differ."""
+def merged(ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> dict[str, JSON] | None:
+    """Returns what a checkpoint says of the optimizer; None: there is none.
+
+    LayerwiseError where the optimizers of the ranks `members` differ.
+    """
+    reported = [facts for facts in ranks if facts is not None]
+    if not reported:
+        return None
     if None in ranks:
         raise LayerwiseError(
             f"rank {members[ranks.index(None)]} gave no optimizer, others did: give all ranks the same"
         )
-    reported = [facts for facts in ranks if facts is not None]
-    numbers: dict[str, dict[str, str]] = {}
+    numbers: dict[str, dict[str, JSON]] = {}
     for rank, facts in zip(members, reported, strict=True):
         if any(facts[what] != reported[0][what] for what in ("kind", "settings")):
             raise LayerwiseError(
@@ -85,12 +96,13 @@ def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None], memb
         for name, values in facts["numbers"].items():
             if numbers.setdefault(name, values) != values:
                 raise LayerwiseError(f"optimizer state of {name!r} differs between ranks: {values} on rank {rank}")
-    entries = []
-    for i, group in enumerate(optimizer.param_groups):
-        settings = {key: _setting(type(optimizer).__qualname__, key, value) for key, value in _settings(group).items()}
-        names = list(dict.fromkeys(name for facts in reported for name in facts["groups"][i]))
-        entries += [Entry((*GROUPS, i, key), value) for key, value in {**settings, MEMBERS: names}.items()]
-    return entries
+    for name, key in (named for facts in reported for named in facts["tensors"]):
+        numbers[name].pop(key, None)  # it is among the tensors of the checkpoint
+    groups = [
+        {**settings, MEMBERS: list(dict.fromkeys(name for facts in reported for name in facts["groups"][i]))}
+        for i, settings in enumerate(reported[0]["settings"])
+    ]
+    return {"kind": reported[0]["kind"], "groups": groups, "numbers": numbers}
 
 
 @dataclass(slots=True)
@@ -112,8 +124,7 @@ class Prepared:
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
-                    as_here = isinstance(value, list) and isinstance(group.get(key), tuple)
-                    group[key] = tuple(value) if as_here else value
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
@@ -121,94 +132,53 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
 
     LayerwiseError where the saved one is another optimizer, or one of other parameters.
     """
-    prepared, saved, here = Prepared(), _saved_groups(reader), type(optimizer).__qualname__
-    kind = here if reader.about is None else reader.about["optimizer"]
+    about, here = reader.about["optimizer"], type(optimizer).__qualname__
+    if about is None:
+        raise LayerwiseError(f"{reader.where} has no optimizer's state: load without")
+    with reader.sense(SEAL):
+        kind = str(about["kind"])
+        groups = [{key: _python(value) for key, value in group.items()} for group in about["groups"]]
+        names = [[str(name) for name in group.pop(MEMBERS)] for group in groups]
+        states: dict[str, ParameterState] = {
+            name: {key: _python(value) for key, value in numbers.items()} for name, numbers in about["numbers"].items()
+        }
     if kind != here:
         raise LayerwiseError(f"the checkpoint has the state of {kind}, the optimizer here is {here}")
-    if len(saved) != len(optimizer.param_groups):
+    if len(groups) != len(optimizer.param_groups):
         raise LayerwiseError(
-            f"the checkpoint's {kind} has {len(saved)} groups of parameters, the one here {len(optimizer.param_groups)}"
+            f"the checkpoint's {kind} has {len(groups)} groups of parameters, the one here "
+            f"{len(optimizer.param_groups)}"
         )
-    keys = _saved_state(reader)
+    prepared = Prepared(groups=[{key: value for key, value in group.items() if key not in KERNEL} for group in groups])
+    keys: dict[str, list[str]] = {}
+    for name in reader.tensors:
+        if name.startswith(STATE):
+            of, _, key = name.removeprefix(STATE).rpartition(".")
+            keys.setdefault(of, []).append(key)
     ours = {shard.name for shard in owned.values()}
     for i, (local, group) in enumerate(_groups(optimizer, owned)):
-        members = saved[i].pop(MEMBERS)
-        names = _named(members, [owned[parameter].name for parameter in local], len(group["params"]))
-        odd = {owned[parameter].name for parameter in local} ^ (ours & set(names))
+        odd = {owned[parameter].name for parameter in local} ^ (ours & set(names[i]))
         if odd:
             raise LayerwiseError(
                 f"{min(odd)!r} is in group {i} of only one optimizer, the checkpoint's or the one here"
             )
-        prepared.groups.append({key: value for key, value in saved[i].items() if key not in KERNEL})
         on_device = bool(group.get("capturable") or group.get("fused"))  # such kernels want all of it there
-        of = {name: str(member) for name, member in zip(names, members, strict=True)}
         for parameter in local:
             shard = owned[parameter]
-            prepared.states[parameter] = state = ParameterState()
-            for key in keys.get(of[shard.name], ()):
-                name = ".".join((*STATE, of[shard.name], key))
-                state[key] = _state(reader, name, key, parameter, shard, prepared, on_device=on_device)
+            state = prepared.states[parameter] = dict(states.get(shard.name, {}))
+            for key in keys.get(shard.name, ()):
+                name = f"{STATE}{shard.name}.{key}"
+                shape, dtype = reader.tensors[name].spec
+                if not shape:  # on the device where PyTorch's load_state_dict puts it
+                    number = reader.full(name)
+                    state[key] = number if key == "step" and not on_device else number.to(parameter.device)
+                    continue
+                if shape != shard.shape:
+                    raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, {shard.shape} here")
+                tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                prepared.pending.append((name, shard, local_tensor(tensor)))
+                state[key] = tensor
     return prepared
-
-
-def _state(
-    reader: Reader, name: str, key: str, parameter: Parameter, shard: Shard, prepared: Prepared, *, on_device: bool
-) -> object:
-    """Returns one entry of a parameter's state, on the device where PyTorch's load_state_dict puts it."""
-    if name in reader.description.values:
-        return reader.value(name)
-    shape, dtype = reader.spec(name)
-    if not shape:
-        number = reader.full(name)
-        return number if key == "step" and not on_device else number.to(parameter.device)
-    if shape != shard.shape:
-        raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, {shard.shape} here")
-    tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    prepared.pending.append((name, shard, local_tensor(tensor)))
-    return tensor
-
-
-def _saved_groups(reader: Reader) -> list[dict[str, Any]]:
-    """Returns the settings of each group of parameters, in order."""
-    groups: dict[int, dict[str, Any]] = {}
-    every = (*reader.description.values, *reader.description.tensors)
-    for name in every:
-        first, second, number, key = (*name.split(".", 3), "", "", "")[:4]
-        if (first, second) == GROUPS:
-            if not number.isdigit():
-                raise LayerwiseError(
-                    f"{reader.where} has an optimizer's groups by parameter, as flatten_optimizer_state_dict=True "
-                    "makes them: load it by torch.distributed.checkpoint"
-                )
-            stored = name in reader.description.values
-            groups.setdefault(int(number), {})[key] = reader.value(name) if stored else reader.full(name).item()
-    if not groups:
-        raise LayerwiseError(f"{reader.where} has no optimizer's state: load without")
-    with reader.sense("its optimizer"):
-        return [{MEMBERS: list(groups[i][MEMBERS]), **groups[i]} for i in range(len(groups))]
-
-
-def _saved_state(reader: Reader) -> dict[str, list[str]]:
-    """Returns the keys of each parameter's state, by the name that the file has for it."""
-    keys: dict[str, list[str]] = {}
-    prefix = ".".join(STATE) + "."
-    for name in (*reader.description.tensors, *reader.description.values):
-        if name.startswith(prefix):
-            of, _, key = name.removeprefix(prefix).rpartition(".")
-            keys.setdefault(of, []).append(key)
-    return keys
-
-
-def _named(members: Sequence[object], here: Sequence[str], count: int) -> list[str]:
-    """Returns the names of a saved group's parameters, for which optimizer.state_dict() has numbers, in their order."""
-    if not members or not isinstance(members[0], int):
-        return [str(member) for member in members]
-    if len(members) != len(here) or count != len(here):
-        raise LayerwiseError(
-            f"the checkpoint's optimizer numbers its {len(members)} parameters, and there are {len(here)} here: save "
-            "what torch.distributed.checkpoint.state_dict.get_state_dict gives, which has names"
-        )
-    return list(here)
 
 
 def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter], dict[str, Any]]]:
@@ -223,26 +193,28 @@ def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter
         yield [parameter for parameter in group["params"] if parameter in owned], group
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group's settings: all but its parameters."""
-    return {key: value for key, value in group.items() if key not in (MEMBERS, "param_names")}
-
-
-def _setting(kind: str, key: str, value: object) -> object:
-    if isinstance(value, Tensor) and not value.dim():
-        return value
+def _setting(kind: str, key: str, value: object) -> JSON:
     if isinstance(value, tuple | list):
-        return type(value)(_plain(_setting(kind, key, member)) for member in value)
-    if not (_is_number(value) or isinstance(value, str)):
+        return [_setting(kind, key, member) for member in value]
+    if not (_is_number(value) or isinstance(value, str) or (isinstance(value, Tensor) and not value.dim())):
         raise LayerwiseError(
             f"{kind}'s setting {key!r} is a {type(value).__name__}: a checkpoint holds numbers and text"
         )
-    return value
+    return _json(value)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, bool | int | float | None)
 
 
-def _plain(value: object) -> object:
-    return value.item() if isinstance(value, Tensor) else value
+def _json(value: Any) -> JSON:
+    """Returns a number or text as `_python` reads it."""
+    plain = value.item() if isinstance(value, Tensor) else value
+    return {FLOAT: repr(plain)} if isinstance(plain, float) and not isfinite(plain) else plain
+
+
+def _python(value: Any) -> Any:
+    """Returns what `_json` was given, or a list of it."""
+    if isinstance(value, list):
+        return [_python(member) for member in value]
+    return float(value[FLOAT]) if isinstance(value, dict) else value

@@ -1,96 +1,71 @@
-"""Reader: a checkpoint's folder, as `save` or torch.distributed.checkpoint's own `save` wrote it.
-
-DCP's reader unpickles `.metadata` in full, which may run code, and reads all of a saved tensor for any part of it: a
-quarter of 256 MB took it 0.5 s and 324 MB of memory, and this one, which maps files, 0.02 s and 134 MB (torch 2.13).
-"""
+"""Reader: a checkpoint's folder, which its seal (`checkpoint.json`) describes, and the file that makes one so."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import mmap
 import os
-import pickle
-import zipfile
+import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
-from typing import Any
-from zipfile import BadZipFile
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
 
-from layerwise.checkpoint.description import FILE, Description, FileSpan, read_description
+from layerwise.checkpoint.shards import ShardReader
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON, read_json
-from layerwise.geometry import Box
-from layerwise.tensorfile import Spec
+from layerwise.tensorfile import sync_folder
+from layerwise.version import __version__
 
-SEAL, METADATA = "checkpoint.json", ".metadata"
-FORMAT, VERSION = "layerwise-checkpoint", 3
-MOST_BYTES = 1 << 31  # of a description, and of a value that is no tensor
-ERRORS = (
-    AttributeError, IndexError, KeyError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError,
-    EOFError, ImportError, pickle.UnpicklingError,
-)  # fmt: skip
-ELEMENTS = "/data/0"  # the end of the name of the member of torch.save's zip archive that is the elements, as they are
-LOCAL_HEADER = 30  # bytes of a member's own header, before its name and padding
+SEAL: Final = "checkpoint.json"
+FORMAT, VERSION = "layerwise-checkpoint", 4
+FILE = re.compile(r"rank-\d{5,}\.safetensors")  # and nothing else: a name may not lead out of the folder
+ERRORS = (AttributeError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError, SafetensorError)
 
 
-class Reader:
-    """The reader of a folder; of tensors only what is asked for is read.
+class Reader(ShardReader):
+    """The reader of a checkpoint; of tensors only what is asked for is read, and nothing is unpickled.
 
-    about: what `save` knew besides the tensors; None: another program wrote the folder, without checksums.
-    files: their SHA-256, by name. digest: of the whole checkpoint.
+    about: what `save` knew besides the tensors. files: their SHA-256, by name. digest: of the whole checkpoint.
     """
 
-    about: Mapping[str, Any] | None = None
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         """LayerwiseError unless all that describes it is whole, unaltered and of this version."""
-        self.folder = Path(folder)
-        self.where = f"checkpoint {os.fspath(self.folder)!r}"
-        self.files: dict[str, str] = {}
-        if (self.folder / SEAL).exists() or (self.folder / SEAL).is_symlink():
-            self._open_seal()
-        for name in (METADATA, *self.files):
-            self._check_own(name)
-        content = self._read(METADATA, 0, MOST_BYTES)
-        if self.about is None:
-            self.digest = hashlib.sha256(content).hexdigest()
-        elif hashlib.sha256(content).hexdigest() != self.files[METADATA]:
-            raise self._unreadable(METADATA, "it is not what was written (SHA-256)")
-        with self.sense(METADATA):
-            self.description: Description = read_description(content)
-        places = [place for stored in self.description.tensors.values() for _, place in stored.boxes]
-        for name in {place.file for place in (*places, *self.description.values.values())}:
-            self._check_own(name)
-
-    def _open_seal(self) -> None:
+        self.folder, self.where = folder, f"checkpoint {os.fspath(folder)!r}"
         self._check_own(SEAL)
-        raw = read_json(self.folder / SEAL, "checkpoint")
+        raw = read_json(folder / SEAL, "checkpoint")
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise LayerwiseError(f"{self.where} is not a layerwise checkpoint: its {SEAL} does not say so")
         if raw.get("version") != VERSION:
             raise LayerwiseError(
-                f"{self.where} has version {raw.get('version')!r}; this layerwise reads version {VERSION}"
+                f"{self.where} has version {raw.get('version')!r}, and this layerwise reads version {VERSION}: make a "
+                "file of weights of it by `layerwise export` of the layerwise that wrote it, and start with --weights"
             )
         self.digest = str(raw.pop("checksum", None))
         if self.digest != checksum(raw):
             raise LayerwiseError(f"{self.where} is damaged: {SEAL} was altered since it was written; take an older one")
         with self.sense(SEAL):
             self.files = {name: str(sha) for name, sha in raw["files"].items()}
-            if METADATA not in self.files or not all(name == METADATA or FILE.fullmatch(name) for name in self.files):
+            self.about: Mapping[str, Any] = dict(raw["about"])
+            if not all(map(FILE.fullmatch, self.files)):
                 raise ValueError(f"files {list(self.files)}")
-            self.about = dict(raw["about"])
+        for name in self.files:
+            self._check_own(name)
+        with self.sense("a file of tensors"):
+            super().__init__(folder, self.files)
 
     def _check_own(self, name: str) -> None:
         """LayerwiseError where a file of the checkpoint is a link, or no file: it may lie anywhere, and block."""
         path = self.folder / name
-        if path.is_symlink() or (path.exists() and not path.is_file()):
+        try:
+            plain = stat.S_ISREG(path.lstat().st_mode)
+        except OSError as error:
+            raise self._unreadable(name, error.strerror) from None
+        if not plain:
             raise LayerwiseError(
                 f"checkpoint file {os.fspath(path)!r} is a link, or no plain file: a checkpoint's files lie in its own "
                 "folder; copy it there"
@@ -106,10 +81,6 @@ class Reader:
         except ERRORS as error:
             raise LayerwiseError(f"{self.where} is damaged: {name} makes no sense ({error!r})") from None
 
-    def spec(self, name: str) -> Spec:
-        """Returns shape and element type of a tensor. KeyError where there is none of that name."""
-        return self.description.tensors[name].spec
-
     def verify(self, files: Iterable[str]) -> None:
         """LayerwiseError unless these files are, byte for byte, those that were written."""
         for name in files:
@@ -121,112 +92,30 @@ class Reader:
             if digest != self.files[name]:
                 raise self._unreadable(name, "it is not what was written (SHA-256)")
 
-    def fill(self, name: str, box: Box, target: Tensor) -> None:
-        """Copies a box of a tensor into `target`. LayerwiseError where the files do not have it."""
-        stored = self.description.tensors[name]
-        for saved, place in stored.boxes:
-            both = saved & box
-            if not both.volume:
-                continue
-            try:
-                there = map_blob(self.folder / place.file, (place.offset, place.length), (saved.shape, stored.spec[1]))
-                target[both.slices(box)].copy_(there[both.slices(saved)])
-            except (OSError, ValueError, BadZipFile, RuntimeError) as error:  # RuntimeError: of another shape
-                raise self._unreadable(place.file, str(error)) from None
-
-    def full(self, name: str) -> Tensor:
-        """Returns all of a tensor."""
-        shape, dtype = self.spec(name)
-        tensor = torch.zeros(shape, dtype=dtype)
-        self.fill(name, Box.full(shape), tensor)
-        return tensor
-
-    def value(self, name: str) -> Any:
-        """Returns a value that is no tensor: numbers, text, and lists and the like of them."""
-        place: FileSpan = self.description.values[name]
-        content = self._read(place.file, place.offset, place.length)
-        with self.sense(place.file):
-            return torch.load(io.BytesIO(content), weights_only=True)
-
-    def _read(self, name: str, offset: int, most: int) -> bytes:
-        """Returns the bytes of a file from there on, at most so many."""
-        try:
-            with (self.folder / name).open("rb") as file:
-                left = os.fstat(file.fileno()).st_size - offset
-                if left < 0 or min(left, most) > MOST_BYTES:
-                    raise self._unreadable(name, f"its parts are not where, or as large as, {METADATA} has them")
-                file.seek(offset)
-                return file.read(min(left, most))
-        except OSError as error:
-            raise self._unreadable(name, error.strerror) from None
-
     def _unreadable(self, name: str, reason: str | None) -> LayerwiseError:
         path = os.fspath(self.folder / name)
         return LayerwiseError(f"checkpoint file {path!r} is damaged or gone: {reason}; take an older checkpoint")
 
 
-class Window(io.RawIOBase):
-    """A file of what lies in memory: an archive alone.
+def seal(folder: Path, about: Mapping[str, JSON], files: Mapping[str, str]) -> None:
+    """Makes the files of the ranks, of which this is the SHA-256, a checkpoint that is on disk when this returns.
 
-    zipfile leaves out what lies before an archive, but where another one of that length does, it takes that one's end
-    for this one's (CPython since its fix of CVE-2025-8291).
+    LayerwiseError where the ranks contradict each other, or elements are missing.
     """
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory, self._at = memory, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, len(self._memory))[whence]
-        if self._at < 0:
-            raise OSError("before the beginning")  # as files do, which zipfile counts on
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._memory[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
+    try:
+        ShardReader(folder, files)
+    except ValueError as error:
+        raise LayerwiseError(f"the ranks do not hold all of the state: {error}") from None
+    written_by = {"layerwise": __version__, "torch": torch.__version__}
+    body: dict[str, JSON] = {"format": FORMAT, "version": VERSION, "written_by": written_by}
+    body |= {"about": about, "files": files}
+    with (folder / SEAL).open("w", encoding="utf-8") as out:
+        json.dump({**body, "checksum": checksum(body)}, out, allow_nan=False)
+        out.flush()
+        os.fsync(out.fileno())
+    sync_folder(folder)
 
 
 def checksum(body: Mapping[str, JSON]) -> str:
     """Returns SHA-256 of what is written into `checkpoint.json`."""
     return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
-
-
-def map_blob(path: Path, span: tuple[int, int], spec: Spec) -> Tensor:
-    """Returns the tensor that torch.save wrote into this span of the file, which is its memory: what is used is read.
-
-    The pickle in its archive is not: it only says type and shape, which a checkpoint's metadata say, too.
-    ValueError, zipfile.BadZipFile or OSError where the file has no such tensor there.
-    """
-    (shape, dtype), (offset, length) = spec, span
-    size, begin = prod(shape) * dtype.itemsize, offset % mmap.ALLOCATIONGRANULARITY  # where the archive begins
-    with path.open("rb") as file:
-        if offset < 0 or length < 0 or offset + length > os.fstat(file.fileno()).st_size:
-            raise ValueError(f"it ends before {offset + length} bytes")
-        # ACCESS_COPY, because torch wants memory that can be written to.
-        mapped = mmap.mmap(file.fileno(), begin + length, access=mmap.ACCESS_COPY, offset=offset - begin)
-    with zipfile.ZipFile(Window(memoryview(mapped)[begin:])) as archive:
-        member = next((m for m in archive.infolist() if m.filename.endswith(ELEMENTS)), None)
-    if member is None or member.compress_type != zipfile.ZIP_STORED or member.file_size != size:
-        raise ValueError(f"there is no tensor of {size} bytes at {offset}")
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    header_at = begin + member.header_offset
-    header = mapped[header_at : header_at + LOCAL_HEADER]
-    name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-    start = header_at + LOCAL_HEADER + name + extra
-    if not begin <= header_at <= start <= begin + length - size:
-        raise ValueError(f"the elements of {size} bytes are not at {start}")
-    if start % dtype.itemsize:  # as torch's own writer may leave them: a copy is aligned
-        return torch.frombuffer(bytearray(mapped[start : start + size]), dtype=dtype).reshape(shape)
-    return torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=start).reshape(shape)

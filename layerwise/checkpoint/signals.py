@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from layerwise.comm.base import Comm
-from layerwise.comm.watch import TWICE_S, noted
+from layerwise.comm.guard import TWICE_S, noted
 
 STOPPED: Final = 75  # exit status of a training that SIGTERM has ended, once it is saved: EX_TEMPFAIL, "try again"
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from layerwise.checkpoint.reader import METADATA, SEAL
+from layerwise.checkpoint.reader import SEAL
 from layerwise.errors import LayerwiseError
 from layerwise.tensorfile import sync_folder
 
@@ -45,7 +45,7 @@ def find(checkpoint: str | os.PathLike[str]) -> Path:
     """Returns the checkpoint that is meant: this folder, or the latest in it. LayerwiseError where neither is one."""
     path = Path(checkpoint)
     try:
-        exists, folder = path.exists(), path if _described(path) else latest(path)
+        exists, folder = path.exists(), path if (path / SEAL).is_file() else latest(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         if isinstance(error, LayerwiseError):
             raise
@@ -88,11 +88,6 @@ def commit(temporary: Path, steps: int, keep: int) -> Path:
         if complete[old] != final:
             _remove(complete[old], old)
     return final
-
-
-def _described(path: Path) -> bool:
-    """True if this folder is itself a checkpoint: ours, or one of torch.distributed.checkpoint's own."""
-    return (path / SEAL).is_file() or (path / METADATA).is_file()
 
 
 def _complete(directory: Path) -> dict[int, Path]:

@@ -248,8 +248,7 @@ class ProcessComm(Comm):
         elif not isinstance(error, CommError):
             name = "" if isinstance(error, LayerwiseError) else f"{type(error).__name__}: "
             text = f"{name}{error}".strip(": ")
-            self._watch.reported = True
-            self._watch.accuse(f"{self._watch.me} failed {self._watch.where}: {' '.join(text.split())}")
+            self._watch.fail(" ".join(text.split()))
 
     def _joint(self, what: str, group: Group | None = None) -> AbstractContextManager[list[str]]:
         """Returns `during`, of what all ranks do in one order: by its number one knows what a rank that has ended never

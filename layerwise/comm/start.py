@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from layerwise.comm.base import Comm, CommError, Group, Members, ranks, reason
-from layerwise.comm.board import Board
+from layerwise.comm.guard import Guard
 from layerwise.comm.process import SLACK_S, ProcessComm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import in_thread
-from layerwise.comm.watch import Guard, Watch
+from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
 
 Backend = Literal["gloo", "nccl"]
@@ -226,7 +226,8 @@ def _backend(seat: Seat, device: torch.device) -> Backend:
 
 def _watch(seat: Seat, own: Store, timeout_s: float, members: Group | None = None) -> Watch:
     serves, who = seat.rank == 0 and not seat.agent, Members(members or tuple(range(seat.size)), seat.size)
-    return Watch(Board(own, seat.rank, who, address=seat.address, serves=serves, agent=seat.agent), timeout_s)
+    server = "torchrun" if seat.agent else ranks([0], seat.size)
+    return Watch(own, seat.rank, who, timeout_s, server=server, address=seat.address, serves=serves)
 
 
 def _name(seat: Seat, store: Store, timeout_s: float) -> str:

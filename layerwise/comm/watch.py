@@ -1,76 +1,87 @@
 """Watch: a thread of every rank that says that it lives, and finds out which rank is at fault when something fails.
 
-All ranks repeat the verdict of the first one that knows (board.py), and whoever serves the store ends last. So a
-cascade (rank 1 dies, rank 2 fails of it and ends, rank 0 sees rank 2 go) ends with every rank naming rank 1.
+In the store of the rendezvous are
 
-The guard is a second thread, which never touches the network, and ends the process where the main thread is inside
-torch for too long. SIGTERM reaches it through a pipe, as Python's own handlers wait for the main thread.
+    alive/R   the sign of life of rank R
+    verdict   what happened and to whom: the first rank that knows writes it, all others repeat it
+    heard/R   rank R knows the verdict
+    ended     how many operations of all ranks the first rank had started whose run is over
+
+Whoever serves the store ends last. So a cascade (rank 1 dies, rank 2 fails of it and ends, rank 0 sees rank 2 go) ends
+with every rank naming rank 1.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import os
-import select
-import signal
-import sys
+import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
-from typing import Final, NoReturn
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from layerwise.comm.base import CommError
-from layerwise.comm.board import HEAR_S, STOPPED, Board, Sign, gone_text, stopped_text, stuck_text
-from layerwise.errors import shortened
+from layerwise.comm.base import CommError, Members, ranks, reason
+from layerwise.comm.together import in_thread
+from layerwise.comm.verdict import Sign, gone_text, stopped_text, stuck_text, unpack
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 BEAT_S: Final = 1.0  # between two signs of life
 SILENT_S: Final = 3.0  # a rank that gives no sign for so long is gone
-FIRST: Final = 3  # steps that are said at once: where a run fails, it most often does here
+HEAR_S: Final = 3.0  # at most so long does the server of the store wait for the others to hear a verdict
 ANSWER_S: Final = SILENT_S + HEAR_S + 3 * BEAT_S  # the longest that it takes to find out
-
-
-@dataclass(eq=False, slots=True)
-class _Question:
-    """A question of the main thread to the watch.
-
-    Without a claim: to find out what failed; where all ranks are alive, who was stopped or what keeps them.
-    """
-
-    claim: tuple[str, list[int]] | None = None  # what has failed, and the ranks that are gone with it
-    reason: str = ""  # torch's, for the failure
-    beat: bool = False  # only to give a sign
-    gone_only: bool = False  # only whether ranks are gone
-    last: bool = False  # to stop
-    answered: threading.Event = field(default_factory=threading.Event)
+FIRST: Final = 3  # steps that are said at once: where a run fails, it most often does here
+T = TypeVar("T")
 
 
 class Watch:
-    """One rank's watch: a thread that alone talks to the board, which blocks where the network is cut.
-
-    waits_for: the communication that the rank is in, else ""; it should have ended at `due_s` (by time.monotonic).
-    reported: the main thread knows what failed, and is about to end. stopped: this process was sent SIGTERM.
-    spared: that does not end it, while all ranks are there: the main thread saves, and ends by itself.
-    joint: how many operations of all ranks this one has started.
+    """One rank's watch. The store's calls block where the network is cut, so the main thread makes none of them.
 
     It stops before the interpreter does: a thread that comes back from torch's C++ after that is ended by CPython
     (to 3.13) in a destructor, and C++ then aborts the process ("terminate called without an active exception").
+
+    Args:
+        store: A connection that nobody else uses.
+        rank: This rank as the default group numbers it.
+        members: The ranks that are watched.
+        timeout_s: The seconds that an operation may take.
+        server: Who serves the store, for messages.
+        address: Where.
+        serves: Whether this process does: the store goes with it.
+
+    Attributes:
+        verdict: What failed; None until that is known.
+        heard_s: When it became known, by time.monotonic.
+        waits_for: The communication that the rank is in, else "".
+        due_s: When that should have ended, by time.monotonic.
+        overdue: Names a communication that is overdue although nobody waits in it.
+        joint: How many operations of all ranks this one has started.
+        reported: The main thread knows what failed, and is about to end.
+        stopped: This process was sent SIGTERM.
+        spared: That does not end it, while all ranks are there: the main thread saves, and ends by itself.
+        alive: Signs of life are given.
     """
 
-    def __init__(self, board: Board, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(
+        self, store: Store, rank: int, members: Members, timeout_s: float, *, server: str, address: str, serves: bool
+    ) -> None:
+        self.rank, self.members, self.timeout_s = rank, members, timeout_s
+        self.verdict: str | None = None
         self.waits_for, self.due_s = "", 0.0
-        self.reported = self.stopped = self.spared = self._ended = False
+        self.overdue: Callable[[], str] = str
         self.joint = 0
-        self.overdue: Callable[[], str] = str  # names a communication that is overdue although nobody waits in it
-        self._board = board
+        self.reported = self.stopped = self.spared = self._ended = False
+        self.alive = True
+        self._store, self._server, self._address, self._serves = store, server, address, serves
+        self._lost = ""  # why the store is no longer there
+        self._gone: list[int] = []  # who can no longer hear the verdict
         self._step: int | None = None
-        self._layer, self._since_s, self._count = "", time.monotonic(), 0
-        self._questions: SimpleQueue[_Question] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="layerwise watch", daemon=True)
-        self._thread.start()
+        self._layer = ""
+        self.heard_s = self._contact_s = self._since_s = time.monotonic()
+        self._soon = threading.Event()  # a sign is to be given at once
+        self._thread = in_thread(self._run, "layerwise watch")
         atexit.register(self.stop)
 
     def at(self, step: int, layer: str) -> None:
@@ -78,7 +89,7 @@ class Watch:
         first = step != self._step and step <= FIRST
         self._step, self._layer, self._since_s = step, layer, time.monotonic()
         if first:
-            self._questions.put(_Question(beat=True))
+            self._soon.set()
 
     def enter(self, what: str, limit_s: float) -> None:
         """Notes a communication, and how long it should take at most. CommError where the run has already failed."""
@@ -93,7 +104,7 @@ class Watch:
 
     def check(self) -> None:
         """Raises CommError where the run has failed; but first the others hear of it: the store may end here."""
-        if self._board.verdict is not None:
+        if self.verdict is not None:
             raise self.error(self.find("the run has failed"))
 
     def error(self, text: str) -> CommError:
@@ -101,214 +112,144 @@ class Watch:
         self.reported = True
         return CommError(text)
 
-    @property
-    def verdict(self) -> str | None:
-        """Returns the sentence that says what failed; None until that is known."""
-        return self._board.verdict
-
-    @property
-    def heard_s(self) -> float:
-        """Returns the time at which that became known, by time.monotonic."""
-        return self._board.heard_s
-
-    @property
-    def me(self) -> str:
-        """Returns `rank 2 of 4`."""
-        return f"rank {self._board.rank} of {self._board.members}"
-
-    @property
-    def where(self) -> str:
-        """Returns `at step 17 in layer conv3`."""
-        return self._sign().where
-
-    def find(self, reason: str) -> str:
-        """Finds out who is at fault for a communication that failed for this `reason`. Takes up to `ANSWER_S`."""
-        return self._ask(_Question(reason=reason)) or self._board.silent_text(reason)
+    def find(self, why: str) -> str:
+        """Finds out who is at fault for a communication that failed, torch says why. Takes up to `ANSWER_S`."""
+        wait([in_thread(lambda: self._settle(why))], ANSWER_S)
+        silent_s = time.monotonic() - self._contact_s
+        return self.verdict or (
+            f"{ranks([self.rank], self.members)} has had no answer for {silent_s:.0f} s from the store at "
+            f"{self._address} ({self._server}): it is stopped, or the network of one of the two is cut ({why})"
+        )
 
     def look(self) -> None:
         """Finds out whether ranks are gone, which is then the verdict. Does not wait for it."""
-        self._questions.put(_Question(gone_only=True))
+        in_thread(lambda: self._settle("", gone_only=True))
 
-    def accuse(self, claim: str, gone: Sequence[int] = ()) -> str:
-        """Tells all ranks but those that are gone what has failed. Returns what they believe: the first claim."""
-        return self._ask(_Question((claim, list(gone)))) or claim
+    def accuse(self, claim: str) -> str:
+        """Tells all ranks what has failed. Returns what they believe: the first claim."""
+        wait([in_thread(lambda: self._settle("", claim))], ANSWER_S)
+        return self.verdict or claim
 
-    @property
-    def alive(self) -> bool:
-        """True until it is told to stop."""
-        return self._thread.is_alive()
+    def fail(self, text: str) -> None:
+        """Tells all ranks what has failed on this one, whose main thread is about to end."""
+        self.reported = True
+        self.accuse(f"{ranks([self.rank], self.members)} failed {self._sign().where}: {text}")
 
     def end(self) -> None:
         """Says that this rank's run is over."""
         self._ended = True
-        self._questions.put(_Question(beat=True))
+        self._soon.set()
 
     def stop(self) -> None:
         """Says so, and gives no more signs of life. Nothing where it has stopped."""
         atexit.unregister(self.stop)
-        self._ended = True
-        self._questions.put(_Question(last=True))
-        self._thread.join(ANSWER_S)
-
-    def _ask(self, question: _Question) -> str | None:
-        self._questions.put(question)
-        question.answered.wait(ANSWER_S)
-        return self._board.verdict
+        self.alive = False
+        self.end()
+        wait([self._thread], ANSWER_S)
 
     def _run(self) -> None:
-        while True:
-            self._board.beat(self._sign())
-            if self._waits_in_vain():
-                self._settle(_Question(reason="another rank has ended"))
-            try:
-                question = self._questions.get(timeout=BEAT_S)
-            except Empty:
-                continue
-            if question.last:
-                return self._board.beat(self._sign())
-            if not question.beat:
-                self._settle(question)
-                question.answered.set()
+        alive = True
+        while alive:
+            alive = self.alive
+            self._beat()
+            waits = self.waits_for and not self._ended and time.monotonic() - self._since_s > BEAT_S / 2
+            if waits and self._call(self._waits_in_vain, False):
+                self._settle("another rank has ended")
+            self._soon.wait(BEAT_S)
+            self._soon.clear()
+
+    def _sign(self) -> Sign:
+        since_s, waits_for = time.monotonic() - self._since_s, self.waits_for or self.overdue()
+        return Sign(time.time(), self._step, self._layer, waits_for, since_s, self._ended, self.joint, self.stopped)
+
+    def _beat(self) -> None:
+        """Gives a sign of life, and looks for a verdict. Does nothing where that is known: the store may go."""
+
+        def do() -> None:
+            sign = self._sign()
+            self._store.set(f"alive/{self.rank}", sign.pack())
+            if sign.ended:
+                self._store.compare_set("ended", "", str(sign.joint))
+            if self._store.check(["verdict"]):
+                self._hear(self._store.get("verdict"))
+
+        if self.verdict is None:
+            self._call(do, None)
 
     def _waits_in_vain(self) -> bool:
-        """True if this rank waits for one that has ended, and will not come."""
-        waits = self.waits_for and not self._ended and time.monotonic() - self._since_s > BEAT_S / 2
-        last = self._board.ended() if waits and self.verdict is None else None
-        return last is not None and last.joint < self.joint
+        """True if a rank has ended that will not come to what this rank has started."""
+        return self._store.check(["ended"]) and int(self._store.get("ended")) < self.joint
 
-    def _settle(self, question: _Question) -> None:
-        """Makes the verdict known, unless another rank was first."""
-        if self._board.verdict is None:
-            text, gone = question.claim or self._search()
-            if text is None and question.gone_only:
+    def _settle(self, why: str, claim: str | None = None, *, gone_only: bool = False) -> None:
+        """Makes the verdict known, unless another rank was first; whoever serves the store waits until it is heard.
+
+        why: what torch says of a communication that has failed. claim: the verdict; None: it is found out. gone_only:
+        there is one only where ranks are gone.
+        """
+        if self.verdict is None:
+            text, gone = (claim, []) if claim is not None else self._search()
+            if text is None and gone_only:
                 return
-            if text is None:
-                signs, members = self._stopped_signs(), self._board.members
-                text = stopped_text(signs, members) or stuck_text(signs, members, self.timeout_s, question.reason)
-            self._board.publish(text, gone)
-        self._board.linger()
+            verdict = json.dumps([text or self._stuck(why), gone])
+            self._call(lambda: self._hear(self._store.compare_set("verdict", "", verdict)), None)
+            self.verdict = self.verdict or json.loads(verdict)[0]  # the store is gone: no rank can be told
+        heard = [f"heard/{rank}" for rank in self.members.ranks if rank not in self._gone]
+        until = time.monotonic() + HEAR_S
+        while self._serves and time.monotonic() < until and not self._call(lambda: self._store.check(heard), True):
+            time.sleep(BEAT_S / 20)
 
     def _search(self) -> tuple[str | None, list[int]]:
         """Says which ranks are gone, and names them. None: all are alive, or there is a verdict."""
-        others = [rank for rank in self._board.members.ranks if rank != self._board.rank]
-        first: dict[int, int] = {}
+        others = [rank for rank in self.members.ranks if rank != self.rank]
+        first: dict[int, float] = {}
         began = time.monotonic()
         while True:
-            self._board.beat(self._sign())
-            if self._board.verdict is not None:
+            self._beat()
+            if self.verdict is not None:
                 return None, []
-            signs = self._board.signs()
-            if self._board.lost:
-                return self._board.lost_text(), others
-            moved = {r for r, sign in signs.items() if sign.ended or first.setdefault(r, sign.count) != sign.count}
+            signs = self._signs()
+            if self._lost:
+                return f"{self._server} is gone: its store at {self._address} no longer answers ({self._lost})", others
+            moved = {r for r, sign in signs.items() if sign.ended or first.setdefault(r, sign.time_s) != sign.time_s}
             silent = [rank for rank in others if rank not in moved]
             if not silent:
                 return None, []
             if time.monotonic() - began > SILENT_S:
-                return gone_text(silent, signs, self._board.members, time.time(), self._board.rank), silent
+                return gone_text(silent, signs, self.members, time.time(), self.rank), silent
             time.sleep(BEAT_S / 5)
 
-    def _stopped_signs(self) -> dict[int, Sign]:
-        """Returns all signs. Where some were sent SIGTERM, the others may be about to be: whoever stops a run takes a
-        moment to reach all of it.
-        """
-        until = time.monotonic() + BEAT_S
-        while True:
-            self._board.beat(self._sign())
-            signs = self._board.signs() | {self._board.rank: self._sign()}
-            stopped = [sign.stopped for sign in signs.values()]
-            if not any(stopped) or all(stopped) or self._board.verdict or time.monotonic() > until:
-                return signs
-            time.sleep(BEAT_S / 10)
+    def _stuck(self, why: str) -> str:
+        """Says what keeps ranks that are all alive."""
+        signs = self._signs()
+        if any(sign.stopped for sign in signs.values()):  # whoever stops a run takes a moment to reach all of it
+            time.sleep(BEAT_S)
+            signs = self._signs()
+        return stopped_text(signs, self.members) or stuck_text(signs, self.members, self.timeout_s, why)
 
-    def _sign(self) -> Sign:
-        self._count += 1
-        since = time.monotonic() - self._since_s
-        waits_for = self.waits_for or self.overdue()
-        who = self._count, time.time(), self._step, self._layer
-        return Sign(*who, waits_for, since, self._ended, self.joint, self.stopped)
+    def _signs(self) -> dict[int, Sign]:
+        """Returns the last sign of every rank that ever gave one."""
+        keys = {rank: f"alive/{rank}" for rank in self.members.ranks if rank != self.rank}
+        signs = {self.rank: self._sign()}
+        self._call(
+            lambda: signs.update((r, unpack(self._store.get(k))) for r, k in keys.items() if self._store.check([k])),
+            None,
+        )
+        return signs
 
+    def _hear(self, verdict: bytes) -> None:
+        text, self._gone = json.loads(verdict)
+        self._store.set(f"heard/{self.rank}", "1")  # first: the main thread ends this process once it knows
+        self.heard_s = time.monotonic()
+        self.verdict = text
 
-TICK_S: Final = 1.0
-GRACE_S: Final = 3.0  # for the main thread to end by itself
-TWICE_S: Final = 2.0  # a SIGTERM that comes later is a second one: before, one that two have sent on
-
-
-def noted(*_: object) -> None:
-    """The handler of a signal that nothing is to be done about here: of SIGTERM, where there is a Guard."""
-
-
-class Guard:
-    """Ends this process when it is told to (SIGTERM), when a communication is overdue, and when another rank has failed
-    and the main thread does not come to hear of it. `start` it in the main thread.
-    """
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._has_signal = False
-        self._stopped_s = 0.0
-
-    def start(self) -> None:
-        """Starts the thread, and takes over SIGTERM where that has no handler yet."""
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, noted)
-            signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._has_signal = True
-            # The SIGTERM of a process forked from this one, a data loader's worker, does not concern this one.
-            os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
-        threading.Thread(target=self._run, name="layerwise guard", daemon=True).start()
-
-    def _hold(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def _let_go(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    def _forget(self) -> None:
-        if self._has_signal:
-            self._has_signal = False
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._let_go()
-
-    def _run(self) -> None:
-        while True:
-            ready, _, _ = select.select([self._read], [], [], TICK_S)
-            if ready and signal.SIGTERM in os.read(self._read, 64):
-                self._terminated()
-            elif not self._watch.reported:
-                self._look()
-
-    def _terminated(self) -> None:
-        """Ends after a SIGTERM, which comes most often because another rank has died, and torchrun ends the others."""
-        watch = self._watch
-        twice = watch.stopped and time.monotonic() - self._stopped_s > TWICE_S
-        theirs = not watch.spared and signal.getsignal(signal.SIGTERM) is not noted  # set after `start`
-        if (not watch.alive or twice) and not theirs:  # no other rank is to be told
-            os._exit(128 + signal.SIGTERM)
-        if not watch.stopped:
-            watch.stopped, self._stopped_s = True, time.monotonic()  # for the next sign of life
-        if watch.spared or theirs:
-            return watch.look()
-        text = watch.verdict or watch.find("SIGTERM")
-        self._end(text, 128 + signal.SIGTERM if STOPPED in text else 2)
-
-    def _look(self) -> None:
-        watch, now = self._watch, time.monotonic()
-        if watch.verdict is not None and now - watch.heard_s > GRACE_S:
-            self._end(watch.verdict, 2)
-        what = watch.waits_for if watch.waits_for and now > watch.due_s else watch.overdue()
-        if what:
-            self._end(f"{watch.find('overdue')}; this rank was in {what}", 2)
-
-    def _end(self, text: str, code: int) -> NoReturn:
-        if self._watch.reported:  # the main thread is about to say the same
-            time.sleep(GRACE_S)
-        else:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-            os.write(2, f"layerwise: error: {shortened(' '.join(text.split()))}\n".encode(errors="backslashreplace"))
-        os._exit(code)
+    def _call(self, do: Callable[[], T], otherwise: T) -> T:
+        """Calls the store; where it is gone, that is noted and nothing is raised."""
+        if self._lost:
+            return otherwise
+        try:
+            result = do()
+        except RuntimeError as error:  # torch.distributed.DistError and its kin
+            self._lost = reason(error)
+            return otherwise
+        self._contact_s = time.monotonic()
+        return result

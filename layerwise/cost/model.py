@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from layerwise.arguments import checked
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
 from layerwise.cost.setting import MANY, Configs, CostOptions, EdgeName, Progress, Setting, Strategy
@@ -90,6 +91,7 @@ class _NodeCosts:
         return self._costs[0].on(np.array([self.row[config] for config in configs], np.int64))
 
 
+@checked
 class CostModel(Setting):
     """The cost model: t_C, t_X and t_S of a network's layers and edges on a device graph.
 

@@ -9,6 +9,7 @@ from math import prod
 
 import numpy as np
 
+from layerwise.arguments import checked
 from layerwise.config import Config, check, check_choices
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.step import peak_bytes
@@ -68,6 +69,7 @@ class Price:
         return sum(self.bytes.values())
 
 
+@checked
 def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = None) -> Price:
     """Returns a strategy's cost: equation 1, term by term and layer by layer, with its bytes and its memory.
 

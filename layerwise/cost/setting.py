@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from layerwise.arguments import checked
 from layerwise.config import Config
 from layerwise.cost.compute.measured import Measurements, gradient_uses, latest
 from layerwise.cost.compute.roofline import OPTIMIZERS
@@ -18,7 +19,7 @@ from layerwise.machine import AUTOCAST, DeviceGraph, precision
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
-from layerwise.partition.place import data_parallel, input_maps, lattices_of
+from layerwise.partition.place import data_parallel, input_maps
 from layerwise.program import StepKind
 
 EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, input slot
@@ -28,6 +29,7 @@ Progress = Callable[[int, int], None]  # done, of
 MANY = 16  # configurations that are known by the id of their tuple: they take long to hash
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class CostOptions:
     """The assumptions of the cost model.
@@ -170,4 +172,4 @@ class Setting:
         source, target = self.graph[name[0]], self.graph[name[1]]
         maps, epilogue = input_maps(target, name[2])
         owners, needers = self.layout(source, sources).owned, self.layout(target, targets).at(epilogue)
-        return Edge.of(source.out, owners, maps, target.space.dims, needers, lattices_of(target, name[2]))
+        return Edge.of(source.out, owners, maps, target.space.dims, needers)

@@ -14,7 +14,7 @@ from layerwise.cost.terms import Collective, ParameterKind, gradients_of, shares
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.partition.ahead import begun_before, weights_late
+from layerwise.partition.ahead import begun_before
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.groups import replicas
 from layerwise.partition.sharding import states_of
@@ -42,12 +42,8 @@ def step_facts(
             gradients.append(Gradient(layer.name, one.row.tobytes(), one.row >= 0, one.size_bytes, one.states))
             sums.append(one)
     early = [end for ends in begun_before(graph, model.options.io).values() for end in ends]
-    may_be_late = [layer.name for layer in graph.inner if _may_be_late(model, layer)]
-    asked = dict.fromkeys([*early, *((name, 0) for name in may_be_late)])
-    travels = {(name, slot) for name, slot in asked if transfer_s(model, strategy, graph[name], slot) > 0}
     facts = StrategyFacts(
-        travels=travels,
-        late={name for name in may_be_late if (name, 0) in travels},
+        travels={(name, slot) for name, slot in early if transfer_s(model, strategy, graph[name], slot) > 0},
         recomputed={name for name, config in strategy.items() if config.recompute},
         gathered=[layer.name for layer in graph.layers if gathered_alone(model, layer, strategy[layer.name])],
         gradients=gradients,
@@ -96,7 +92,3 @@ def _sums(layer: Layer, config: Config, collectives: list[Collective], states: S
             if layer.role is Role.TIED and config.total == 1:  # replicated
                 row = np.zeros_like(row)
             yield GradientSum(row, c.group_shapes[0], float(c.size_bytes[0]), states, (c.keys, c.epilogue))
-
-
-def _may_be_late(model: CostModel, layer: Layer) -> bool:
-    return weights_late(layer, any(model.graph.flows_back(layer)[:1]), model.devices.device_type)

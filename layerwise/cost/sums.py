@@ -19,7 +19,6 @@ import numpy as np
 from layerwise.geometry import AxisMap, boundaries
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.ops.facts import Dim
-from layerwise.partition.edge import Held
 
 TABLE = 1 << 16  # sums that are tabulated: they are asked for again and again; more are worked out when asked for
 
@@ -30,11 +29,11 @@ class Sums:
     """
 
     def __init__(
-        self, held: Held, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]
+        self, held: Dim, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]
     ) -> None:
         self._a, self._b = np.array(a_values, np.int64), np.array(b_values, np.int64)
         self._a_begin, self._b_begin = _begin(self._a), _begin(self._b)
-        owned = [held.cuts(a) for a in a_values]
+        owned = [boundaries(held.extent, a, held.unit) for a in a_values]
         needed = [_needed(axis, dim, b) for b in b_values]
         self._x = np.concatenate(owned)
         # How many cells before each end are not empty, as those are of which nothing is read.
@@ -90,7 +89,7 @@ class Sums:
 
 
 @lru_cache(maxsize=1024)
-def sums(held: Held, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]) -> Sums:
+def sums(held: Dim, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]) -> Sums:
     """`Sums` of these."""
     return Sums(held, a_values, axis, dim, b_values)
 

@@ -57,13 +57,6 @@ class AxisMap:
             lo, hi = part(lo, hi)
         return lo, hi
 
-    def cuts(self, cuts: Ints) -> Ints:
-        """The boundaries of what the cells between these need, where that is one after the other."""
-        if not self.parts:
-            return cuts
-        lo, hi = self(cuts[:-1], cuts[1:])
-        return np.append(lo, hi[-1])
-
     def then(self, inner: AxisMap) -> AxisMap:
         """The composition: `inner` maps the dimension that this map yields to one further up (a view's input)."""
         if inner.source is None:

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from layerwise.arguments import checked_values
 
+
+@checked_values
 @dataclass(frozen=True, slots=True)
 class Box:
     """A half-open box of a tensor: the elements x with lo[i] <= x[i] < hi[i] in every dimension i.

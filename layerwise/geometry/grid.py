@@ -10,6 +10,7 @@ from math import prod
 
 import numpy as np
 
+from layerwise.arguments import checked_values
 from layerwise.geometry.arrays import Ints
 from layerwise.geometry.box import Box
 
@@ -68,6 +69,7 @@ def prime_factors(number: int) -> tuple[int, ...]:
     return tuple(factors)
 
 
+@checked_values
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The boxes into which a tensor is cut. Cells are numbered in row-major order.

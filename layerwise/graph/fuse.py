@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from layerwise.arguments import checked
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.mixed import types_of
@@ -23,6 +24,7 @@ from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.view import Expand, Permute, Reshape
 
 
+@checked
 def fuse(graph: LayerGraph) -> LayerGraph:
     """Returns the same network in as few layers as possible; names are those of the leading operators.
 

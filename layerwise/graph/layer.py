@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Regions, Types, typed
 from layerwise.ops.base import Op, Role, Stage, space
@@ -26,6 +27,7 @@ class StageGradients(NamedTuple):
     result: bool
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One operator, with its fused epilogue, at given shapes.
@@ -155,21 +157,6 @@ class Layer:
         item_bytes = [ITEM_BYTES[dtype] for dtype, stage in stages for _ in stage.space.parameters]
         rows = zip(self.parameters, self.space.parameters, item_bytes, strict=True)
         return [row for i, row in enumerate(rows) if i not in self.tied]
-
-    @property
-    def skipping(self) -> tuple[int, ...]:
-        """Inputs of which not all is read (`Space.lattice`)."""
-        return tuple(slot for slot, lattices in enumerate(self.space.lattices) if lattices)
-
-    def packed(self, slots: Collection[int]) -> Layer:
-        """The layer that receives of these inputs only the positions that it reads (`Space.lattice`)."""
-        if not slots:
-            return self
-        specs = list(self.specs)
-        for slot in slots:
-            x, rows = specs[slot], zip(specs[slot].shape, self.space.lattice(slot), strict=True)
-            specs[slot] = replace(x, shape=tuple(extent if n is None else n.count for extent, n in rows))
-        return replace(self, op=self.op.packed(self.specs, slots), specs=tuple(specs))
 
     def own_parameters(self) -> list[tuple[str, Parameter]]:
         """As `held`, without the bytes."""

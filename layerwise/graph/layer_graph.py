@@ -8,16 +8,17 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.digest import digest_of
 from layerwise.graph.layer import Layer, StageGradients
 from layerwise.ops.base import Role
-from layerwise.ops.whole import Whole
 
 if TYPE_CHECKING:
     import networkx as nx
 
 
+@checked
 @dataclass(frozen=True)
 class LayerGraph:
     """A network: its layers in topological order (a walk is a pass over them), the last of which is the outputs' sink.
@@ -65,11 +66,6 @@ class LayerGraph:
     def inner(self) -> tuple[Layer, ...]:
         """The layers whose configuration is chosen: all but what is fed, constant, or the sink."""
         return tuple(layer for layer in self.layers if not layer.end)
-
-    @property
-    def whole_modules(self) -> tuple[Whole, ...]:
-        """The modules that are called as they are written, in order."""
-        return tuple(layer.main for layer in self.inner if isinstance(layer.main, Whole))
 
     def edges(self) -> Iterator[tuple[str, str, int]]:
         """(producer, consumer, slot), in topological order of the consumers."""

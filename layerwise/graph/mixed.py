@@ -26,7 +26,6 @@ from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
-from layerwise.ops.whole import Whole
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -87,8 +86,6 @@ def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str |
     autocast: None: it is turned off.
     """
     where = space(op, specs)
-    if isinstance(op, Whole) and autocast is not None:
-        raise LayerwiseError(f"module {op.path!r} is whole, run as it is written, which autocast is not planned for")
     if not where.out.differentiable:
         return where.out.dtype
     if (known := _known(op, specs, weights, autocast, device)) is not None:

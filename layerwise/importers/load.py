@@ -1,4 +1,4 @@
-"""MODEL on a command line: a built-in name, an .onnx or .pt2 file, or `package.module:callable`."""
+"""MODEL on a command line: a built-in name, an .onnx file, or `package.module:callable`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.built_in import SAMPLES, written_graph
@@ -21,16 +22,15 @@ from layerwise.ops.base import Role
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from layerwise.importers.torch.parts import WholeModule
     from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
     from layerwise.importers.torch.trace import Imported
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
-    "+dice or +dice+ce for a loss behind it; a .onnx or .pt2 file; "
+    "+dice or +dice+ce for a loss behind it; a .onnx file; "
     "or package.module:callable that returns a module, or a module and its example inputs"
 )
-SUFFIXES = (".onnx", ".pt2", ".pt", ".pth")
+PICKLED = (".pt2", ".pt", ".pth")  # which torch.load and torch.export.load unpickle, so a stranger's is not opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,6 @@ class Network:
     itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
     unproven: str | None = None  # why its layers were not run beside the module when it was imported
     inputs_without_gradient: str | None = None  # why its layers' gradients of inputs are not the module's
-    whole: Mapping[str, WholeModule] = field(default_factory=dict)  # modules that are called as they are, by path
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""
@@ -63,21 +62,14 @@ class Network:
         return self.value(name if name in self.stored else name.partition(":")[0])
 
 
-def load_model(
-    spec: str,
-    batch: int,
-    input_shape: tuple[int, ...] | None = None,
-    whole: Sequence[str] = (),
-    partly: bool = True,
-) -> LayerGraph:
+@checked
+def load_model(spec: str, batch: Count, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
     """Returns the network that `spec` names, unfused. Weights are not needed and not allocated.
 
     Args:
-        spec: A built-in name, an .onnx or .pt2 file, or "package.module:callable".
+        spec: A built-in name, an .onnx file, or "package.module:callable".
         batch: Samples of all devices together.
         input_shape: Of one sample, for a callable that returns a module without example inputs.
-        whole: Modules inside, by path, that are called as they are written, as `parallelize` has it.
-        partly: Whether modules that cannot be taken apart into layers are called so, too.
 
     Returns:
         Its layers. For a built-in network no torch is imported: its graph is written down.
@@ -90,27 +82,20 @@ def load_model(
         32
     """
     written = written_graph(spec) if input_shape is None and parted(spec)[1] is None else None
-    if written is None or whole:
-        return load_network(spec, batch, input_shape, whole, partly).graph
+    if written is None:
+        return load_network(spec, batch, input_shape).graph
     return written.rebatch(batch)
 
 
-def load_network(
-    spec: str,
-    batch: int,
-    input_shape: tuple[int, ...] | None = None,
-    whole: Sequence[str] = (),
-    partly: bool = True,
-) -> Network:
+def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Network:
     """`load_model`, with the network's values."""
     if batch < 1:
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     suffix = Path(spec).suffix.lower()
     if names_code(spec):
         network, inputs = called(spec, input_shape)
-        return network_of(network, inputs, batch, spec.partition(":")[2], whole=whole, partly=partly)
-    if whole:
-        raise LayerwiseError(f"model {spec!r} has layers alone: whole modules are for package.module:callable")
+        with refused():
+            return network_of(network, inputs, batch, spec.partition(":")[2])
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
     if suffix == ".onnx":
@@ -121,18 +106,16 @@ def load_network(
         keys = {name: name for name in _names(graph)}
         constants = [layer.name for layer in graph.layers if layer.role is Role.CONSTANT]
         return Network(graph, {n: (lambda n=n: weights(spec).get(n)) for n in (*keys, *constants)}, keys)  # type: ignore[misc]
-    if suffix in SUFFIXES:
-        from layerwise.importers.torch.from_torch import import_torch
-        from layerwise.importers.torch.read.load_pt2 import load_pt2, load_pt2_weights
-
-        graph, stored = import_torch(load_pt2(spec), name=Path(spec).stem)
-        values, aliases = load_pt2_weights(spec)
-        keys = {name: name for name in _names(graph)} | aliases
-        return Network(graph.rebatch(batch), {**stored, **values}, keys)
+    if suffix in PICKLED:
+        raise LayerwiseError(
+            f"model {spec!r} is a file that PyTorch unpickles, which runs what its author wrote, so layerwise does not "
+            "open it: load it yourself and give the ExportedProgram or the module to layerwise.parallelize, or export "
+            "the model as .onnx"
+        )
     return _built_in(spec, batch)
 
 
-LoadArguments = tuple[str, int, tuple[int, ...] | None, tuple[str, ...], bool]
+LoadArguments = tuple[str, int, tuple[int, ...] | None]
 
 
 def planned_call(named: str, model: str | None, batch: int, facts: Mapping[str, object]) -> LoadArguments:
@@ -146,14 +129,7 @@ def planned_call(named: str, model: str | None, batch: int, facts: Mapping[str, 
             f"the plan is for {named!r}, which is code, and a plan runs none: if you trust it, give --model {named} "
             "(in Python: model=...)"
         )
-    return model or named, batch, planned_shape(facts.get("input_shape")), whole_of(facts), False
-
-
-def whole_of(facts: Mapping[str, object]) -> tuple[str, ...]:
-    """Paths of the modules that a plan's network has as they are written."""
-    paths = facts.get("whole", [])
-    assert isinstance(paths, list)
-    return tuple(paths)
+    return model or named, batch, planned_shape(facts.get("input_shape"))
 
 
 def planned_shape(input_shape: object) -> tuple[int, ...] | None:
@@ -164,7 +140,8 @@ def planned_shape(input_shape: object) -> tuple[int, ...] | None:
 def names_code(spec: str) -> bool:
     """True if MODEL is package.module:callable, to import and to call."""
     module, colon, _ = spec.partition(":")
-    return bool(colon) and Path(spec).suffix.lower() not in SUFFIXES and module not in ("mlp", "cosmoflow", "unet3d")
+    a_file = Path(spec).suffix.lower() in (".onnx", *PICKLED)
+    return bool(colon) and not a_file and module not in ("mlp", "cosmoflow", "unet3d")
 
 
 def _built_in(spec: str, batch: int) -> Network:
@@ -190,20 +167,17 @@ def network_of(
     kwargs: Mapping[str, object] | None = None,
     *,
     trusted: bool = False,
-    whole: Sequence[str] | Mapping[str, WholeModule] = (),
-    partly: bool = False,
 ) -> Network:
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch.
 
-    examples, kwargs: what it is called with, by position and by name. whole: paths of modules inside that are not to be
-    taken apart into layers, or those modules as another Network has them. partly: nor are those that cannot be.
+    examples, kwargs: what it is called with, by position and by name.
     """
     import torch
 
     from layerwise.importers.torch.calls.constants import Missing
 
     call = tuple(examples), dict(kwargs or {})
-    imported, called, written, parts = traced(module, call, name, trusted, whole, partly)
+    imported, called, written = traced(module, call, name, trusted)
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
     known = {key: read() for key, read in made.stored.items() if not isinstance(read, Missing)}
@@ -211,7 +185,7 @@ def network_of(
     stored = dict(made.stored) | {key: (lambda t=t: t) for key, t in built.items()}  # what is written into is read
     return replace(
         made, stored=stored, structure=imported.structure, arguments=imported.arguments, built=built, module=module,
-        called=called, written=written, unproven=imported.unproven, whole=parts,
+        called=called, written=written, unproven=imported.unproven,
         inputs_without_gradient=imported.inputs_without_gradient,
     )  # fmt: skip
 
@@ -240,39 +214,22 @@ def network_with(
     return Network(graph if batch is None else graph.rebatch(batch), values, keys)
 
 
-def traced(
-    module: nn.Module,
-    call: Call,
-    name: str,
-    trusted: bool,
-    whole: Sequence[str] | Mapping[str, WholeModule] = (),
-    partly: bool = False,
-) -> tuple[Imported, frozenset[str], frozenset[str], Mapping[str, WholeModule]]:
-    """The network that the module's code makes; no values but constants. Also its `called`, `written` and `whole`.
+def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> tuple[Imported, frozenset[str], frozenset[str]]:
+    """The network that the module's code makes; no values but constants. Also its `called` and `written`."""
+    from layerwise.importers.torch.batches import import_for_batches, import_once
 
-    whole, partly: as `network_of` has them.
-    """
-    from layerwise.importers.torch.batches import import_for_batches, import_once, samples_of
-    from layerwise.importers.torch.parts import importing
-    from layerwise.importers.torch.whole import import_partly, parts_of
+    with calls_of(module) as calls, writes_of(module) as writes:
+        imported = (import_once if trusted else import_for_batches)(module, call, name)
+    return imported, frozenset(calls), frozenset(writes)
 
-    samples = samples_of(call)
-    parts = whole if isinstance(whole, Mapping) else parts_of(module, call, samples, whole, "whole= names it")
-    seen: list[frozenset[str]] = []
 
-    def attempt() -> Imported:
-        with calls_of(module) as calls, writes_of(module) as writes:
-            imported = (import_once if trusted else import_for_batches)(module, call, name)
-        seen[:] = frozenset(calls), frozenset(writes)
-        return imported
-
-    if partly:
-        imported, parts = import_partly(attempt, module, call, samples, parts)
-    else:
-        with importing(parts):
-            imported = attempt()
-    called, written = seen
-    return imported, called, written, parts
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Within it, a LayerwiseError is that of a model that cannot be imported, and says what runs it."""
+    try:
+        yield
+    except LayerwiseError as why:
+        raise LayerwiseError(f"{str(why).rstrip('.')}; DistributedDataParallel runs it as it is written") from why
 
 
 @contextlib.contextmanager

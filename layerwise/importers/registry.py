@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Op
 from layerwise.tensor import TensorSpec
@@ -132,6 +133,7 @@ Table: TypeAlias = Mapping[str, Build]  # by the operator's name, without its do
 _builds: dict[str, Build] = {}
 
 
+@checked
 def register_op(target: str, build: Build) -> None:
     """Teaches the importers an operator. It replaces what was registered before, and goes before layerwise's own.
 

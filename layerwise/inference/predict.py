@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from layerwise.arguments import Count, Natural, Range, checked
 from layerwise.comm.base import Comm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
@@ -39,15 +41,16 @@ class Predicted:
     skipped: tuple[str, ...]
 
 
+@checked
 def predict(
     model: ParallelModule,
     samples: object,
     out: object,
     *,
-    output: int = 0,
+    output: Natural = 0,
     reduce: Reduce | None = None,
-    window: Sequence[int] | None = None,
-    overlap: float = 0.5,
+    window: Sequence[Count] | None = None,
+    overlap: Annotated[float, Range(0, 1)] = 0.5,
     mirror: str = "",
     memory_limit: float | str | None = None,
     overwrite: bool = False,
@@ -116,14 +119,15 @@ def predict(
     return predicted(cases.names, there, failed)
 
 
+@checked
 def answer(
     model: ParallelModule,
     x: Tensor,
     *,
-    output: int = 0,
+    output: Natural = 0,
     reduce: Reduce | None = None,
-    window: Sequence[int] | None = None,
-    overlap: float = 0.5,
+    window: Sequence[Count] | None = None,
+    overlap: Annotated[float, Range(0, 1)] = 0.5,
     mirror: str = "",
     memory_limit: float | str | None = None,
 ) -> Tensor:

@@ -9,6 +9,7 @@ from typing import overload
 
 import numpy as np
 
+from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Ints
 from layerwise.machine.curves import Links
@@ -63,7 +64,6 @@ class Processor:
     processors: int  # SMs or cores, over which tiles are spread in waves
     tiles: tuple[Tile, ...]
     kernel_floor_s: float  # the least time of any kernel, however small
-    read_bytes_per_s: float | None = None  # at which it reads samples; None: not known, reading takes no time
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for `dtype`. Raises LayerwiseError where the profile states none (a P100 has no bf16)."""
@@ -74,6 +74,7 @@ class Processor:
         return self.peak_flops[dtype]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class DeviceGraph:
     """Equal devices, numbered so that every group of every level is a run of consecutive numbers.
@@ -97,7 +98,7 @@ class DeviceGraph:
     """
 
     name: str
-    count: int
+    count: Count
     processor: Processor
     levels: tuple[Level, ...]  # from the inside out: the node first, and last the one that has all devices
     links: Links | None = field(default=None, hash=False)  # measured; long to hash

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, write_text
 from layerwise.machine.catalogue import BUILT_IN, composed, devices, is_composed
@@ -23,12 +27,36 @@ from layerwise.machine.profile import BACKENDS, Link, LinkLevel, Profile
 DEFAULT = "h100"
 
 
+def folder() -> Path:
+    """The folder of measured profiles: $LAYERWISE_CACHE, else layerwise in the user's cache.
+
+    A user without a home, as in a container, has one among temporary files, where nobody else may have made it.
+    LayerwiseError where somebody has.
+    """
+    if named := os.environ.get("LAYERWISE_CACHE"):
+        return Path(named)
+    if home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(home) / "layerwise"
+    try:
+        return Path.home() / ".cache" / "layerwise"
+    except RuntimeError:
+        place = Path(tempfile.gettempdir()) / f"layerwise-{os.getuid()}"
+        with contextlib.suppress(OSError):  # where it cannot be, whoever writes there says so
+            place.mkdir(mode=0o700)
+        status = place.lstat() if os.path.lexists(place) else None
+        if status and (not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022):
+            reason = "is a link, or others may write into it: set LAYERWISE_CACHE to a folder of your own"
+            raise LayerwiseError(f"the cache's folder {os.fspath(place)!r} {reason}") from None
+        return place
+
+
 def names() -> list[str]:
     """The built-in profiles."""
     files = [file.name for file in resources.files(BUILT_IN).iterdir()]
     return sorted(file.removesuffix(".json") for file in files if file.endswith(".json"))
 
 
+@checked
 def load(name_or_path: str | os.PathLike[str] = DEFAULT) -> Profile:
     """Returns the built-in profile of that name, a machine composed of a device and links, or the one in that file.
 
@@ -97,7 +125,6 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 FORMAT = "layerwise-profile"
 VERSION = 1
 DEVICE = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops", "processors", "tiles", "kernel_floor_s")
-READ = "read_bytes_per_s"
 LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
 
 
@@ -143,7 +170,7 @@ def write(profile: Profile) -> str:
     device: dict[str, object] = {"name": processor.name}
     device |= numbers("device", processor, ("memory_bytes", "memory_bandwidth_bytes_per_s"))
     device["peak_flops"] = {d: number(f"device.peak_flops.{d}", v) for d, v in processor.peak_flops.items()}
-    device |= numbers("device", processor, ("processors", "kernel_floor_s", READ))
+    device |= numbers("device", processor, ("processors", "kernel_floor_s"))
     device["tiles"] = [
         numbers(f"device.tiles[{i}]", tile, ("rows", "columns", "efficiency")) for i, tile in enumerate(processor.tiles)
     ]
@@ -177,7 +204,7 @@ def _a_line_a_cell(section: dict[str, object]) -> str:
 
 
 def _processor(device: Field) -> Processor:
-    row = device.members(DEVICE, (READ,))
+    row = device.members(DEVICE)
     peaks = {
         precision(name): replace(peak, path=f"device.peak_flops.{precision(name)}")
         for name, peak in row["peak_flops"].members(("float32",), (*DTYPES, "bfloat16")).items()
@@ -197,7 +224,6 @@ def _processor(device: Field) -> Processor:
         processors=row["processors"].whole(),
         tiles=tuple(tiles),
         kernel_floor_s=row["kernel_floor_s"].number(),
-        read_bytes_per_s=row[READ].number() if READ in row else None,
     )
 
 

@@ -133,7 +133,7 @@ def _measure_layers(args: argparse.Namespace) -> int:
             local_batch_norm=args.local_batch_norm,
         )
         space = search_space(args, spread=devices.nodes > 1)
-        graph = fuse(load_model(args.model, batch, args.input_shape, partly=False))
+        graph = fuse(load_model(args.model, batch, args.input_shape))
         job = Job(base, where, args.out, mode, graph, devices, options, space, args.budget, SoloComm(device))
         with terminable():
             summary = job.run(strategies, module, quiet=args.json)

@@ -8,7 +8,7 @@ transfers, the gradient synchronisation, the memory and the run time of the oper
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Lattices, needed
+from layerwise.geometry import needed
 from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Local, Maps, Parameter, Saved, Space, Statistics
 from layerwise.tensor import TensorSpec
 
@@ -58,7 +58,6 @@ class Op(ABC):
     draws_always: ClassVar[bool] = False  # in evaluation, too
     ids: ClassVar[bool] = False  # its input is of integers that look up rows
     weights: ClassVar[bool] = False  # has weights whose element type is the model's
-    weights_late: ClassVar[bool] = False  # the gradient of its weights can be made after that of its input
     local_statistics: ClassVar[bool] = False  # on request it takes statistics of a device's own samples, as DDP does
     arithmetic: ClassVar[bool] = True  # else it only moves numbers: no FLOPs
     added: ClassVar[frozenset[str]] = frozenset()  # attributes that digests of older plans lack: left out where unset
@@ -101,17 +100,6 @@ class Op(ABC):
     @abstractmethod
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         """One AxisMap a dimension for every input, from the iteration space."""
-
-    def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
-        """The positions of every input that are read at all, where a stride skips others; (): all of all.
-
-        Where such an input travels only these do. What arrives is read by the operator that `packed` makes.
-        """
-        return ()
-
-    def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
-        """The operator for inputs that consist only of the positions of their lattices."""
-        return self
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         """Parameters and buffers, in a fixed order."""
@@ -236,14 +224,12 @@ def space(op: Op, inputs: tuple[TensorSpec, ...]) -> Space:
     needs = op.needs(inputs, out)
     assert len(needs) == len(inputs), f"{op} maps {len(needs)} of {len(inputs)} inputs"
     assert all(len(m) == len(i.shape) for m, i in zip(needs, inputs, strict=True)), f"{op} maps wrong ranks"
-    lattices = op.lattices(inputs)
     return Space(
         out,
         dims + op.reductions(inputs, out),
         needs,
         op.parameters(inputs, out),
         op.epilogue_inputs(inputs),
-        lattices if any(lattices) else (),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.geometry import AxisMap, Box, Lattices
+from layerwise.geometry import AxisMap, Box
 from layerwise.ops.random import Seed
 from layerwise.tensor import TensorSpec
 
@@ -111,7 +111,6 @@ class Space:
     needs: tuple[Maps, ...]
     parameters: tuple[Parameter, ...]
     epilogue_inputs: tuple[bool, ...]
-    lattices: tuple[Lattices, ...] = ()  # of each input, which positions are read at all; (): all of all
 
     @property
     def reductions(self) -> range:
@@ -121,10 +120,6 @@ class Space:
     def index(self, label: str) -> int | None:
         """The dimension that can be split under `label`."""
         return next((i for i, d in enumerate(self.dims) if d.label == label), None)
-
-    def lattice(self, slot: int) -> Lattices:
-        """The positions of an input that are read at all."""
-        return self.lattices[slot] if self.lattices else ()
 
     def max_degree(self, label: str) -> int:
         """The largest degree of the dimension `label`; 1 where there is none."""
@@ -145,7 +140,6 @@ class Local:
     all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
     seed: Seed = 0  # of the random numbers of this step, equal on all devices
     device: torch.device | None = None  # that computes, where the kernel is given no tensor; None: the CPU
-    convolve: Callable[..., Tensor] | None = field(default=None, compare=False)  # instead of torch's convolution
     padded: bool = False  # whether its first input has come with the operator's `margins`
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -161,12 +155,6 @@ class Local:
         """The box of the output that is computed."""
         rank = len(self.space.out.shape)
         return Box(self.cell.lo[:rank], self.cell.hi[:rank])
-
-    @property
-    def whole_samples(self) -> bool:
-        """True if the cell has all of every sample that it has of dimension 0: as one device has it, or DDP's do."""
-        extents = (d.extent for d in self.space.dims[1:])
-        return self.once("whole samples", lambda: self.cell.shape[1:] == tuple(extents)[: len(self.cell.lo) - 1])
 
     def spans(self, *dims: int) -> bool:
         """True if the output box is whole in these dimensions."""

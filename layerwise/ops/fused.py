@@ -6,19 +6,16 @@ is needed. The epilogue (batch norm, relu, dropout, residual add) computes where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from layerwise.geometry import Box, Lattice, Lattices, needed
+from layerwise.geometry import Box, needed
 from layerwise.ops.base import Op, Stage, space
 from layerwise.ops.facts import Dim, Local, Maps, Parameter
 from layerwise.ops.random import Seed
-from layerwise.ops.specs import dim_index
-from layerwise.ops.tensor.view import Slice
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -73,20 +70,6 @@ class Fused(Op):
         return tuple(
             through_views(maps, spec, chain) for maps, spec, chain in zip(direct, inputs, self.views, strict=True)
         )
-
-    def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
-        first = self.stages(inputs)[0]
-        direct = first.space.lattices or ((),) * len(first.specs)
-        through = (_slices(spec, chain)[0] for spec, chain in zip(inputs, self.views, strict=True))
-        behind = (() if chain else own for own, chain in zip(direct, self.views, strict=False))
-        return tuple(a or b for a, b in zip_longest(through, behind, fillvalue=()))
-
-    def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
-        rows = enumerate(zip(inputs, self.views, strict=True))
-        views = tuple(_slices(spec, chain)[1] if i in slots else chain for i, (spec, chain) in rows)
-        direct = [i for i in slots if i < len(inputs) and not self.views[i]]
-        main = self.main.packed(self.stages(inputs)[0].specs, direct) if direct else self.main
-        return replace(self, main=main, views=views)
 
     def epilogue_inputs(self, inputs: Sequence[TensorSpec]) -> tuple[bool, ...]:
         return tuple(stage.epilogue for stage in self.stages(inputs) for _ in stage.views)
@@ -150,21 +133,6 @@ def through_views(maps: Maps, spec: TensorSpec, chain: Sequence[Op]) -> Maps:
     return maps
 
 
-def _slices(spec: TensorSpec, chain: Sequence[Op]) -> tuple[Lattices, tuple[Op, ...]]:
-    """The positions of a tensor that a chain beginning with slices reads, and the chain over these alone."""
-    found: dict[int, Lattice | None] = {}  # by dimension, of the first slice of it
-    packed = list(chain)
-    for i, view in enumerate(chain):
-        if not isinstance(view, Slice):
-            break
-        dim, lattices = dim_index(view.dim, spec), view.lattices((spec,))
-        if lattices and dim not in found:
-            packed[i] = view.packed((spec,), (0,))
-        found.setdefault(dim, lattices[0][dim] if lattices else None)
-        spec = view.output(spec)
-    return (tuple(map(found.get, range(len(spec.shape)))) if any(found.values()) else ()), tuple(packed)
-
-
 AllReduce = Callable[["Tensor"], "Tensor"]
 
 Chain = tuple[tuple[Op, Local], ...]  # views of one input, first applied first
@@ -213,12 +181,11 @@ def run_stages(
     training: bool,
     seed: Callable[[int], Seed],
     reduce: Callable[[Tensor], Tensor] | None,
-    convolve: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """The box of the output that a device owns afterwards.
 
     seed: of a stage's random numbers, by its number. reduce: where k is split, what makes the owned box of the sum
-    from this device's partial sums. convolve: what the main operator calls instead of PyTorch's convolution.
+    from this device's partial sums.
     """
     given = list(inputs)
     result: Tensor | None = None
@@ -232,8 +199,6 @@ def run_stages(
         local = own.training if training else own.evaluation
         if stage.op.draws and (training or stage.op.draws_always):
             local = replace(local, seed=seed(number))
-        if convolve is not None and number == 0:
-            local = replace(local, convolve=convolve)
         if number == 0 and reduce is not None:
             epilogue = {p.name for p in local.space.parameters if p.epilogue}
             total = reduce(stage.op.run(local, values, {name: v for name, v in named.items() if name not in epilogue}))

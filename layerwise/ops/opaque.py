@@ -1,4 +1,4 @@
-"""Operators that are run as they are: PyTorch's own by name, and a whole model.
+"""Operators of PyTorch that are run as they are, by name.
 
 Nothing is known of them but what they make of tensors that have shapes and no values: so they are not split, and every
 device that computes one has all of its inputs. Where an operator is known to treat the indices of a dimension alone
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import lcm, prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
 
 import numpy as np
 
@@ -281,45 +281,3 @@ def overload_of(target: str) -> torch._ops.OpOverload:
     if not isinstance(overload, torch._ops.OpOverload):
         raise LayerwiseError(f"operator {target} is not registered with torch here: import the package that has it")
     return overload
-
-
-@dataclass(frozen=True, slots=True)
-class AsWritten(Op):
-    """All of a model, as one layer of samples. It has no kernel: the module itself is called.
-
-    held: shape of each parameter and buffer, and whether it is a parameter. by_row: every output has a row a sample.
-    counted: by what a call's samples are: rows of a tensor, items of a list, or not known, one a rank.
-    """
-
-    kind: ClassVar[str] = "as_written"
-    weights: ClassVar[bool] = True
-    held: tuple[tuple[tuple[int, ...], bool], ...]
-    dtype: str
-    by_row: bool = False
-    counted: Literal["rows", "items", "ranks"] = "rows"
-
-    @property
-    def loss(self) -> Literal["mean", "sum"] | None:
-        """The loss that it is taken for: a mean over samples, where what it returns is not a row of each."""
-        return None if self.by_row else "mean"
-
-    def output(self, *inputs: TensorSpec) -> TensorSpec:
-        batch = next((x.shape[0] for x in inputs if x.index("n") == 0), None)
-        if batch is None:
-            raise LayerwiseError("no input has a sample dimension")
-        return TensorSpec((batch,), ("n",), self.dtype)
-
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        def along(spec: TensorSpec) -> Maps:
-            rows = zip(spec.dims, spec.shape, strict=True)
-            return tuple(identity(extent, 0) if label == "n" else whole(extent) for label, extent in rows)
-
-        return tuple(map(along, inputs))
-
-    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
-        rows = enumerate(self.held)
-        return tuple(Parameter(str(i), shape, tuple(map(whole, shape)), trainable) for i, (shape, trainable) in rows)
-
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        """Not known."""
-        return np.full(extents.shape[:-1], np.nan)

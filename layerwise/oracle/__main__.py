@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from layerwise.cache import answers
 from layerwise.cli import (
     Parser,
     check_files,
@@ -107,7 +106,6 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--search-up-to", type=count, default=64, metavar="N", help="GPUs that layerwise is searched for (default: 64)"
     )
-    g.add_argument("--no-cache", action="store_true", help="search and price anew, though the same was done before")
     g = p.add_argument_group("answer")
     g.add_argument("--max-gpus", type=count, metavar="N", help="suggest with at most so many GPUs")
     g.add_argument("--max-memory", type=positive, metavar="GIB", help="suggest with at most so much memory a GPU")
@@ -142,7 +140,7 @@ def main(args: argparse.Namespace) -> None:
     budget = Budget(
         args.max_gpus, args.max_memory and args.max_memory * 2**30, args.max_hours and args.max_hours * 3600
     )
-    oracle = Oracle(_question(args, profile, budget), answers(wanted=not args.no_cache))
+    oracle = Oracle(_question(args, profile, budget))
     with progress_bar("asking", quiet=args.json) as progress:
         asked = ask(oracle, named, gpus, args.search_up_to, progress)
     compared = compare_with(oracle, runs)

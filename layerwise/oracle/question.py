@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
@@ -18,9 +17,8 @@ from layerwise.oracle.limits import Finding, Sizes, findings, sizes_of
 from layerwise.oracle.names import NAMES
 from layerwise.oracle.pipeline import PipelineStage, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.strategies import Limit, Shape, UnreachableError, Wishes, limit, shapes, strategy
-from layerwise.oracle.tables import Phases, Priced, Projection, cheapest, price_plan, read_priced
+from layerwise.oracle.tables import Phases, Priced, Projection, cheapest, price_plan
 from layerwise.search.find import search
-from layerwise.search.recall import Recall
 from layerwise.search.result import SearchResult
 
 Scaling = Literal["weak", "strong"]
@@ -90,9 +88,8 @@ class Answer:
 class Oracle:
     """Answers questions about one model on one machine; models and prices are made once for each p."""
 
-    def __init__(self, question: Question, answers: Answers | None = None) -> None:
-        """answers: of earlier runs, which are used and kept (`layerwise.cache`)."""
-        self.question, self._answers = question, answers
+    def __init__(self, question: Question) -> None:
+        self.question = question
         self._models: dict[int, CostModel] = {}
         self._groups: dict[tuple[int, int], CostModel] = {}  # of one group alone, by its devices and batch
         self._priced: dict[tuple[str, int], Priced] = {}
@@ -145,7 +142,7 @@ class Oracle:
             # With statistics, gradients and memory as every other strategy has them.
             space = SearchSpace(devices, spread=model.devices.nodes > 1)
             limit_bytes = min(q.memory_limit_bytes or self.usable_bytes, self.usable_bytes)
-            found = search(model, space, memory_limit_bytes=limit_bytes, answers=self._answers)
+            found = search(model, space, memory_limit_bytes=limit_bytes)
             inner = {layer.name: found.best.strategy[layer.name] for layer in model.graph.inner}
             priced = price_plan(model, Shape(1, devices), inner, found.best.timeline)
         else:
@@ -163,27 +160,17 @@ class Oracle:
         return Answer(projection, overlapped_s, phases.memory_bytes <= self.usable_bytes, shape, **origin)
 
     def learn(self, names: Sequence[str], devices: int) -> None:
-        """Prices these strategies together, before `answer` is asked for each: that is faster. Or an earlier run did.
+        """Prices these strategies together, before `answer` is asked for each: that is faster.
 
         Only those that the tables price, and that can use so many devices.
         """
-        model = self.model(devices)
-        wanted = [name for name in names if name not in ("pipeline", "layerwise")]
-        priced = Recall(self._answers, model).recalled(
-            (wanted, self.question.wishes, self.node),
-            lambda: self._learned(wanted, devices),
-            lambda found: {name: one.as_json() for name, one in found.items()},
-            lambda cached: {name: read_priced(model, name, one) for name, one in cached.items()},
-        )
-        self._priced |= {(name, devices): one for name, one in priced.items()}
-
-    def _learned(self, names: Sequence[str], devices: int) -> dict[str, Priced]:
         model, plans = self.model(devices), dict[str, tuple[Shape, dict[str, Config]]]()
         for name in names:
-            with suppress(UnreachableError):
-                plans[name] = self._plan(name, devices)
+            if name not in ("pipeline", "layerwise"):
+                with suppress(UnreachableError):
+                    plans[name] = self._plan(name, devices)
         model.learn([complete(model, plan) for _, plan in plans.values()])
-        return {name: price_plan(model, *plan) for name, plan in plans.items()}
+        self._priced |= {(name, devices): price_plan(model, *plan) for name, plan in plans.items()}
 
     def _plan(self, name: str, devices: int) -> tuple[Shape, dict[str, Config]]:
         """The cheapest of a strategy's shapes by the tables, and every layer's configuration.

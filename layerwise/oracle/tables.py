@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-from layerwise.cache import restored
 from layerwise.config import Config
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import Price, complete, model_error, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.simulate import Timeline, timeline
-from layerwise.oracle.strategies import SPATIAL, Limit, Shape, strategy
+from layerwise.oracle.strategies import SPATIAL, Limit, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +88,6 @@ class Priced:
     def error(self) -> float:
         """The model's, of its step's time (`cost.price.model_error`)."""
         return model_error(self.model, complete(self.model, self.strategy))
-
-    def as_json(self) -> dict[str, object]:
-        """Returns what `read_priced` needs beside the model and the strategy's name."""
-        times = {"overlapped_s": self.overlapped_s, "exposed_s": self.exposed_s}
-        return {"shape": asdict(self.shape), "phases": asdict(self.phases), **times}
-
-
-def read_priced(model: CostModel, name: str, cached: Any) -> Priced:
-    """The price of an earlier run."""
-    shape, phases = restored(Shape, cached["shape"]), restored(Phases, cached["phases"])
-    times = (restored(float, cached[time]) for time in ("overlapped_s", "exposed_s"))
-    return Priced(model, shape, strategy(model.graph, name, shape), phases, *times)
 
 
 def cheapest(model: CostModel, plans: Sequence[Strategy]) -> int:

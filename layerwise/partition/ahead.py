@@ -1,11 +1,7 @@
-"""Transfers issued early: begun as soon as their tensor is made, and awaited where it is needed.
-
-And whose gradient goes back before its layer has made that of its weights.
-"""
+"""Transfers issued early: begun as soon as their tensor is made, and awaited where it is needed."""
 
 from __future__ import annotations
 
-from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 
@@ -32,18 +28,3 @@ def begun_before(graph: LayerGraph, io: str) -> dict[str, tuple[EdgeEnd, ...]]:
             made = []
         made.append(layer.name)
     return {name: tuple(edges) for name, edges in begun.items()}
-
-
-# Where autograd's one call is better: a CPU computes with the cores that send, and two calls of its kernel take longer.
-# On an emulated cluster of four ranks steps were 6 to 17 % longer.
-IN_ONE_CALL = frozenset({"cpu"})
-
-
-def weights_late(layer: Layer, flows: bool, device_type: str) -> bool:
-    """True if a layer makes the gradient of its weights while that of its first input, if it travels, is on its way.
-
-    flows: whether there is a gradient of the first input.
-    """
-    if device_type in IN_ONE_CALL:
-        return False
-    return flows and layer.main.weights_late and 0 not in layer.tied and layer.space.parameters[0].trainable

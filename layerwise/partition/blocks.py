@@ -178,8 +178,6 @@ def _as_it_comes(reader: Layer) -> bool:
     first = reader.stages[0]
     if reader.end or not first.views or first.view or first.views[0] or reader.specs[0].dtype != first.space.out.dtype:
         return False
-    if reader.space.lattice(0):  # what travels has not all of it
-        return False
     return isinstance(first.op, (Conv, Pool))  # whose halos are thin; gathered channels would live longer
 
 

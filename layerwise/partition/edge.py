@@ -14,26 +14,12 @@ from math import prod
 
 import numpy as np
 
-from layerwise.geometry import AxisMap, Lattices, boundaries, identity, numbering, through, whole
+from layerwise.geometry import AxisMap, boundaries, identity, whole
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Dim, Maps
 from layerwise.partition.largest import all_boxes, largest_box
 from layerwise.partition.layout import LayoutCells
 from layerwise.tensor import TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A dimension of a tensor, as cells of its owners have it. What is not read at all is left out."""
-
-    extent: int
-    unit: int = 1  # granularity
-    numbers: AxisMap | None = None  # of the positions that are read, by their own (`geometry.lattice`); None: of all
-
-    def cuts(self, degree: int) -> Ints:
-        """The boundaries of so many cells."""
-        cuts = boundaries(self.extent, degree, self.unit)
-        return cuts if self.numbers is None else self.numbers.cuts(cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +29,7 @@ class Edge:
     Names of layers and labels of dimensions are no part of it: equal edges cost the same.
     """
 
-    held: tuple[Held, ...]  # the tensor's dimensions; a scalar counts as one dimension of extent 1
+    held: tuple[Dim, ...]  # the tensor's dimensions, without labels; a scalar counts as one dimension of extent 1
     item_bytes: int
     maps: Maps  # which box of the tensor a cell of the consumer needs
     dims: tuple[Dim, ...]  # that a cell of the consumer is cut from, without labels
@@ -51,24 +37,12 @@ class Edge:
     needers: LayoutCells  # of `dims`
 
     @staticmethod
-    def of(
-        source: TensorSpec,
-        owners: LayoutCells,
-        maps: Maps,
-        dims: tuple[Dim, ...],
-        needers: LayoutCells,
-        lattices: Lattices = (),
-    ) -> Edge:
-        """`source` goes from its owners to those who need `maps` of it for their cells of `dims`.
-
-        lattices: which positions of it they read at all.
-        """
-        shape, units = source.shape or (1,), source.units or (1,)
-        counted = numbering(shape, lattices)
-        rows = zip(shape, units, counted, strict=True)
-        held = tuple(Held(extent, unit, axis if axis.parts else None) for extent, unit, axis in rows)
+    def of(source: TensorSpec, owners: LayoutCells, maps: Maps, dims: tuple[Dim, ...], needers: LayoutCells) -> Edge:
+        """`source` goes from its owners to those who need `maps` of it for their cells of `dims`."""
+        rows = zip(source.shape or (1,), source.units or (1,), strict=True)
+        held = tuple(Dim(None, extent, unit) for extent, unit in rows)
         unlabelled = tuple(Dim(None, d.extent, d.unit) for d in dims)
-        return Edge(held, source.item_bytes, through(maps or (whole(1),), counted), unlabelled, owners, needers)
+        return Edge(held, source.item_bytes, maps or (whole(1),), unlabelled, owners, needers)
 
     def to(self, columns: Ints) -> Edge:
         """The edge to some of the consumer's configurations only."""
@@ -81,8 +55,8 @@ class Edge:
 
     @property
     def volume(self) -> int:
-        """Elements that are read at all."""
-        return prod(int(held.cuts(1)[-1]) for held in self.held)
+        """Elements of the tensor."""
+        return prod(held.extent for held in self.held)
 
     @property
     def largest_bytes(self) -> Floats:
@@ -140,7 +114,7 @@ def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
     tables, wanted = list[tuple[Ints, Ints, Ints]](), np.ones(len(members), np.int64)
     for j, axis in enumerate(edge.maps):
         degrees, which = edge.owners.distinct[j]
-        end = np.array([edge.held[j].cuts(degree)[1] for degree in degrees], np.int64)
+        end = np.array([boundaries(edge.held[j].extent, degree, edge.held[j].unit)[1] for degree in degrees], np.int64)
         lo, hi, column = _first_cells(edge, axis)
         tables.append((np.maximum(np.minimum(end[:, None], hi) - lo, 0), which, column))
         wanted *= (hi - lo)[column]
@@ -256,9 +230,8 @@ def needers(edge: Edge) -> Ints:
 
 def _owned(edge: Edge, devices: Ints | None = None) -> tuple[Ints, Ints]:
     """(C_u, N, J) what each device owns; see `_boxes`."""
-    dims = [Dim(None, held.extent, held.unit) for held in edge.held]
-    maps = tuple(held.numbers or identity(held.extent, j) for j, held in enumerate(edge.held))
-    return _boxes(maps, dims, edge.owners, devices)
+    maps = tuple(identity(held.extent, j) for j, held in enumerate(edge.held))
+    return _boxes(maps, edge.held, edge.owners, devices)
 
 
 def _boxes(maps: Maps, dims: Sequence[Dim], cells: LayoutCells, devices: Ints | None = None) -> tuple[Ints, Ints]:

@@ -7,11 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from layerwise.geometry import Box, Lattices, interval_overlap, numbering, through
+from layerwise.geometry import Box, interval_overlap
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Maps
 from layerwise.partition.groups import Group
-from layerwise.partition.place import Boxes, Each, Place, of_all_classes
+from layerwise.partition.place import Boxes, Each, Place
 from layerwise.tensor import TensorSpec
 
 
@@ -28,11 +28,8 @@ class Moved:
     back: Floats  # of what it sends back, likewise
 
 
-def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> Moved:
-    """The boxes that travel from those who own a tensor to those who need `maps` of it for their box `target`.
-
-    lattices: which positions of it are read at all. Where something travels only these do, and only these are needed.
-    """
+def moved(source: Place, maps: Maps, target: Boxes) -> Moved:
+    """The boxes that travel from those who own a tensor to those who need `maps` of it for their box `target`."""
     own, need = source.owned, target.needs(maps)
     volume = need.volume
     owned = own.overlap(need)
@@ -41,11 +38,6 @@ def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> 
     if local:
         return Moved(volume, owned, zero, zero, True, zero, zero)
     forth = np.zeros(len(owned), np.bool_)
-    if lattices:
-        shape = tuple(int(cuts[-1]) for cuts in own.cuts)
-        counted, all_own = numbering(shape, lattices), own.volume
-        maps, own, need = through(maps, counted), own.numbered(counted), need.numbered(counted)
-        volume, owned, forth = need.volume, own.overlap(need), own.volume < all_own
     sent = np.where(own.active, 1.0, 0.0)
     back = np.zeros(len(owned), np.bool_)
     for j, axis in enumerate(maps):
@@ -73,24 +65,18 @@ def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
     return lengths.sum(1).astype(np.float64), whole | outermost
 
 
-def outputs(source: Place, spec: TensorSpec, io: str, *, alone: bool, loss: bool = False) -> Moved:
+def outputs(source: Place, spec: TensorSpec, io: str, *, loss: bool = False) -> Moved:
     """The transfer of outputs where every device feeds the full batch (io free).
 
-    With several outputs all devices get all of each, and go back with their own part of what they computed alike. Where
-    each reads boxes (io boxes) it keeps its own box of an output, and gets all of a loss and of what is of no sample.
+    All devices get all of each, and go back with their own part of what they computed alike. Where each reads boxes (io
+    boxes) it keeps its own box of an output, and gets all of a loss and of what is of no sample.
     """
-    own, devices = source.owned, len(source.owned.lo)
+    own, zero = source.owned, np.zeros(len(source.owned.lo))
     if io == "boxes" and not loss and spec.index("n") is not None:
-        zero = np.zeros(devices)
         return Moved(own.volume, own.volume, zero, zero, True, zero, zero)
-    if io == "boxes" or not alone or len(spec.shape) < 2:
-        whole, zero = np.full(devices, float(spec.volume)), np.zeros(devices)
-        received = whole - own.volume
-        return Moved(whole, own.volume, received, zero, bool((received == 0).all()), zero, zero)
-    need = of_all_classes(own, spec)
-    owned = own.overlap(need)
-    received, sent = need.volume - owned, np.where(need.active, 0.0, own.volume)
-    return Moved(need.volume, owned, received, sent, not received.any(), sent, received)
+    whole = np.full_like(zero, spec.volume)
+    received = whole - own.volume
+    return Moved(whole, own.volume, received, zero, bool((received == 0).all()), zero, zero)
 
 
 Parts = tuple[tuple[int, Box], ...]  # (peer, box)

@@ -10,14 +10,13 @@ from functools import cached_property
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.geometry import Box, Lattices, boundaries, interval_overlap, needed
+from layerwise.geometry import Box, boundaries, interval_overlap, needed
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Dim, Maps, Parameter, Space
 from layerwise.partition.layout import LayoutCells, layout
-from layerwise.tensor import TensorSpec
 
 Each = tuple[Box | None, ...]  # by device; None: it has none
 
@@ -68,11 +67,6 @@ class Boxes:
         """The boxes of a tensor that `maps` need for these."""
         return Boxes(*needed(maps, self.lo, self.hi), self.active)
 
-    def numbered(self, numbers: Maps) -> Boxes:
-        """A tensor's boxes as boxes of the numbers that they hold (`geometry.lattice`)."""
-        cuts = tuple(axis.cuts(own) for axis, own in zip(numbers, self.cuts, strict=False))
-        return replace(self.needs(numbers), cuts=cuts)
-
     def overlap(self, other: Boxes) -> Floats:
         """(N,) elements of a device's box that are also in its box of the other kind."""
         lengths = interval_overlap(self.lo, self.hi, other.lo, other.hi)
@@ -91,12 +85,6 @@ class Boxes:
         """Devices that have none have an empty one."""
         lo, hi = (np.where(self.active[:, None], side, 0) for side in (self.lo, self.hi))
         return Boxes(lo, hi, np.ones_like(self.active))
-
-    def first_of_each(self) -> Mask:
-        """(N,) whether no device before it has the same box."""
-        rows = np.concatenate([self.lo, self.hi, self.active[:, None]], axis=1)
-        first = np.unique(rows, axis=0, return_index=True)[1]
-        return self.active & np.isin(np.arange(len(rows)), first)
 
     def shared(self) -> Mask:
         """(N,) whether another device has the same box."""
@@ -185,18 +173,3 @@ def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
         return space.needs[slot], space.epilogue_inputs[slot]
     parameter = space.parameters[layer.tied[slot - len(layer.specs)]]
     return parameter.maps, parameter.epilogue
-
-
-def lattices_of(layer: Layer, slot: int) -> Lattices:
-    """The positions of input `slot` that a layer reads at all: where it travels these do, and nothing else."""
-    return layer.space.lattice(slot) if slot < len(layer.specs) else ()
-
-
-def of_all_classes(owned: Boxes, spec: TensorSpec) -> Boxes:
-    """The boxes of the only output where each device feeds the full batch (io free): a box of all classes (dimension 1)
-    for each different one, on the first device that has a part of it; the loss is computed there.
-    """
-    lo, hi = owned.lo.copy(), owned.hi.copy()
-    lo[:, 1], hi[:, 1] = 0, np.where(owned.active, spec.shape[1], 0)
-    wide = Boxes(lo, hi, owned.active)
-    return Boxes(lo, hi, wide.first_of_each())

@@ -24,7 +24,6 @@ from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Dim, Parameter, Space
-from layerwise.ops.whole import Whole
 from layerwise.partition.place import Boxes, place_in
 
 T = TypeVar("T", bound=np.generic)
@@ -75,10 +74,9 @@ def shardings(
 ) -> list[Sharding | None]:
     """The sharding of a parameter among the devices that hold it alike, by configuration; None: there is none.
 
-    Of what is trained only: buffers and frozen parameters have no state. Nor of whole modules: which of its parameters
-    a rank's samples reach depends on data, so ranks would wait for each other's gradients.
+    Of what is trained only: buffers and frozen parameters have no state.
     """
-    if layer.end or not p.trainable or isinstance(layer.op, Whole) or (layer.role is Role.TIED and not layer.trains):
+    if layer.end or not p.trainable or (layer.role is Role.TIED and not layer.trains):
         return [None] * len(configs)
     known = _known(layer.space, p, devices, unfed)
     cells, which = distinct_cells(configs)

@@ -154,18 +154,9 @@ class _Builder:
     def _slots(self, layer: Layer) -> list[int]:
         """A layer's inputs in the order in which it receives them.
 
-        The first is that whose gradient travels beside the gradient of the weights, then come those that were issued
-        early: so in the backward pass what is needed next goes first.
+        Those that were issued early come first: so in the backward pass what is needed next goes first.
         """
-
-        def place(slot: int) -> tuple[bool, bool]:
-            return not self._beside(layer, slot), (layer.name, slot) not in self.early
-
-        return sorted(range(len(layer.inputs)), key=place)
-
-    def _beside(self, layer: Layer, slot: int) -> bool:
-        """True if the gradient of an input travels while that of the layer's weights is made."""
-        return slot == 0 and layer.name in self.facts.late
+        return sorted(range(len(layer.inputs)), key=lambda slot: (layer.name, slot) not in self.early)
 
     def _receive(self, name: str, slot: int) -> Instruction:
         return (End if (name, slot) in self.early else Move)(name, slot, "forward")
@@ -177,30 +168,23 @@ class _Builder:
         if layer.role is Role.SINK:
             self._return(layer)
             return
-        late = differentiates and name in self.facts.late
         if differentiates:
             self._arrive(name)
             if name in self.next_backward:
                 self._gather(self.next_backward[name])
         if differentiates or layer.role is Role.TIED:
             self.out.append(Compute(name, "backward"))
-        if not late:
-            self._fill(name)
+        self._fill(name)
         self.out += [End(*end, "backward") for end in reversed(self._begun(name)) if self._returns(end)]
         if differentiates:
             self._return(layer)
-        if late:
-            self.out.append(Compute(name, "weights"))
-            self._fill(name)
-            if (name, 0) not in self.early:
-                self.out.append(End(name, 0, "backward"))
 
     def _return(self, layer: Layer) -> None:
         """Gradients of a layer's inputs go back, in the reverse of the order in which the inputs came."""
         for slot in reversed(self._slots(layer)):
             end = layer.name, slot
             if self._returns(end):
-                self.out.append((Begin if end in self.early or self._beside(layer, slot) else Move)(*end, "backward"))
+                self.out.append((Begin if end in self.early else Move)(*end, "backward"))
 
     def _returns(self, end: EdgeEnd) -> bool:
         """True if the gradient of an input is wanted."""

@@ -17,9 +17,7 @@ from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.buckets import BUCKET_BYTES
 
 StepKind = Literal["training", "inference"]
-# Of a layer's work. weights: the gradient of its weights, where that of its input is on its way already.
-Part = Literal["forward", "recompute", "backward", "weights"]
-Direction = Literal["forward", "recompute", "backward"]  # in which a tensor travels
+Direction = Literal["forward", "recompute", "backward"]  # in which a tensor travels, or which of a layer's work
 
 
 class AllGather(NamedTuple):
@@ -76,7 +74,7 @@ class Compute(NamedTuple):
     """A layer's kernels run. saves: whether they save for the backward pass what it reads."""
 
     layer: str
-    part: Part
+    part: Direction
     saves: bool = False
 
 
@@ -130,11 +128,6 @@ class Program(NamedTuple):
 
     instructions: Sequence[Instruction]
     buckets: Sequence[Bucket]
-
-    @property
-    def late(self) -> set[str]:
-        """The layers whose gradient of the weights is deferred: it is made while that of the input travels."""
-        return {one.layer for one in self.instructions if isinstance(one, Compute) and one.part == "weights"}
 
     def forward(self) -> list[tuple[str, list[Instruction]]]:
         """The instructions of the forward pass by the layer that they are for, in order."""
@@ -190,7 +183,6 @@ class StrategyFacts:
     """The facts of a strategy that a program follows from."""
 
     travels: Collection[EdgeEnd]  # the inputs of layers that are not where they are needed
-    late: Collection[str]  # layers that return their input's gradient before they make that of their weights
     recomputed: Collection[str]
     gathered: Sequence[str]  # layers whose parameters are gathered for them alone, in the graph's order
     gradients: Sequence[Gradient]  # in the order of `gradient_order`

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-from layerwise.cache import answers
 from layerwise.cli import MODEL_HELP, Parser, check_files, command, output_arguments, present, run_main
 from layerwise.plan import load_plan
 from layerwise.quantities import parse_bytes_range
@@ -49,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
     curve: list[Point] = []
     if args.memory_curve is not None:
         limits = parse_bytes_range(args.memory_curve, "--memory-curve")
-        curve = memory_curve(model, space, *limits, offer=OFFERS, points=POINTS, answers=answers(wanted=True))
+        curve = memory_curve(model, space, *limits, offer=OFFERS, points=POINTS)
     present(plan_report(Planned(plan, model, space, memory_limit(plan, model)), measured, curve), args)
 
 

@@ -39,12 +39,12 @@ class Inputs:
             if layer.role is Role.CONSTANT
         }
 
-    def fed_samples(self, inputs: Sequence[Tensor], *, target: bool) -> int:
+    def fed_samples(self, inputs: Sequence[Tensor]) -> int:
         """Returns the number of samples. LayerwiseError for too many inputs, or other things than tensors."""
         if len(inputs) != len(self._layers):
             raise LayerwiseError(
-                f"the model takes {len(self._layers)} inputs ({', '.join(layer.name for layer in self._layers)})"
-                f"{' and the target' if target else ''}, not {len(inputs)}"
+                f"the model takes {len(self._layers)} inputs ({', '.join(layer.name for layer in self._layers)}), "
+                f"not {len(inputs)}"
             )
         for layer, x in zip(self._layers, inputs, strict=True):
             if not isinstance(x, Tensor):

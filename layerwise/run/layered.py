@@ -32,9 +32,8 @@ from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten,
 from layerwise.run.guards.shared import Trained
 from layerwise.run.guards.values import check_folded
 from layerwise.run.local_tensor import Version
-from layerwise.run.mean_loss import LossFunction, MeanLoss, mean_loss
 from layerwise.run.options import RuntimeOptions, check_types
-from layerwise.run.outputs import check_classes, global_loss, returned
+from layerwise.run.outputs import returned
 from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
@@ -44,22 +43,16 @@ from layerwise.run.state.tree import without_memory
 class LayeredModule(SplitFacade):
     """One rank's part of a planned network, of which it goes through all layers.
 
-    With io "free" (a batch smaller than the number of ranks) each rank gives the global batch. Then with a `loss`, a
-    mean over samples and positions, `module(*inputs, target)` is the global mean on every rank, and no output is
-    gathered; without one every rank gets the full outputs, and all must compute the same loss of them. With io "boxes"
-    and a `loss` the target is this rank's, too: what belongs to its box of the output.
+    With io "free" (a batch smaller than the number of ranks) each rank gives the global batch and gets the full
+    outputs, and all must compute the same loss of them; a model that returns its loss gathers no others. With io
+    "boxes" a rank gives and gets its boxes, and the full loss.
 
     Parameters are DTensors under the model's names where the plan splits some. Ranks that are no processes (of tests)
     have their boxes as tensors, for element-wise use only.
     """
 
-    def __init__(
-        self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None = None
-    ) -> None:
+    def __init__(self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         super().__init__(network.graph, plan, comm, options)
-        self.called_loss = loss
-        self._tried: MeanLoss | None = None
-        self._all_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
         boxes = parameter_boxes(self.layer_graph, places(self.layer_graph, plan))
         shared_out = shardings(self.layer_graph, plan)
@@ -76,8 +69,6 @@ class LayeredModule(SplitFacade):
         self._original, self._trained = OriginalModel(), Trained()
         self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.rank_schedule
-        if loss is not None and self.plan.io == "boxes":
-            check_classes(first)
         # With io sample a rank's loss is the mean over its own samples: the mean over the ranks is the global one.
         self._mean_over = comm.size if self.plan.io == "sample" else 1
         scale = 1 / self._mean_over
@@ -107,7 +98,7 @@ class LayeredModule(SplitFacade):
         if key not in self._executors:
             fitted, plan = self._shapes.fitted(batch, shaped, few=few)
             graph = replace(fitted, differentiated=differentiated)
-            schedule = Schedule(graph, plan, self.comm, options, all_classes=self._all_classes)
+            schedule = Schedule(graph, plan, self.comm, options)
             self._prepare("statistics", schedule.statistics)
             self._prepare("transfers", schedule.groups)
             with torch.inference_mode(False):  # constants may be used in training
@@ -146,14 +137,10 @@ class LayeredModule(SplitFacade):
         check_hooks_of_all()
         self._working.check_hooks()
         self._check_parameters()
-        target = None
-        if self.called_loss is not None:
-            *before, target = inputs
-            inputs = tuple(before)
         batch = None if self._arguments.takes("batch") else named.pop("batch", None)
         shapes = self._shapes if self.training else self._shapes.of_call(inputs, named)
         inputs = shapes.tensors_of(inputs, named)
-        total, shaped = self._agreed(shapes, inputs, batch, target=target is not None)
+        total, shaped = self._agreed(shapes, inputs, batch)
         share = self.share(total)
         part = 1.0 if self.plan.io != "sample" else (share.stop - share.start) / total
         scales = [factor * self._mean_over for factor in factors(shaped.graph, part)]
@@ -161,16 +148,12 @@ class LayeredModule(SplitFacade):
         executor = self._executor(total, shaped, differentiated)
         fed = shaped.inputs.fed(executor.schedule, inputs)
         outputs = self._run(executor, fed, sorted(differentiated), scales)
-        if self.called_loss is not None and target is not None:
-            return global_loss(self._mean_loss(self.called_loss, target), executor.schedule, outputs, target)
         local = share.stop - share.start if self.plan.io == "sample" else None  # else a rank has its boxes of an output
         return returned(executor.schedule, outputs, shaped.structure, local)
 
-    def _agreed(
-        self, shapes: Shapes, inputs: tuple[Any, ...], batch: int | None, *, target: bool
-    ) -> tuple[int, Shaped]:
+    def _agreed(self, shapes: Shapes, inputs: tuple[Any, ...], batch: int | None) -> tuple[int, Shaped]:
         """Returns how many samples all ranks feed together, as they tell each other, and the network at their sizes."""
-        samples, sizes = shapes.inputs.fed_samples(inputs, target=target), shapes.sizes
+        samples, sizes = shapes.inputs.fed_samples(inputs), shapes.sizes
         if self.plan.io != "boxes":
             sizes = shapes.sizes_of(inputs)
         alike, step = self._comparison, (self.steps_done + 1) * self.training
@@ -215,12 +198,6 @@ class LayeredModule(SplitFacade):
                 self._outside[name].see(p)
 
         return begins(token, [p for _, p in named], see)
-
-    def _mean_loss(self, loss: LossFunction, target: Tensor) -> MeanLoss:
-        """Returns the loss, which is tried when it is called first."""
-        if self._tried is None or self._tried.loss is not loss:
-            self._tried = mean_loss(loss, self.layer_graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
-        return self._tried
 
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
@@ -314,7 +291,7 @@ class LayeredModule(SplitFacade):
         """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
         check_folded(self._folded)
-        copied = LayeredModule(self._network, self.plan, self.comm, self.runtime_options, self.called_loss)
+        copied = LayeredModule(self._network, self.plan, self.comm, self.runtime_options)
         memo[id(self)] = copied
         copied.load_state_dict(self.state_dict())
         copied._folded = copied._state.values(copied.layer_graph.folded)

@@ -17,7 +17,7 @@ from layerwise.comm.start import join_default_group
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
-from layerwise.importers.load import Network, load_network, network_of, planned_call, whole_of
+from layerwise.importers.load import Network, load_network, network_of, planned_call
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
@@ -25,7 +25,6 @@ from layerwise.run.data_parallel.module import DataParallelModule, Facts
 from layerwise.run.data_parallel.replacements import replacements
 from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
 from layerwise.run.layered import LayeredModule
-from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.initial import broadcast_values
@@ -40,7 +39,6 @@ def load(
     comm: Comm | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
-    loss: LossFunction | None = None,
     weights: Mapping[str, Tensor] | None = None,
     seed: int = 0,
     local_batch_norm: bool | None = None,
@@ -64,8 +62,6 @@ def load(
             there is one, else a single rank.
         device: Where this rank computes. None: the communicator's, or the CPU.
         dtype: Of parameters and, without autocast, of activations.
-        loss: For io "free" and "boxes": a function of an output and a target, which `module(*inputs, target)` then
-            returns the global mean of; see `LayeredModule`.
         weights: A state dict, possibly lazy, instead of the model's values.
         seed: Of initial values that are drawn, and of dropout.
         local_batch_norm: Statistics are of each rank's own samples. None: what the plan was searched with.
@@ -108,7 +104,7 @@ def load(
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            imported = network_of(model, positional, plan.batch, plan.model, named, whole=whole_of(plan.provenance))
+            imported = network_of(model, positional, plan.batch, plan.model, named)
             network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
@@ -116,7 +112,7 @@ def load(
         network = replace(model, itself=False)
     else:
         network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance))
-    return build_module(plan, network, comm, options, loss=loss, weights=weights)
+    return build_module(plan, network, comm, options, weights=weights)
 
 
 def build_module(
@@ -125,7 +121,6 @@ def build_module(
     comm: Comm,
     options: RuntimeOptions,
     *,
-    loss: LossFunction | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> ParallelModule:
     """Returns what `load` does, of a network that has been imported."""
@@ -139,13 +134,11 @@ def build_module(
         plan = serial(plan)
     plan.check(graph, comm.size)
     check_types(replace(options, autocast=None).typed(graph), options.dtype)
-    if loss is not None and plan.io == "sample":
-        raise LayerwiseError("the plan has io 'sample': each rank computes the loss of its own samples; leave loss out")
     if plan.io == "sample" and plan.batch < plan.gpus:
         raise LayerwiseError(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
-    module = _module(network, graph, plan, comm, options, loss)
+    module = _module(network, graph, plan, comm, options)
     if isinstance(module, LayeredModule) or not network.itself:
         collect(network.module)
     if weights is not None:
@@ -153,11 +146,9 @@ def build_module(
     return module
 
 
-def _module(
-    network: Network, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None
-) -> ParallelModule:
+def _module(network: Network, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> ParallelModule:
     """Returns the network's own module where it can run the plan, else one that goes through the plan's layers."""
-    to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)
+    to_replace = replacements(network, graph, plan, comm.size, options)
     if to_replace is None:
         check_traced(graph)
         if plan.io == "sample":
@@ -165,7 +156,7 @@ def _module(
         itself = network.module if network.itself else None
         if itself is not None:
             check_modules(itself)
-        layered = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
+        layered = LayeredModule(replace(network, graph=graph), plan, comm, options)
         if itself is not None:
             layered.replaces(itself)
         return layered

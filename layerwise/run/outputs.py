@@ -1,4 +1,4 @@
-"""Outputs of a plan as a training loop gets them: as the model returns them, or the loss of the global batch."""
+"""Outputs of a plan as a training loop gets them: as the model returns them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -17,7 +16,6 @@ from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.read.arguments import OutputStructure
 from layerwise.ops.base import Role
-from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.schedule.schedule import Schedule
 
 
@@ -79,40 +77,3 @@ def map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
 def without_classes(box: Box) -> Box:
     """Returns the target's box of a prediction's: a class stands where the prediction has dimension 1."""
     return Box(box.lo[:1] + box.lo[2:], box.hi[:1] + box.hi[2:])
-
-
-def check_classes(schedule: Schedule) -> None:
-    """LayerwiseError where some rank's own box of the output has not all classes, so that no loss is taken of it."""
-    shape = schedule.graph.layers[-1].specs[0].shape
-    for box in schedule.sinks[0]:
-        if box is not None and len(shape) > 1 and box.shape[1] != shape[1]:
-            raise LayerwiseError(
-                f"the plan splits dimension 1 of the output, of which the loss needs all {shape[1]}: end the model in "
-                "its loss, or search with --io free"
-            )
-
-
-def global_loss(
-    loss: Callable[[Tensor, Tensor], Tensor], schedule: Schedule, outputs: Sequence[Tensor], target: Tensor
-) -> Tensor:
-    """Returns the mean of the losses of all boxes, by their numbers of positions, on every rank.
-
-    target: of the whole batch; with io "boxes" of this rank's box. It may lack dimension 1, that of the classes.
-    """
-    if len(outputs) > 1:
-        raise LayerwiseError(f"the model has {len(outputs)} outputs: load it without a loss, and compute yours")
-    (out,), comm = outputs, schedule.comm
-    target = target.to(schedule.options.device)
-    box, shape = schedule.sinks[0][comm.rank], schedule.graph.layers[-1].specs[0].shape
-    total = Box.full(shape).volume
-    if box is None:
-        local_loss = out.sum()
-    else:
-        its = box if target.dim() == len(shape) else without_classes(box)
-        if not schedule.boxes:
-            target = target[its.slices()]
-        elif tuple(target.shape) != its.shape:
-            raise LayerwiseError(f"the target must have shape {its.shape} on this rank, not {tuple(target.shape)}")
-        local_loss = loss(out, target) * (box.volume / total)
-    # One type on all ranks, whatever the loss makes of 16 bits: those without a box do not know it.
-    return sum_of_losses(local_loss.to(torch.promote_types(schedule.options.dtype, torch.float32)), comm)

@@ -20,7 +20,6 @@ from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.local_tensor import local_tensor
-from layerwise.run.mean_loss import LossFunction
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.run.shapes import Sized, Sizes
@@ -46,7 +45,6 @@ class ParallelModule(nn.Module):
     _wrapped_model: nn.Module  # whose tensors and modules are this one's; what this has not itself is read from it, too
     _arguments: Arguments  # how the model is called
     _reducer: GradientReducer
-    called_loss: LossFunction | None = None  # with which it is called, where it makes that itself
     _plain = False  # whether it does nothing but call the model
     has_cut = False  # whether some rank holds not all of some parameter that is trained
 

@@ -113,7 +113,7 @@ class Shapes:
         self._traced = planned and (module is None or module.training)  # the mode of this network
         self._modes = module is not None and _may_ask_its_mode(module)
         self._known = {(self.sizes, self._traced): first}
-        self._module, self._whole = module, network.whole
+        self._module = module
         self._inputs_without_gradient = network.inputs_without_gradient
         self.arguments = network.arguments or Arguments.of_inputs(layer.name for layer in self._layers)
         # What all ranks must call alike, beside the sizes: of other arguments, which they are.
@@ -153,9 +153,7 @@ class Shapes:
         positional, by_name = pytree.tree_map_only(Tensor, example, call)
         try:
             self._skeleton.train(False)
-            network = network_of(
-                self._skeleton, positional, self.plan.batch, self.plan.model, by_name, whole=self._whole
-            )
+            network = network_of(self._skeleton, positional, self.plan.batch, self.plan.model, by_name)
             check_traced(network.graph)
             graph = self.plan.layers(network.graph)
             plan = self._extended(graph, self.first.graph, network, self.sizes, training=False)
@@ -231,9 +229,8 @@ class Shapes:
             boxes = "no rank holds a whole sample" if self.plan.io == "boxes" else None
             with left_unproven(boxes):
                 network = network_of(
-                    self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode,
-                    whole=self._whole,
-                )  # fmt: skip
+                    self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode
+                )
             why = network.inputs_without_gradient or self._inputs_without_gradient
             network = replace(network, inputs_without_gradient=why)
             check_traced(network.graph)

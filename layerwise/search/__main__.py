@@ -7,16 +7,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from layerwise.cache import answers
 from layerwise.cli import (
     check_files,
     command,
     console,
-    constraints,
+    fixed_degrees,
     global_batch,
     present,
     progress_bar,
@@ -25,7 +23,6 @@ from layerwise.cli import (
     settle_machine,
 )
 from layerwise.config import SearchSpace
-from layerwise.constraints import check_names
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import read_json
@@ -37,14 +34,13 @@ from layerwise.plan import parse_strategy
 from layerwise.program import StepKind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Picture, Report
-from layerwise.report.figures import save_plot
+from layerwise.report.figures import check_plot, save_plot
 from layerwise.report.html import check_charts
 from layerwise.search.baselines import NAMES, baselines, named_strategy
-from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import constrained, export_costs
 from layerwise.search.find import candidate, configurations, search
+from layerwise.search.fixed import fixed_layers
 from layerwise.search.flags import parser
-from layerwise.search.halos import search_halos
 from layerwise.search.limit.additive import Costs
 from layerwise.search.limit.variants import Configs
 from layerwise.search.limit.within import LimitedSearch
@@ -64,30 +60,31 @@ def main(args: argparse.Namespace) -> None:
     devices = load(args.profile).device_graph(args.gpus, args.gpus_per_node)
     devices.processor.peak(args.dtype)
     batch = global_batch(args.batch, args.global_batch, args.gpus)
-    rules = constraints(args, devices.devices_per_node)
-    space = replace(search_space(args, spread=devices.nodes > 1), replicas=args.replicas, constraints=rules)
+    space = replace(search_space(args, spread=devices.nodes > 1), replicas=args.replicas)
+    wanted = fixed_degrees(args)
     limit = devices.usable_bytes if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
     offer = [choice for choice in args.offer if choice not in args.no_offer]
     if args.price is not None and args.export_costs:
         raise LayerwiseError("--price does not search: leave out --export-costs")
-    check_curve(args)
-    if args.html is not None and args.memory_curve is None:
+    if args.price is not None and args.fix:
+        raise LayerwiseError("--price does not search: leave out --fix")
+    if args.plot is not None:
+        check_plot(args.plot)
+    if args.html is not None:
         check_charts()
     files = {"--out": args.out, "--export-costs": args.export_costs, "--timeline": args.timeline}
     check_files(files | {"--plot": args.plot, "--html": args.html})
     started = time.perf_counter()
     model = _model(args, devices, batch)
+    space = replace(space, fixed=tuple(fixed_layers(model.graph, args.gpus, wanted).items()))
     seconds = {"import": time.perf_counter() - started}
     if args.price is not None:
         _price(model, space, limit, args)
         return
-    if args.memory_curve is not None:
-        show_curve(model, space, offer, args)
-        return
-    model, result, tried = _searched(model, space, limit, offer, args)
+    result, tried = _searched(model, space, limit, offer, args)
     seconds |= result.seconds
     if args.export_costs is not None:
-        _export(model, configurations(model, space, baselines(model, space), {}), result, args)
+        _export(model, configurations(model, space, baselines(model, space)), result, args)
     shown = found(result, args.model, seconds, every_layer=args.layers, memory=args.memory, tried=tried)
     _deliver(model, space, result, shown, args)
     if args.out is not None and names_code(args.model) and not args.json:
@@ -101,34 +98,32 @@ def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostMo
     io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
     kind: StepKind = "inference" if args.inference else "training"
     options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
-    raw = load_model(args.model, batch, args.input_shape, args.whole)
+    raw = load_model(args.model, batch, args.input_shape)
     return CostModel(raw if args.no_fuse else fuse(raw), devices, options)
 
 
 def _searched(
     model: CostModel, space: SearchSpace, limit: float, offer: Sequence[str], args: argparse.Namespace
-) -> tuple[CostModel, SearchResult, list[Remedy]]:
-    """The network, the result for it, and remedies where nothing fits."""
+) -> tuple[SearchResult, list[Remedy]]:
+    """The result, and remedies where nothing fits."""
     with progress_bar("pricing transfers", quiet=args.json) as progress:
-        find = partial(
-            search,
-            space=space,
+        result = search(
+            model,
+            space,
             objective=args.objective,
             memory_bytes=args.search_memory * 2**30,
             memory_limit_bytes=limit,
             offer=offer,
             effort=args.effort,
             progress=progress,
-            answers=answers(wanted=not args.no_cache),
         )
-        model, result = search_halos(model, find)
     tried: list[Remedy] = []
     if not result.best.fits:
         twice = _twice(args, model.devices)
         tried = remedies(model, space, result.memory_bytes, offer=offer, more_devices=twice)
         if args.memory_limit is not None:  # asked for, and cannot be had
             raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
-    return model, result, tried
+    return result, tried
 
 
 def _twice(args: argparse.Namespace, devices: DeviceGraph) -> DeviceGraph | None:
@@ -150,7 +145,6 @@ def _export(model: CostModel, configs: Configs, result: SearchResult, args: argp
 
 def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> None:
     """--price: one strategy beside the baselines."""
-    check_names(space.constraints, [layer.name for layer in model.graph.inner])
     strategy = None if Path(args.price).is_file() else named_strategy(model, args.price, space.replicas)
     name = args.price
     if strategy is None and name and not (Path(name).suffix or Path(name).exists()):

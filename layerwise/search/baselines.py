@@ -19,20 +19,13 @@ from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.along import Softmax
 from layerwise.partition.place import data_parallel
 from layerwise.partition.sharding import why_not_held
-from layerwise.search.constrained import nearest_allowed
 
 NAMES = ("data", "model", "owt")
 
 
 def baselines(model: CostModel, space: SearchSpace) -> dict[str, dict[str, Config]]:
-    """All of them, of all layers, by name; as near to each as the constraints allow."""
-    named = {name: baseline(model, name, space.replicas) for name in NAMES}
-    if space.constraints:
-        named = {
-            name: {layer: nearest_allowed(model.graph[layer], space, config) for layer, config in strategy.items()}
-            for name, strategy in named.items()
-        }
-    return {name: complete(model, strategy) for name, strategy in named.items()}
+    """All of them, of all layers, by name."""
+    return {name: complete(model, baseline(model, name, space.replicas)) for name in NAMES}
 
 
 def baseline(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config]:

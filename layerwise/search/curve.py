@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.search.find import search
-from layerwise.search.halos import search_halos
 from layerwise.search.result import Candidate, SearchResult, timeline_s
 
 POINTS = 16  # at most: limits are then this far apart, by a factor
@@ -18,15 +16,11 @@ POINTS = 16  # at most: limits are then this far apart, by a factor
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A limit, what a search under it found, and the fastest plan of that and of all smaller limits, if one fits.
-
-    Where the profile says how fast a device reads samples, the fastest is that with reading (`search.halos`).
-    """
+    """A limit, what a search under it found, and the fastest plan of that and of all smaller limits, if one fits."""
 
     limit_bytes: float
     result: SearchResult
     best: Candidate | None
-    halos_sent: tuple[str, ...] = ()  # of which inputs that plan sends them
 
 
 def memory_curve(
@@ -51,21 +45,20 @@ def memory_curve(
     factor, offered = (least_bytes / most_bytes) ** (1 / max(points - 1, 1)), tuple(offer)
     limit, results = most_bytes, list[tuple[float, SearchResult, float]]()
     while True:
-        under = partial(search, space=space, objective=objective, memory_limit_bytes=limit, offer=offered, **options)
-        _, result = search_halos(model, under)
+        result = search(model, space, objective=objective, memory_limit_bytes=limit, offer=offered, **options)
         results.append((limit, result, seconds(result.best)))
         need = result.best.price.memory_bytes
         if not result.best.fits or need <= least_bytes:
             break
         limit = max(min(limit * factor, need - 1), least_bytes)
-    curve, best, sent, least_s = list[Point](), None, tuple[str, ...](), float("inf")
+    curve, best, least_s = list[Point](), None, float("inf")
     for limit, result, step_s in reversed(results):
         if result.best.fits and step_s <= least_s:
-            best, sent, least_s = result.best, result.halos_sent, step_s
-        curve.append(Point(limit, result, best, sent))
+            best, least_s = result.best, step_s
+        curve.append(Point(limit, result, best))
     return curve[::-1]
 
 
 def step_time_s(c: Candidate) -> float:
-    """Equation 1, and what is read before it."""
-    return c.price.step_time_s + c.reading_s
+    """Equation 1."""
+    return c.price.step_time_s

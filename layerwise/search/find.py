@@ -11,7 +11,6 @@ from functools import partial
 from itertools import filterfalse
 from typing import Literal
 
-from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
@@ -22,18 +21,15 @@ from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import baselines as named_baselines
 from layerwise.search.baselines import cuts_classes, of_all_classes
-from layerwise.search.constrained import allowed, heeding_constraints
-from layerwise.search.halos import reading_s
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.limit.within import LimitedSearch, Within
 from layerwise.search.overlap.polish import GAIN, Effort, overlapped
-from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preferred, timeline_s
+from layerwise.search.solve.eliminate import Optimum
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
 
 
-@heeding_constraints
 def search(
     model: CostModel,
     space: SearchSpace,
@@ -42,56 +38,51 @@ def search(
     memory_bytes: float = 2**31,
     memory_limit_bytes: float | None = None,
     offer: Iterable[str] = OFFERS,
-    fixed: Mapping[str, Config] | None = None,
     effort: Effort = "normal",
     progress: Progress | None = None,
-    answers: Answers | None = None,
 ) -> SearchResult:
     """The best strategy over `space` of which a step's memory is at most `memory_limit_bytes` on every device.
 
     memory_limit_bytes: by default what a device has. Where it leaves the best strategy out, what is offered (of
     `limit.variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
-    `memory_bytes` bounds search tables. `fixed` layers keep their configuration; the answer is then the additive
-    optimum, and no baseline. `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
-    `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
+    `memory_bytes` bounds search tables. Fixed layers of the space keep their configuration, also in baselines.
+    `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
     """
-    limit = _limit(model, space, memory_limit_bytes, fixed or {})
+    limit, fixed = _limit(model, space, memory_limit_bytes), dict(space.fixed)
     started = time.perf_counter()
-    named = named_baselines(model, space)
+    free = named_baselines(model, space)
+    named = {name: strategy | fixed for name, strategy in free.items()}
     model.learn(list(named.values()))
-    configs = configurations(model, space, named, fixed or {})
-    recall, hand = Recall(answers, model, space, memory_bytes, fixed), [] if fixed else list(named.values())
-    solved = recall.solved(lambda: _solved(model, configs, hand, memory_bytes, progress, started))
+    configs, hand = configurations(model, space, named), list(named.values())
+    solved = _solved(model, configs, hand, memory_bytes, progress, started)
     pool = _Pool(
         model,
-        recall,
         limit,
         tuple(offer),
         effort,
         memory_bytes,
         baselines={
-            name: candidate(model, f"{name}, as allowed" if space.constraints else name, strategy, limit)
+            name: candidate(model, name if free[name] == strategy else f"{name}, but for fixed layers", strategy, limit)
             for name, strategy in named.items()
         },
         found=[candidate(model, "layerwise", solved.strategy, limit)],
-        seconds=dict(solved.seconds) or {"cache": time.perf_counter() - started},
+        seconds=dict(solved.seconds),
     )
     if not pool.baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
     additive, optimum = pool.found[0], solved.optimum
-    if not optimum.proven and not fixed:  # a baseline may be better than what the search came to
+    if not optimum.proven:  # a baseline may be better than what the search came to
         additive = min(pool.everyone, key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
-    by_time = objective == "timeline" and not fixed
-    improves, bound_s = by_time and effort != "quick", None
+    by_time = objective == "timeline"
+    chosen = any(len(these) > 1 for these in configs.values())  # else all layers are fixed
+    improves, bound_s = by_time and chosen and effort != "quick", None
     if improves:  # also where none of them fits: what the limit costs is told of the best without it
         bound_s = pool.improve(Variants.grouped(configs), pool.everyone, fits=False)
     unlimited = best = choose(pool.found, pool.baselines, heed_memory=False) if by_time else additive
     kept, within, least = solved.kept, None, None
     if not best.fits:
-        searching = partial(
-            LimitedSearch, model, configs, fixed=fixed or {}, memory_bytes=memory_bytes, progress=progress
-        )
+        searching = partial(LimitedSearch, model, configs, fixed=fixed, memory_bytes=memory_bytes, progress=progress)
         within, least = pool.search_under_limit(searching, hand)
         kept = within.configurations
         if within.strategies:
@@ -106,30 +97,38 @@ def search(
     sizes = [len(these) for these in configs.values()]
     counts = {"largest": max(sizes), "total": sum(sizes), "kept": kept}
     # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
-    everyone = [*pool.found, *reversed(pool.baselines.values())] if not fixed else pool.found
-    simulated = tuple({c.key: c for c in everyone}.values())
-    compared = pool.baselines
-    if space.constraints:  # what people would do without them
-        free = named_baselines(model, replace(space, constraints=()))
-        compared = {name: candidate(model, name, strategy, limit) for name, strategy in free.items()}
+    simulated = tuple({c.key: c for c in [*pool.found, *reversed(pool.baselines.values())]}.values())
+    # What people would do without fixed layers.
+    compared = {
+        name: pool.baselines[name] if named[name] == strategy else candidate(model, name, strategy, limit)
+        for name, strategy in free.items()
+    }
     return SearchResult(
         best, additive, compared, optimum, pool.seconds, counts, simulated, int(limit), pool.offer, unlimited,
         within, least, bound_s,
     )  # fmt: skip
 
 
-def _limit(
-    model: CostModel, space: SearchSpace, memory_limit_bytes: float | None, fixed: Mapping[str, Config]
-) -> float:
+def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | None) -> float:
     """Bytes of a device that a step may take. LayerwiseError where what is asked for does not fit together."""
     limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
     if not limit > 0:
         raise LayerwiseError(f"a memory limit is a number of bytes above 0, not {memory_limit_bytes}")
     if space.devices != model.devices.count:
         raise LayerwiseError(f"the space is for {space.devices} devices, the device graph has {model.devices.count}")
-    if unknown := sorted(set(fixed) - {layer.name for layer in model.graph.inner}):
+    if unknown := sorted(dict(space.fixed).keys() - {layer.name for layer in model.graph.inner}):
         raise LayerwiseError(f"fixed layer {unknown[0]!r} is not in the model")
     return limit
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The optimum without a memory limit: a strategy, and its proof."""
+
+    strategy: dict[str, Config]
+    optimum: Optimum
+    kept: int  # configurations that were left after pruning, of all layers
+    seconds: Mapping[str, float]
 
 
 @dataclass
@@ -137,7 +136,6 @@ class _Pool:
     """The strategies among which a search chooses, simulated: those that it has found, and the baselines."""
 
     model: CostModel
-    recall: Recall
     limit: float  # bytes of a device
     offer: tuple[str, ...]
     effort: Effort
@@ -156,14 +154,15 @@ class _Pool:
         cap = best_cap(model, known[0].strategy)
 
         def step_s(strategy: Strategy) -> float:
-            return timeline(model, strategy, bucket_bytes=cap).total_s + reading_s(model, strategy)
+            return timeline(model, strategy, bucket_bytes=cap).total_s
 
         def within_limit(strategy: Strategy) -> bool:
             return not fits or float(peak_bytes(model, strategy).max()) <= self.limit
 
-        strategies, facts = [c.strategy for c in known], (self.limit, self.offer) if fits else ()
-        polished = partial(overlapped, model, space, strategies, step_s, effort=self.effort, fits=within_limit)
-        better = self.recall.overlapped(lambda: polished(memory_bytes=self.memory_bytes), self.effort, *facts)
+        strategies = [c.strategy for c in known]
+        better = overlapped(
+            model, space, strategies, step_s, effort=self.effort, fits=within_limit, memory_bytes=self.memory_bytes
+        )
         for strategy in (*better.strategies, self.baselines["data"].strategy):
             for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy))):
                 self.found.append(candidate(model, "layerwise", strategy, self.limit, size))
@@ -175,9 +174,7 @@ class _Pool:
     ) -> tuple[Within, Least[Strategy] | None]:
         """Puts what fits first. hand: strategies to begin with, beside those that were found."""
         started, begin = time.perf_counter(), [c.strategy for c in self.found] + list(hand)
-        within, least = self.recall.limited(
-            lambda: _limited(searching, self.offer, self.limit, begin), self.limit, self.offer
-        )
+        within, least = _limited(searching, self.offer, self.limit, begin)
         fitting = [candidate(self.model, "layerwise", strategy, self.limit) for strategy in within.strategies]
         self.found = [*fitting, *self.found]
         self.seconds["limit"] = time.perf_counter() - started
@@ -261,14 +258,14 @@ def candidate(
     strategy = complete(model, strategy)
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
     step = timeline(model, strategy, bucket_bytes=bucket_bytes)
-    return Candidate(name, strategy, step, model, limit, reading_s(model, strategy), bucket_bytes)
+    return Candidate(name, strategy, step, model, limit, bucket_bytes)
 
 
 def configurations(
-    model: CostModel, space: SearchSpace, named: Mapping[str, Mapping[str, Config]], fixed: Mapping[str, Config]
+    model: CostModel, space: SearchSpace, named: Mapping[str, Mapping[str, Config]]
 ) -> dict[str, tuple[Config, ...]]:
     """The configurations of every layer: the space, and what a baseline uses; one for inputs, sink, fixed layers."""
-    result: dict[str, tuple[Config, ...]] = {}
+    result, fixed = dict[str, tuple[Config, ...]](), dict(space.fixed)
     of_kind: dict[int, tuple[Config, ...]] = {}
     whole = of_all_classes(model)
     if model.graph.batch < space.replicas:
@@ -287,8 +284,6 @@ def configurations(
             known = of_kind[kind]
             if layer.name in whole:
                 known = tuple(config for config in known if not cuts_classes(layer, config))
-            if space.constraints:
-                known = allowed(layer, space, known)
             extra = dict.fromkeys(s[layer.name] for s in named.values())
             result[layer.name] = known + tuple(filterfalse(frozenset(known).__contains__, extra))
     return result

@@ -6,8 +6,8 @@ import argparse
 
 from layerwise.cli import (
     Parser,
-    constraint_arguments,
     count,
+    fix_argument,
     machine_arguments,
     output_arguments,
     positive,
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     machine_arguments(p)
     training_arguments(p)
     _space_flags(p.add_argument_group("search space"))
-    constraint_arguments(p)
+    fix_argument(p)
     _cost_flags(p.add_argument_group("cost model"))
     _output_flags(p.add_argument_group("output"))
     return p
@@ -91,13 +91,6 @@ def _space_flags(g: Flags) -> None:
         help="what may save memory, layer by layer, where a limit binds (default: both)",
     )
     offers.add_argument("--no-offer", type=offered, default=(), metavar="recompute,shard", help="what may not")
-    g.add_argument(
-        "--whole",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="of a package.module:callable, called as it is written; so is what cannot be taken apart. Can be repeated",
-    )
     g.add_argument("--no-fuse", action="store_true", help="a layer for every operator, element-wise ones too")
     g.add_argument(
         "--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"
@@ -108,7 +101,6 @@ def _space_flags(g: Flags) -> None:
         default="normal",
         help="how long the plan is improved by simulated time, and that bounded; quick: not at all (default: normal)",
     )
-    g.add_argument("--no-cache", action="store_true", help="search anew, though the same search was done before")
 
 
 def _cost_flags(g: Flags) -> None:
@@ -150,12 +142,7 @@ def _output_flags(g: Flags) -> None:
     output_arguments(g)
     g.add_argument("--layers", action="store_true", help="a row for every layer")
     g.add_argument("--memory", action="store_true", help="what a step holds where its memory is fullest")
-    g.add_argument(
-        "--memory-curve",
-        metavar="8GB..80GB",
-        help="the fastest plan for each of some limits between these, instead of one",
-    )
-    g.add_argument("--plot", metavar="FILE.svg", help="draw the plan; with --memory-curve that, also as .png or .pdf")
+    g.add_argument("--plot", metavar="FILE.svg", help="draw the plan")
     g.add_argument("--out", metavar="PLAN.json", help="write the plan")
     g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step as a Chrome trace of every device")
     g.add_argument(

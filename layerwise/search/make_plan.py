@@ -14,7 +14,7 @@ from layerwise.cost.price import basis
 from layerwise.cost.timeline.simulate import UPDATE, step_spans
 from layerwise.files import write_text
 from layerwise.partition.buckets import BUCKET_BYTES
-from layerwise.plan import Plan
+from layerwise.plan import Plan, as_json
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.version import __version__
 
@@ -34,7 +34,7 @@ def make_plan(
     `name`, `profile` and `input_shape` as on the command line, so that the search can be repeated.
     """
     best = found.best if isinstance(found, SearchResult) else found
-    inner = [layer.name for layer in model.graph.inner]
+    inner, fixed = [layer.name for layer in model.graph.inner], {n: as_json(config) for n, config in space.fixed}
     plan = Plan(
         model=name,
         digest=model.digest,
@@ -64,8 +64,7 @@ def make_plan(
             "dims": list(space.dims),
             "powers_of_two": space.powers_of_two,
             **({"replicas": space.replicas} if space.replicas > 1 else {}),
-            **({"constraints": [c.text for c in space.constraints]} if space.constraints else {}),
-            **({"whole": sorted(op.path for op in whole)} if (whole := model.graph.whole_modules) else {}),
+            **({"fixed": fixed} if len(fixed) not in (0, len(inner)) else {}),
             "input_shape": None if input_shape is None else list(input_shape),
             "layerwise": __version__,
             "torch": version("torch"),
@@ -97,15 +96,10 @@ def _proven(plan: Plan, result: SearchResult) -> Plan:
             "memory_bytes": free.price.memory_bytes,
         }
         proof["memory_prices"] = [asdict(price) for price in result.within.prices]
-    if (other := result.unconstrained) is not None:
-        proof["without_constraints"] = {"timeline_s": other.timeline.total_s, "step_time_s": other.price.step_time_s}
-    if result.halos is not None:
-        proof["halos"] = asdict(result.halos)
     return replace(
         plan,
         predicted={**plan.predicted, **predicted},
         provenance={**plan.provenance, **proof},
-        halos_sent=result.halos_sent,
     )
 
 

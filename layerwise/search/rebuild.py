@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import cast, get_args, get_type_hints
 
-from layerwise.cache import Answers
 from layerwise.config import SearchSpace
-from layerwise.constraints import parse_constraints
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
@@ -21,10 +18,9 @@ from layerwise.machine.profiles import planned
 from layerwise.plan import Plan
 from layerwise.quantities import units
 from layerwise.search.find import search
-from layerwise.search.halos import search_halos
+from layerwise.search.fixed import fixed_layers
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
-from layerwise.tensor import LABELS
 
 CHOICES = {name: get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync", "kind")}
 
@@ -44,7 +40,6 @@ def replan(
     *,
     model: str | None = None,
     profile: str | None = None,
-    answers: Answers | None = None,
 ) -> Plan:
     """Returns the best plan of the same network, batch and options for another number of devices.
 
@@ -54,7 +49,6 @@ def replan(
         gpus_per_node: Of a node.
         model: The plan's model, where that is `package.module:callable`.
         profile: The plan's profile, where that is a file.
-        answers: Answers of earlier searches; None: none are kept.
 
     Returns:
         The plan, with the same global batch, so that training goes on with the same samples.
@@ -71,8 +65,7 @@ def replan(
         options = replace(options, io="free")
     cost = CostModel(fuse(raw) if plan.fused else raw, devices, options)
     limit, offer = memory_limit(plan, cost), offered(plan)
-    find = partial(search, space=space, memory_limit_bytes=limit, offer=offer, answers=answers)
-    cost, result = search_halos(cost, find)
+    result = search(cost, space, memory_limit_bytes=limit, offer=offer)
     if not result.best.fits:
         raise LayerwiseError(
             f"no plan of {plan.model} fits into {units(limit, 'B')} on each of {gpus} devices: start more of them, or "
@@ -92,15 +85,20 @@ def _searched(
         options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
         dims = tuple(cast(list[str], p["dims"]))
         replicas = cast(int, p.get("replicas", 1))
-        texts = cast(list[str], p.get("constraints", []))
-        rules = parse_constraints(texts, devices.devices_per_node, (*LABELS, "k"))
-        space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas, rules)
+        space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas)
     except (KeyError, TypeError) as error:
         raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
     for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES, **CHOICES}.items():
         if (value := getattr(options, option)) not in choices:
             raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(choices)}")
-    return load_model(*planned_call(plan.model, model, plan.batch, p)), devices, options, space
+    if p.get("constraints"):
+        raise LayerwiseError("the plan was searched under constraints, which are no more: search again with --fix")
+    raw = load_model(*planned_call(plan.model, model, plan.batch, p))
+    wanted = p.get("fixed", {})
+    if not isinstance(wanted, dict):
+        raise LayerwiseError(f"the plan's provenance has the fixed layers {wanted!r}: search again")
+    fixed = fixed_layers(plan.layers(raw), plan.gpus, wanted)
+    return raw, devices, options, replace(space, fixed=tuple(fixed.items()))
 
 
 def offered(plan: Plan) -> tuple[str, ...]:

@@ -71,5 +71,5 @@ def _others(
 def least_plan(model: CostModel, space: SearchSpace, offer: tuple[str, ...]) -> Least[Strategy]:
     """Returns the plan that was found to need the least memory."""
     named = baselines(model, space)
-    search = LimitedSearch(model, configurations(model, space, named, {}), offer=offer)
+    search = LimitedSearch(model, configurations(model, space, named), offer=offer)
     return search.least(list(named.values()))

@@ -36,7 +36,6 @@ class Candidate:
     timeline: Timeline
     model: CostModel = field(repr=False, compare=False)  # by which it is priced
     memory_limit_bytes: float = field(compare=False)  # of a device
-    reading_s: float = 0.0  # before the step, of the device that reads most (io boxes)
     bucket_bytes: int = BUCKET_BYTES  # at which a bucket of gradients is full
 
     @property
@@ -86,18 +85,6 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Halos:
-    """Seconds of a step that begins with reading, of the best plan of each kind (`search.halos`)."""
-
-    inputs: tuple[str, ...]  # those that the plan that reads halos reads in part more than once
-    sent: bool  # whether the cheaper plan sends them
-    read_s: float  # of the plan in which every device reads all that its layers need
-    sent_s: float  # of the plan in which it reads its own cells
-    read_bytes: float  # what the device that reads most reads a step, in the one
-    sent_bytes: float  # and in the other
-
-
-@dataclass(frozen=True, slots=True)
 class SearchResult:
     """The result of a search: what to run, what it was compared with, and what is proven."""
 
@@ -116,8 +103,6 @@ class SearchResult:
     within: Within | None  # what the search under the limit found, where `unlimited` does not fit
     least: Least[Strategy] | None  # what needs the least memory, where nothing was found to fit
     overlap_bound_s: float | None  # no strategy that `best` was chosen from has a faster step with overlap
-    halos: Halos | None = None  # where there was a choice
-    unconstrained: Candidate | None = None  # the best without the space's constraints, where it has some
 
     @property
     def fastest(self) -> Candidate:
@@ -128,11 +113,6 @@ class SearchResult:
     def by_ddp(self) -> Candidate:
         """The strategy of `best` with DistributedDataParallel's buckets."""
         return next((c for c in self.simulated if c.key == (*self.best.key[:-1], BUCKET_BYTES)), self.best)
-
-    @property
-    def halos_sent(self) -> tuple[str, ...]:
-        """The inputs of which `best` sends halos."""
-        return self.halos.inputs if self.halos is not None and self.halos.sent else ()
 
     def plot(self) -> Figure:
         """Returns the picture of the best strategy, a figure of matplotlib."""
@@ -153,7 +133,7 @@ def drawn(c: Candidate) -> tuple[dict[str, Config], Mapping[str, Mapping[str, fl
 
 def timeline_s(c: Candidate) -> float:
     """Seconds of a step with overlap, and of what is read before it."""
-    return c.timeline.total_s + c.reading_s
+    return c.timeline.total_s
 
 
 def preferred(candidates: Iterable[Candidate]) -> Candidate:

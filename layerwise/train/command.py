@@ -14,14 +14,13 @@ from functools import partial
 import torch
 
 from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_best, random_state_kept, timed
-from layerwise.cache import answers
 from layerwise.checkpoint.signals import STOPPED, handled
 from layerwise.checkpoint.step_folders import sole_writer
 from layerwise.cli import check_files, console, run_main
 from layerwise.comm.base import Comm
+from layerwise.comm.guard import noted
 from layerwise.comm.start import leave, start
 from layerwise.comm.together import alone, patiently
-from layerwise.comm.watch import noted
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
 from layerwise.plan import Plan, load_plan, parse_plan
@@ -30,7 +29,6 @@ from layerwise.report.content import Lines, Picture, Report, Table
 from layerwise.report.figures import svg
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
-from layerwise.search.beforehand import searching
 from layerwise.search.rebuild import rebuild, replan
 from layerwise.trace import Trace
 from layerwise.train import compare_times
@@ -40,7 +38,6 @@ from layerwise.train.loop import OPTIMIZERS, Settings
 from layerwise.train.report import Result, beginning, check_tensorboard, ending, scalars, steps_shown
 from layerwise.train.session import Session, enough_memory
 
-SETTLED = 5  # steps, before something else is done beside them
 GONE = 3  # time-outs: after so long a rank of an earlier start has ended, one that is cut off, too
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 
@@ -110,7 +107,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             out.print(text.parts([started]))
             for each in lines:
                 out.print(each, soft_wrap=True)
-            _trained(args, session, steps, places)
+            _trained(args, session, steps)
         else:
             for _ in session.train(steps):
                 pass
@@ -127,16 +124,13 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
 
 
-def _trained(args: argparse.Namespace, session: Session, steps: int, places: contextlib.ExitStack) -> None:
-    """Rank 0 trains, and shows each step. With --replan it has plans searched that a failure would ask for."""
-    where, size = console(stderr=args.json or sys.stderr.isatty()), session.comm.size
+def _trained(args: argparse.Namespace, session: Session, steps: int) -> None:
+    """Rank 0 trains, and shows each step."""
+    where = console(stderr=args.json or sys.stderr.isatty())
     with steps_shown(where, steps, session.first) as show, scalars(args.tensorboard, session.plan) as note:
         for step in session.train(steps):
             show(step)
             note(step)
-            if args.replan and size > 1 and step.number == session.first + SETTLED:
-                each = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-                places.enter_context(searching(args.plan, size, each, args.model, args.profile))
     if session.saving.stopped:
         saved = f"SIGTERM: saved {session.latest}, from which --resume goes on; exit status {STOPPED}"
         console(stderr=args.json).print(saved, soft_wrap=True)
@@ -215,7 +209,7 @@ def _replanned(args: argparse.Namespace, plan: Plan, comm: Comm) -> Plan:
     """--replan: the plan that rank 0 finds for the ranks there are, while the others wait, however long that takes."""
     comm.handshake({"plan": plan_digest(plan)})
     each = int(os.environ.get("LOCAL_WORLD_SIZE", str(comm.size)))
-    again = partial(replan, plan, comm.size, each, model=args.model, profile=args.profile, answers=answers())
+    again = partial(replan, plan, comm.size, each, model=args.model, profile=args.profile)
     found = alone(comm, again)
     return parse_plan(comm.broadcast_text("" if found is None else found.dumps()), "the plan of rank 0")
 

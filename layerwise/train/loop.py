@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +23,6 @@ from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
 from layerwise.trace import now_s
 from layerwise.train.data import StepSampler
-from layerwise.train.straggler import Stragglers
 
 LocalBatch = TypeVar("LocalBatch")
 OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # each with its usual learning rate
@@ -131,10 +129,6 @@ class Trainer(Generic[LocalBatch]):
     skipped: list[int] = field(default_factory=list)  # the numbers of such steps, from 1
     done: int = 0  # steps that have been taken, those before a resumption included
     pace_s: float = 0.0  # of a step, reading and saving included, on the slowest rank, since losses were gathered
-    stragglers: Stragglers = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stragglers = Stragglers(self.module)
 
     def run(self, steps: int, first: int = 0, after: Callable[[int], None] | None = None) -> Iterator[Step]:
         """Takes steps `first` to `steps`; yields each when its loss has been gathered, some time later, in order.
@@ -145,8 +139,7 @@ class Trainer(Generic[LocalBatch]):
         flush, began = first + 1, time.perf_counter()
         self.done = first
         for number, batches in self._read(first, steps):
-            with self.stragglers.timed(number):
-                waiting.append(self._step(number, batches))
+            waiting.append(self._step(number, batches))
             self.done = number + 1
             if after is not None:
                 after(number + 1)
@@ -208,11 +201,9 @@ class Trainer(Generic[LocalBatch]):
     def _gather(self, waiting: list[_Local], pace_s: float) -> list[Step]:
         """Every rank's losses and times, in one round of messages."""
         module = self.module
-        row = [pace_s, self.stragglers.look(), [local.summary() for local in waiting]]
-        paces, looks, summaries = zip(*module.comm.all_gather_object(row), strict=True)
+        row = [pace_s, [local.summary() for local in waiting]]
+        paces, summaries = zip(*module.comm.all_gather_object(row), strict=True)
         self.pace_s = max(paces)
-        if (slow := self.stragglers.named(looks, self.pace_s)) is not None and module.comm.rank == 0:
-            print(f"layerwise: {slow}", file=sys.stderr)
         steps = []
         for local, ranks in zip(waiting, zip(*summaries, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)

@@ -67,7 +67,6 @@ class Result:
         return {
             "model": self.plan.model,
             "io": self.plan.io,
-            "halos": _halos(self.plan),
             "world_size": self.plan.gpus,
             "steps": len(self.steps),
             "losses": [_finite(step.loss) for step in self.steps],
@@ -82,20 +81,11 @@ class Result:
         }
 
 
-def _halos(plan: Plan) -> dict[str, object] | None:
-    """The inputs whose halos are sent; seconds of a step with reading, either way. None where there was no choice."""
-    halos = plan.provenance.get("halos")
-    if not isinstance(halos, dict):
-        return {"sent": list(plan.halos_sent)} if plan.halos_sent else None
-    return {"sent": list(plan.halos_sent)} | {key: halos.get(key) for key in ("read_s", "sent_s")}
-
-
 def beginning(plan: Plan, *, data: str, training: str) -> Table:
     """The lines on what will be run."""
     predicted = plan.predicted
-    halos = f", halos of {', '.join(plan.halos_sent)} sent" if plan.halos_sent else ""
     ranks, batch = f"{plan.gpus} rank{'s' * (plan.gpus > 1)}", samples(plan.batch)
-    rows = [("plan", f"{plan.model} on {ranks}, {batch} a batch, io {plan.io}{halos}")]
+    rows = [("plan", f"{plan.model} on {ranks}, {batch} a batch, io {plan.io}")]
     if "timeline_s" in predicted:
         seconds, profile = units(predicted["timeline_s"], "s"), plan.provenance.get("profile")
         rows.append(("predicted", f"{seconds} a step, on the machine of the profile {profile}"))

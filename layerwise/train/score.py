@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from layerwise.geometry import Box
 from layerwise.importers.load import load_network, planned_call
 from layerwise.importers.torch.read.arguments import tensors
 from layerwise.importers.with_loss import parted
+from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.load import build_module
 from layerwise.run.outputs import without_classes
 from layerwise.run.parallel import ParallelModule
@@ -39,6 +41,17 @@ class TaskObjective:
     task: TrainingTask
     samples: NumberedSamples
 
+    def __post_init__(self) -> None:
+        """LayerwiseError where some rank's box of the output has not all classes, so that no loss is taken of it."""
+        if self.module.plan.io != "boxes" or self.task.has_loss:
+            return
+        shape = self.module.layer_graph.layers[-1].specs[0].shape
+        if any(box is not None and box.shape[1] != shape[1] for box in self.module.rank_schedule.sinks[0]):
+            raise LayerwiseError(
+                f"the plan splits dimension 1 of the output, of which the loss needs all {shape[1]}: end the model in "
+                "its loss (--loss ce), or search with --io free"
+            )
+
     @property
     def summed(self) -> bool:
         """True if the model's own loss is one of PyTorch's that sums."""
@@ -62,14 +75,20 @@ class TaskObjective:
             raise LayerwiseError(f"the model refuses a batch of {batch}: {' '.join(str(error).split())}") from error
 
     def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
-        if self.module.called_loss is not None:
-            assert target is not None
-            loss: Tensor = self.module(*inputs, target, batch=batch)
-            return loss
         outputs = tensors(self.module(*inputs, batch=batch))
         if target is None:
             return outputs[self.task.answer].mean()
+        if self.module.plan.io == "boxes":
+            return self._loss_of_boxes(outputs[0], target)
         return torch.stack([cross_entropy(out, target) for out in outputs]).sum()
+
+    def _loss_of_boxes(self, out: Tensor, target: Tensor) -> Tensor:
+        """The mean over the positions of all ranks' boxes of the output, on every rank."""
+        module = self.module
+        total = prod(module.layer_graph.layers[-1].specs[0].shape)
+        local = cross_entropy(out, target) * (out.numel() / total) if out.numel() else out.sum()
+        # One type on all ranks: those without a box do not know what the loss makes of 16 bits.
+        return sum_of_losses(local.to(torch.promote_types(module.dtype, torch.float32)), module.comm)
 
 
 @contextmanager
@@ -141,21 +160,16 @@ def evaluate(module: ParallelModule, data: Data) -> Score | None:
     if held_out is None or training_task.has_loss:
         return None
     counts = torch.zeros(3, training_task.classes, dtype=torch.float64, device=module.device)
-    loss = module.called_loss
-    gathered = module.plan.io == "free" and loss is None  # then every rank has all of it
-    module.called_loss = None
-    try:
-        with evaluating(module):
-            for numbers, real in filled_batches(module, held_out.count):
-                inputs_read, target = full_or_boxes(module, training_task, held_out, numbers)
-                target[~real[_target_samples(module)]] = -1
-                inputs, left = training_task.feed(inputs_read, target, module.runtime_options.dtype)
-                assert left is not None
-                out = tensors(module(*(x.to(module.device) for x in inputs)))[0]
-                if not gathered or module.comm.rank == 0:
-                    counts += _counted(out, _local_target(module, left).to(module.device), training_task)
-    finally:
-        module.called_loss = loss
+    gathered = module.plan.io == "free"  # then every rank has all of it
+    with evaluating(module):
+        for numbers, real in filled_batches(module, held_out.count):
+            inputs_read, target = full_or_boxes(module, training_task, held_out, numbers)
+            target[~real[_target_samples(module)]] = -1
+            inputs, left = training_task.feed(inputs_read, target, module.runtime_options.dtype)
+            assert left is not None
+            out = tensors(module(*(x.to(module.device) for x in inputs)))[0]
+            if not gathered or module.comm.rank == 0:
+                counts += _counted(out, left.to(module.device), training_task)
     if module.comm.size > 1:
         module.comm.all_reduce(counts, tuple(range(module.comm.size)), "io", "held-out counts").wait()
     return Score(*counts.cpu().long().unbind())
@@ -191,10 +205,9 @@ def predicting(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data
     for name in graph.layers[-1].inputs:
         strategy[name] = _of_all_classes(strategy[name])
     without = replace(plan, model=model, digest=graph.digest, strategy=strategy, predicted={}, predicted_layers={})
-    loss_here = cross_entropy if plan.io != "sample" else None  # with which outputs stay where they are
-    predictor = build_module(
-        without, network, module.comm, replace(module.runtime_options, compile=None), loss=loss_here
-    )
+    if plan.io == "free":
+        without = replace(without, io="boxes")  # with which outputs stay where they are
+    predictor = build_module(without, network, module.comm, replace(module.runtime_options, compile=None))
     predictor.load_state_dict(module.full_state_dict())
     return predictor, replace(data, task=task(graph))
 
@@ -207,14 +220,6 @@ def _of_all_classes(config: Config) -> Config:
 def _target_samples(module: ParallelModule) -> slice:
     """The samples, of those that this rank shares in, that its target is of."""
     return target_box(module).slices()[0] if module.plan.io == "boxes" else slice(None)
-
-
-def _local_target(module: ParallelModule, target: Tensor) -> Tensor:
-    """The target of this rank's part of the output."""
-    if module.plan.io != "free":
-        return target
-    box = module.output_boxes()[0]
-    return target[:0] if box is None else target[without_classes(box).slices()]
 
 
 def _counted(out: Tensor, target: Tensor, training_task: TrainingTask) -> Tensor:

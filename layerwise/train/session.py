@@ -29,7 +29,7 @@ from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.report import KINDS, Result
 from layerwise.train.saving import DAY_S, Every, Saving
-from layerwise.train.score import Fed, TaskObjective, cross_entropy, evaluate, held_out_loss, predicting
+from layerwise.train.score import Fed, TaskObjective, evaluate, held_out_loss, predicting
 from layerwise.version import __version__
 
 PER_EPOCH = "steps an epoch"
@@ -82,13 +82,11 @@ class Session:
 
     def _trainer(self, comm: Comm, network: Network) -> Trainer[Fed]:
         """A module on this network of ranks, at the beginning of its training."""
-        gathered = self.data.task.target is not None or len(self.data.task.predictions) > 1
         module = build_module(
             self.plan,
             network,
             comm,
             self.options,
-            loss=cross_entropy if self.plan.io != "sample" and not gathered else None,
             weights=None if self._weights is None else weights_file(self._weights),
         )
         objective = TaskObjective(module, self.data.task, self.data.train)

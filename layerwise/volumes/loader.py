@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from layerwise.arguments import Count, Natural, Seed, checked
 from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
@@ -16,6 +17,7 @@ from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput, Crop, In
 from layerwise.volumes.sources import source_of
 
 
+@checked
 class BoxLoader:
     """Batches of all ranks together, of which each has a tensor for every input of the model: its box of it.
 
@@ -54,14 +56,14 @@ class BoxLoader:
         self,
         model: ParallelModule,
         *sources: object,
-        samples: int | None = None,
+        samples: Count | None = None,
         crop: Crop | None = None,
         flip: str = "",
         intensity: Intensity | None = None,
         shuffle: bool = False,
-        seed: int = 0,
-        workers: int = 0,
-        prefetch: int = 2,
+        seed: Seed = 0,
+        workers: Natural = 0,
+        prefetch: Count = 2,
     ) -> None:
         specs = [layer.out for layer in model.layer_graph.layers if layer.role is Role.INPUT]
         boxes = model.read_boxes()
@@ -79,8 +81,6 @@ class BoxLoader:
         unknown = [label for label in flip if label not in there]
         if unknown:
             raise LayerwiseError(f"flip={flip!r}: {unknown[0]!r} is none of {', '.join(there) or 'no dimensions'}")
-        if crop not in (None, *get_args(Crop)):
-            raise LayerwiseError(f"crop={crop!r}: it is one of {', '.join(get_args(Crop))}, or left out")
         (self.samples,) = counts
         self.batch, self.shuffle, self.seed, self.epoch, self._done = model.plan.batch, shuffle, seed, 0, 0
         if self.samples < self.batch:

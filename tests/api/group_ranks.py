@@ -1,7 +1,6 @@
 """What the four ranks of a pool (tests/comm/pool.py) are called to do in groups of two, or as two replicas of two."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from layerwise.api.machine import cache_file
 from layerwise.api.parallelize import parallelize
 from layerwise.api.save import save
 from layerwise.api.world import join
-from layerwise.cache import Answers, key_of
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
@@ -128,16 +126,6 @@ def measured(comm: Comm) -> tuple[str, list[dict[str, Any]]]:
         found.append({"links": profile.links.as_json(), "dtype": times.conditions.dtype, "cells": times.count})
         model.comm.barrier()  # before rank 0 writes again
     return str(file), found
-
-
-def recalled(comm: Comm, folder: str) -> list[str]:
-    """All ranks ask for one answer at once; which of them found it."""
-
-    def find() -> str:
-        time.sleep(0.5)
-        return str(comm.rank)
-
-    return [Answers(Path(folder), print).recalled(key_of(name), find, str, str) for name in "ab"]
 
 
 @once()

@@ -73,11 +73,6 @@ def test_groups_measure_once_and_at_the_same_time() -> None:
         assert second["cells"] >= first["cells"] > 0
 
 
-def test_what_several_groups_search_for_is_found_once(tmp_path: Path) -> None:
-    ranks: list[Any] = run_ranks(4, "tests.api.group_ranks:recalled", str(tmp_path))
-    assert all(answers == ranks[0] for answers in ranks)
-
-
 def test_what_is_refused() -> None:
     first, _, _, last = (dict(said) for said in run_ranks(4, "tests.api.group_ranks:refusals"))
     assert "device_mesh has 3 dimensions; a plan is for the ranks of a 1-D mesh, or for" in first["3-D"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from layerwise.api.machine import built_in, named_profile
-from layerwise.api.planner import Choice, Planner, Request, fixed_layers, lines
+from layerwise.api.planner import Choice, Planner, Request, _fixed, lines
 from layerwise.api.world import World
 from layerwise.comm.base import Comm
 from layerwise.config import SearchSpace
@@ -17,7 +17,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.plan import as_json
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import configurations
+from layerwise.search.find import configurations, search
 from layerwise.search.report.forms import alternatives
 from tests.comm.thread import run_threads
 
@@ -47,11 +47,14 @@ def test_the_rest_is_the_optimum_around_a_layer_by_hand() -> None:
     free = planned(None)
     model = free.best.model
     named = {name: baseline(model, name) for name in NAMES}
-    tables = model.tables(configurations(model, SearchSpace(4), named, {}))
+    tables = model.tables(configurations(model, SearchSpace(4), named))
     for alternative in alternatives(tables, "classifier.4"):
         choice = planned({"classifier.4": as_json(alternative.config)})
         assert choice.best.strategy["classifier.4"] == alternative.config
-        assert choice.best.price.step_time_s == pytest.approx(alternative.step_time_s, rel=1e-6)
+        fixed = replace(SearchSpace(4), fixed=(("classifier.4", alternative.config),))
+        optimum = search(model, fixed, objective="additive").best
+        assert optimum.price.step_time_s == pytest.approx(alternative.step_time_s, rel=1e-6)
+        assert choice.best.timeline.total_s <= optimum.timeline.total_s
 
 
 def test_a_model_that_a_trace_does_not_show_is_run_as_it_is_written() -> None:
@@ -142,7 +145,7 @@ def test_what_is_said() -> None:
 def test_wrong_strategies(strategy: object, message: str) -> None:
     model = CostModel(fuse(load_model("alexnet", 64)), load("p100").device_graph(4))
     with pytest.raises(LayerwiseError, match=message):
-        fixed_layers(model, strategy)
+        _fixed(model, strategy)
 
 
 def test_profiles() -> None:

@@ -26,9 +26,9 @@ def test_of_a_model_that_fit_has_trained(tmp_path: Path, monkeypatch: pytest.Mon
     layerwise.save(model, tmp_path / "model.pt")
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
-    with pytest.raises(LayerwiseError, match="save takes a model, not OrderedDict"):
+    with pytest.raises(LayerwiseError, match="model is of type OrderedDict; it must be a Module"):
         layerwise.save(model.state_dict(), tmp_path / "model.pt")
-    with pytest.raises(LayerwiseError, match="save takes the path of a file, not NoneType"):
+    with pytest.raises(LayerwiseError, match="file is None; it must be a text or a path"):
         layerwise.save(model, None)
     other = Layered()
     made = layerwise.parallelize(other, data(16).tensors[0], verbose=False)

@@ -5,24 +5,27 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from layerwise.checkpoint import latest, load, reader, save
+from layerwise.checkpoint.shards import file_name, write_shards
 from layerwise.checkpoint.step_folders import find
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.export import export
+from layerwise.geometry import Box
+from layerwise.run.state.state import Shard
 from tests.checkpoint.runs import OPTIMIZERS, alone, refused, saved, train
 from tests.examples import examples
 from tests.run.cut_modules import CutModule, cutting, tensors
+
+FILE = file_name(0)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
@@ -43,7 +46,7 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
     """A bit flipped, bytes cut off or added, in any file."""
     folder = tmp_path_factory.mktemp("run")
     saved(folder, make=OPTIMIZERS["adam"])
-    path = folder / "step-00000007" / data.draw(st.sampled_from(["checkpoint.json", ".metadata", "__0_0.distcp"]))
+    path = folder / "step-00000007" / data.draw(st.sampled_from(["checkpoint.json", FILE]))
     content = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
     how = data.draw(st.sampled_from(["flip", "cut", "add"]))
@@ -67,7 +70,7 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
 
 def test_file_that_is_gone(tmp_path: Path) -> None:
     saved(tmp_path)
-    (tmp_path / "step-00000007" / "__0_0.distcp").unlink()
+    (tmp_path / "step-00000007" / FILE).unlink()
     assert "damaged or gone: No such file or directory" in refused(tmp_path)
 
 
@@ -81,7 +84,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "checkpoint.json"])
+@pytest.mark.parametrize("name", [FILE, "checkpoint.json"])
 def test_files_that_link_out_of_the_folder_are_refused(name: str, tmp_path: Path) -> None:
     saved(tmp_path / "ck")
     folder = latest(tmp_path / "ck")
@@ -97,8 +100,8 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     saved(tmp_path / "ck")
     folder = latest(tmp_path / "ck")
     assert folder is not None
-    (folder / "__0_0.distcp").unlink()
-    os.mkfifo(folder / "__0_0.distcp")
+    (folder / FILE).unlink()
+    os.mkfifo(folder / FILE)
     assert "no plain file" in refused(folder)
 
 
@@ -129,64 +132,56 @@ def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def rewritten(folder: Path, content: bytes) -> None:
-    """Another .metadata, with checksums that fit."""
-    (folder / "step-00000007" / ".metadata").write_bytes(content)
+    """Another file of tensors, with checksums that fit."""
+    (folder / "step-00000007" / FILE).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
-    forged(folder, lambda body: body["files"].update({".metadata": digest}))
+    forged(folder, lambda body: body["files"].update({FILE: digest}))
 
 
 def test_no_pickle_runs(tmp_path: Path) -> None:
-    """Not as a rank's file, not as .metadata, whatever checkpoint.json says of them; not as checkpoint.json."""
+    """Not as a rank's file, whatever checkpoint.json says of it; not as checkpoint.json."""
     step, trap = tmp_path / "step-00000007", tmp_path / "sprung"
     content = pickle.dumps(Trap(trap))
     saved(tmp_path)
-    description = (step / ".metadata").read_bytes()
-    (step / ".metadata").write_bytes(content)
-    assert "SHA-256" in refused(tmp_path)
+    (step / FILE).write_bytes(content)
+    assert "makes no sense" in refused(tmp_path)
     rewritten(tmp_path, content)
-    assert ".metadata makes no sense" in refused(tmp_path)
-    rewritten(tmp_path, description)
-    (step / "__0_0.distcp").write_bytes(content)
-    assert "SHA-256" in refused(tmp_path)
-    digest = hashlib.sha256(content).hexdigest()
-    forged(tmp_path, lambda body: body["files"].update({"__0_0.distcp": digest}))
-    assert "damaged" in refused(tmp_path)
+    assert "makes no sense" in refused(tmp_path)
     (step / "checkpoint.json").write_bytes(content)
     assert "not a text file" in refused(tmp_path)
     (step / "checkpoint.json").unlink()
     assert "no complete checkpoint" in refused(tmp_path)
-    assert "damaged" in refused(step)  # as one that torch wrote
-    (step / ".metadata").write_bytes(content)
-    assert ".metadata makes no sense" in refused(step)
+    assert "no complete checkpoint" in refused(step)
     assert not trap.exists()
     pickle.loads(content)
     assert trap.exists()  # so it would have
 
 
-def test_no_pickle_of_an_optimizers_settings_runs(tmp_path: Path) -> None:
-    trap, module = tmp_path / "sprung", alone()
-    optimizer = OPTIMIZERS["adam"](module.parameters())
-    states = optimizer.state_dict()
-    states["param_groups"][0]["lr"] = Trap(trap)
-    dcp.save({"model": dict(module.held), "optimizer": states}, checkpoint_id=tmp_path / "ck", no_dist=True)
-    assert "is damaged: __0_0.distcp makes no sense" in refused(tmp_path / "ck", alone(1), optimizer)
-    assert not trap.exists()
+def test_an_old_checkpoint_is_refused_and_the_way_out_is_said(tmp_path: Path) -> None:
+    saved(tmp_path)
+    forged(tmp_path, lambda body: body.update(version=3))
+    reason = refused(tmp_path)
+    assert "has version 3, and this layerwise reads version 4" in reason
+    assert "`layerwise export` of the layerwise that wrote it, and start with --weights" in reason
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda b: b.update(version=1), "version 1; this layerwise reads version 3"),
+        (lambda b: b.update(version=1), "version 1, and this layerwise reads version 4"),
         (lambda b: b.update(format="other"), "not a layerwise checkpoint"),
         (lambda b: b.pop("format"), "not a layerwise checkpoint"),
         (lambda b: b.pop("files"), "makes no sense"),
         (lambda b: b.update(files=[]), "makes no sense"),
-        (lambda b: b["files"].pop(".metadata"), "makes no sense"),
-        (lambda b: b["files"].update({"../evil.distcp": "0"}), "makes no sense"),
+        (lambda b: b["files"].pop(FILE), "is of another model: it has no"),
+        (lambda b: b["files"].update({"../evil.safetensors": "0"}), "makes no sense"),
         (lambda b: b["about"].pop("steps"), "makes no sense"),
         (lambda b: b["about"].update(steps=-1), "makes no sense"),
         (lambda b: b["about"].update(progress=[]), "makes no sense"),
         (lambda b: b["about"].update(optimizer=3), "makes no sense"),
+        (lambda b: b["about"]["optimizer"].update(groups=[3]), "makes no sense"),
+        (lambda b: b["about"]["optimizer"].update(numbers=[]), "makes no sense"),
+        (lambda b: b["about"]["optimizer"]["groups"][0].update(lr={"float": "x"}), "makes no sense"),
     ],
 )
 def test_forged_seals(tmp_path: Path, change: Callable[[dict[str, Any]], object], reason: str) -> None:
@@ -198,68 +193,80 @@ def test_forged_seals(tmp_path: Path, change: Callable[[dict[str, Any]], object]
     assert reason in refused(tmp_path, module, optimizer)
 
 
-def size(*extents: int) -> torch.Size:
-    return torch.Size(extents)
+BIAS = "model.conv.bias"  # of 5 elements
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: m.state_dict_metadata.update({"model.odd": 3}), "makes no sense"),
-        (lambda m: m.state_dict_metadata["model.scale"].__dict__.update(size=3), "makes no sense"),
-        (lambda m: setattr(m.state_dict_metadata["model.scale"].properties, "dtype", torch.complex64), "no place in"),
-        (lambda m: m.state_dict_metadata["model.conv.bias"].chunks.clear(), "0 of the 5 elements of 'model.conv.bias'"),
-        (
-            lambda m: setattr(m.state_dict_metadata["model.conv.bias"].chunks[0], "offsets", size(1)),
-            "outside its shape",
-        ),
-        (lambda m: setattr(m.state_dict_metadata["model.conv.bias"].chunks[0], "offsets", (-1,)), "outside its shape"),
-        (lambda m: setattr(m.state_dict_metadata["model.conv.bias"].chunks[0], "offsets", size()), "makes no sense"),
-        (
-            lambda m: setattr(m.state_dict_metadata["model.conv.bias"], "size", size(2**60)),
-            "5 of the 11529215046068469",
-        ),
-        (lambda m: [setattr(i, "relative_path", "/etc/passwd") for i in m.storage_data.values()], "file '/etc/passwd'"),
-        (lambda m: [setattr(i, "transform_descriptors", ["zstd"]) for i in m.storage_data.values()], "compressed"),
-        (lambda m: m.storage_data.clear(), "makes no sense"),
+        (lambda h, s: h.pop("__metadata__"), "makes no sense"),
+        (lambda h, s: s.pop(BIAS), "makes no sense"),
+        (lambda h, s: s.update({BIAS: 3}), "makes no sense"),
+        (lambda h, s: s[BIAS].pop("shape"), "makes no sense"),
+        (lambda h, s: s[BIAS].update(shape=3), "stands where sizes belong"),
+        (lambda h, s: s[BIAS].update(shape=[5.0]), "stands where sizes belong"),
+        (lambda h, s: s[BIAS].update(shape=[1] * 65), "stands where sizes belong"),
+        (lambda h, s: s[BIAS].update(shape=[2**60]), "5 of the 1152921504606846976 elements"),
+        (lambda h, s: s[BIAS].update(saved_offsets=[1]), "outside its shape"),
+        (lambda h, s: s[BIAS].update(saved_offsets=[-1]), "outside its shape"),
+        (lambda h, s: s[BIAS].update(saved_offsets=[]), "makes no sense"),
+        (lambda h, s: h[BIAS].update(dtype="C64"), "makes no sense"),
+        (lambda h, s: h[BIAS].update(dtype="I64"), "makes no sense"),
+        (lambda h, s: h[BIAS].update(shape=[4]), "makes no sense"),
+        (lambda h, s: h[BIAS].update(shape=[2**62]), "makes no sense"),
+        (lambda h, s: h[BIAS].update(data_offsets=[0, 2**60]), "makes no sense"),
+        (lambda h, s: h[BIAS].update(data_offsets=[-20, 0]), "makes no sense"),
+        (lambda h, s: h.update({"model.odd": h[BIAS]}), "makes no sense"),
     ],
 )
-def test_forged_descriptions(tmp_path: Path, change: Callable[[Any], object], reason: str) -> None:
+def test_forged_headers(
+    tmp_path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object], reason: str
+) -> None:
+    """Of a rank's file, with checksums that fit; `change` has the header and what it says of boxes."""
     saved(tmp_path)
-    description = pickle.loads((tmp_path / "step-00000007" / ".metadata").read_bytes())
-    change(description)
-    rewritten(tmp_path, pickle.dumps(description))
-    assert reason in refused(tmp_path)
+    content = (tmp_path / "step-00000007" / FILE).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    change(header, sharding)
+    if "__metadata__" in header:
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
+    text = json.dumps(header).encode()
+    rewritten(tmp_path, len(text).to_bytes(8, "little") + text + content[end:])
+    told = refused(tmp_path)
+    assert "is damaged: a file of tensors makes no sense" in told
+    assert reason in told
 
 
-@pytest.mark.parametrize(
-    ("attack", "reason"),
-    [
-        (b"\x8c\x07pathlib\x8c\x09PosixPath\x93N}\x8c\x04evil\x88s\x86b.", "a Name stands where a Record belongs"),
-        (b"})" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(60)) + b"K\x01s.", "stands where a Metadata"),
-        (b"\x96" + (2**40).to_bytes(8, "little") + b".", "makes no sense"),
-    ],
-    ids=["attributes of a class", "a key of 60 tuples in tuples", "an array of 2^40 bytes"],
-)
-def test_a_description_that_attacks_whoever_reads_it_is_refused(tmp_path: Path, attack: bytes, reason: str) -> None:
-    saved(tmp_path)
-    rewritten(tmp_path, b"\x80\x04" + attack)
-    assert reason in refused(tmp_path)
-    assert not hasattr(PurePosixPath, "evil")
+def boxes_of_ranks(folder: Path, boxes: list[tuple[int, int]], shape: int = 5) -> None:
+    """The step's checkpoint, where ranks wrote these boxes of a tensor: where each begins, how many elements it has."""
+    digests = {}
+    for rank, (lo, extent) in enumerate(boxes):
+        box = Box((lo,), (lo + extent,))
+        shard = Shard("model.bias", (), (shape,), box, torch.ones(extent), trainable=True, first=True)
+        digests[file_name(rank)] = write_shards(folder / "step-00000007" / file_name(rank), [shard])
+    forged(folder, lambda body: body.update(files=digests))
 
 
 def test_boxes_that_are_there_twice_do_not_stand_in_for_others(tmp_path: Path) -> None:
-    """As many elements as the tensor has, but two of them twice and two not at all, of a checkpoint without a seal."""
-    dcp.save({"model": dict(alone().held)}, checkpoint_id=tmp_path / "ck", no_dist=True)
-    described = tmp_path / "ck" / ".metadata"
-    description = pickle.loads(described.read_bytes())
-    bias, name = description.state_dict_metadata["model.conv.bias"], "model.conv.bias"
-    info = next(info for index, info in description.storage_data.items() if index.fqn == name)
-    boxes = [(0, 2), (0, 2), (4, 1)]
-    bias.chunks[:] = [ChunkStorageMetadata(size(lo), size(extent)) for lo, extent in boxes]
-    description.storage_data |= {MetadataIndex(name, size(lo)): info for lo, _ in boxes}
-    described.write_bytes(pickle.dumps(description))
-    assert f"of {name!r} some elements are there twice, and others not at all" in refused(tmp_path / "ck")
+    """As many elements as the tensor has, but two of them twice and two not at all."""
+    saved(tmp_path)
+    boxes_of_ranks(tmp_path, [(0, 2), (0, 2), (4, 1)])
+    assert "of 'model.bias' some elements are there twice, and others not at all" in refused(tmp_path)
+    boxes_of_ranks(tmp_path, [(0, 2), (2, 2)])
+    assert "4 of the 5 elements of 'model.bias' are there" in refused(tmp_path)
+
+
+def test_files_of_ranks_that_contradict_each_other(tmp_path: Path) -> None:
+    saved(tmp_path)
+    boxes_of_ranks(tmp_path, [(0, 2), (2, 3)])
+    path = tmp_path / "step-00000007" / file_name(1)
+    for shape, dtype in ((6, torch.float32), (5, torch.float64)):
+        values = torch.ones(3, dtype=dtype)
+        other = Shard("model.bias", (), (shape,), Box((2,), (5,)), values, trainable=True, first=True)
+        digest = write_shards(path, [other])
+        forged(tmp_path, lambda body, digest=digest: body["files"].update({path.name: digest}))
+        assert "'model.bias' differs in element type or shape between files" in refused(tmp_path)
 
 
 def test_a_pipe_in_the_place_of_a_step_is_refused_and_no_save_waits_for_it(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """Checkpoints: what is saved under one plan is loaded under another, bit for bit."""
 
-import copy
 import hashlib
-import io
+import json
 import threading
-import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from layerwise import tensorfile
-from layerwise.checkpoint import latest, load, model_digest, reader, save
+from layerwise.checkpoint import latest, load, model_digest, save
+from layerwise.checkpoint.shards import ShardReader
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from tests.checkpoint.runs import OPTIMIZERS, UNTRAINED, alone, equal, gradients, resumed, saved, train, trained
-from tests.comm.thread import ThreadComm, run_threads
 from tests.examples import examples
 from tests.run.cut_modules import CutModule, assembled, cutting, tensors
 
@@ -97,20 +96,20 @@ def test_optimizer_is_restored(tmp_path: Path) -> None:
 def test_only_what_a_rank_owns_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path, OPTIMIZERS["adam"], 4, 1, 1, torch.float32)
     read: Counter[str] = Counter()
-    map_blob = reader.map_blob
+    slices = ShardReader.slices
 
     class Recorder:
         """A tensor in a file: counts the elements that a thread takes out."""
 
         def __init__(self, *place: Any) -> None:
-            self.inner = map_blob(*place)
+            self.inner = slices(*place)
 
         def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
             piece: Tensor = self.inner[part]
             read[threading.current_thread().name] += piece.numel()
             return piece
 
-    monkeypatch.setattr(reader, "map_blob", Recorder)
+    monkeypatch.setattr(ShardReader, "slices", lambda *place: Recorder(*place))
     for module in resumed(tmp_path, OPTIMIZERS["adam"], 3, 2, 0, torch.float32):
         trained_here = [t for name, t in module.held.items() if name in gradients(0)]
         adam = sum(3 * tensor.numel() + 1 for tensor in trained_here)  # AMSGrad, and the number of the step
@@ -155,46 +154,13 @@ def test_digest_is_the_networks_whatever_its_batch(tmp_path: Path) -> None:
 def test_torchs_own_reader_takes_it(tmp_path: Path) -> None:
     before = trained(tmp_path, OPTIMIZERS["adam"], 3, 4, 1, torch.float32)
     found: dict[str, Tensor] = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
-    dcp.load({"model": found}, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+    reader = HuggingFaceStorageReader(str(tmp_path / "step-00000001"))
+    dcp.load({"model": found}, storage_reader=reader, no_dist=True)
     assert equal(found, assembled(before))
 
 
-@pytest.mark.parametrize("form", ["names", "numbers", "model alone"])
-def test_what_torch_saved_is_taken(tmp_path: Path, form: str) -> None:
-    """With the state of an optimizer by names (get_state_dict) or numbers (state_dict); there are no checksums."""
-    module = alone()
-    optimizer = OPTIMIZERS["adamw"](module.parameters())
-    train(module, optimizer, 2)
-    optimizer.param_groups[0]["lr"] = 0.03125
-    model: dict[str, Any] = {name: t.detach().clone() for name, t in module.held.items()}
-    states: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
-    if form == "names":
-        names = [name for name, _ in module.named_parameters()]
-        states["state"] = {names[i]: state for i, state in states["state"].items()}
-        states["param_groups"][0]["params"] = names
-    whole = model if form == "model alone" else {"model": model, "optimizer": states, "epoch": 3}
-    dcp.save(whole, checkpoint_id=tmp_path, no_dist=True)
-    train(module, optimizer, 1)
-
-    def run(comm: ThreadComm) -> CutModule:
-        mine = CutModule(comm, tensors(1), cutting(tensors(1), comm.size, 5), steps_done=2)
-        other = OPTIMIZERS["adamw"](mine.parameters())
-        assert load(tmp_path, mine, None if form == "model alone" else other) == {}
-        assert other.param_groups[0]["lr"] == (0.1 if form == "model alone" else 0.03125)
-        if form != "model alone":
-            train(mine, other, 1)
-        return mine
-
-    done = run_threads(1 if form == "numbers" else 3, run)
-    assert equal(assembled(done), model if form == "model alone" else assembled([module]))
-    other = {"conv.weights": torch.ones(5)}
-    with pytest.raises(
-        LayerwiseError, match=r"is of another model: it has no 'conv.weights' \(did you mean 'conv.weight'"
-    ):
-        load(tmp_path, CutModule(SoloComm(), other, cutting(other, 1, 0)))
-
-
-def test_torch_restores_the_optimizers_settings(tmp_path: Path) -> None:
+def test_torchs_own_reader_restores_the_optimizer(tmp_path: Path) -> None:
+    """Its tensors; its settings are in the seal."""
     net = torch.nn.Linear(3, 2)
     whole = {name: t.detach() for name, t in net.state_dict().items()}
     module = CutModule(SoloComm(), whole, cutting(whole, 1, 0))
@@ -204,18 +170,46 @@ def test_torch_restores_the_optimizers_settings(tmp_path: Path) -> None:
     save(tmp_path, module, optimizer, {})
     other = torch.optim.AdamW(net.parameters())
     model, states = get_state_dict(net, other)
-    dcp.load({"model": model, "optimizer": states}, checkpoint_id=tmp_path / "step-00000000", no_dist=True)
+    read = {"model": model, "optimizer": {"state": states["state"]}}
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(tmp_path / "step-00000000")), no_dist=True)
     set_state_dict(net, other, model_state_dict=model, optim_state_dict=states)
-    assert (other.param_groups[0]["lr"], other.param_groups[0]["betas"]) == (0.25, (0.5, 0.75))
     assert equal(dict(other.state[net.bias]), dict(optimizer.state[module.held["bias"]]))
+    seal = json.loads((tmp_path / "step-00000000" / "checkpoint.json").read_text())["about"]["optimizer"]
+    assert [seal["groups"][0][key] for key in ("lr", "betas", "params")] == [0.25, [0.5, 0.75], ["weight", "bias"]]
 
 
 def test_torchs_own_reader_knows_the_second_name_of_a_tied_parameter(tmp_path: Path) -> None:
     whole = {"up": torch.randn(3, 2)}
     save(tmp_path, CutModule(SoloComm(), whole, cutting(whole, 1, 0), aliases={"up": ("down",)}), None, {})
     found = {"up": torch.zeros(3, 2), "down": torch.zeros(3, 2)}
-    dcp.load({"model": found}, checkpoint_id=tmp_path / "step-00000000", no_dist=True)
+    reader = HuggingFaceStorageReader(str(tmp_path / "step-00000000"))
+    dcp.load({"model": found}, storage_reader=reader, no_dist=True)
     assert torch.equal(found["down"], whole["up"])
+
+
+def test_numbers_of_an_optimizer_are_restored(tmp_path: Path) -> None:
+    """Plain ones, which torch.optim's own no longer have, infinite ones, text, none, and one in a tensor."""
+    module = alone()
+
+    def made() -> torch.optim.Optimizer:
+        settings = {"growth": float("inf"), "rule": "a", "most": None, "pair": (1, -float("inf"))}
+        return torch.optim.SGD([{"params": module.parameters(), **settings}], lr=torch.tensor(0.3))
+
+    optimizer = made()
+    bias = module.held["conv.bias"]
+    assert isinstance(bias, torch.nn.Parameter)
+    optimizer.state[bias] = {"count": 3, "best": float("inf"), "none": None, "on": True, "step": torch.tensor(2.0)}
+    save(tmp_path, module, optimizer, {})
+    other = made()
+    other.param_groups[0].update(growth=1.0, rule="b", most=2, pair=(0, 0))
+    other.param_groups[0]["lr"].fill_(9)
+    load(tmp_path, module, other)
+    settings = ("growth", "rule", "most", "pair", "lr")
+    assert [other.param_groups[0][key] for key in settings] == [optimizer.param_groups[0][key] for key in settings]
+    assert other.state[bias] == optimizer.state[bias]
+    assert {key: type(value) for key, value in other.state[bias].items()} == {
+        key: type(value) for key, value in optimizer.state[bias].items()
+    }
 
 
 def test_every_element_type(tmp_path: Path) -> None:
@@ -249,29 +243,3 @@ def test_layouts_other_than_contiguous(tmp_path: Path) -> None:
     load(tmp_path, module)
     assert module.held["conv.weight"].is_contiguous(memory_format=torch.channels_last)
     assert module.held["mask"].all()
-
-
-def test_an_archive_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newer zipfiles take the end of an archive of the same length that lies before one for its own."""
-    first, second = torch.arange(4.0), torch.arange(4.0) + 7
-    archives = []
-    for tensor in (first, second):
-        torch.save(tensor, buffer := io.BytesIO())
-        archives.append(buffer.getvalue())
-    path = tmp_path / "two"
-    path.write_bytes(b"".join(archives))
-
-    class Strict(zipfile.ZipFile):
-        """Takes nothing before an archive."""
-
-        def __init__(self, file: Any) -> None:
-            assert file.read(4) == b"PK\x03\x04"
-            assert file.seek(0, io.SEEK_END) == len(archives[1])
-            with pytest.raises(OSError, match="before the beginning"):
-                file.seek(-len(archives[1]) - 1, io.SEEK_END)
-            super().__init__(file)
-
-    monkeypatch.setattr(zipfile, "ZipFile", Strict)
-    for begin, tensor in ((0, first), (len(archives[0]), second)):
-        found = reader.map_blob(path, (begin, len(archives[1])), ((4,), torch.float32))
-        assert torch.equal(found, tensor)

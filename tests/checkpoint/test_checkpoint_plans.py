@@ -62,14 +62,13 @@ def part(given: Case, plan: Plan, numbers: range, before: Callable[..., None], a
     """Takes these steps on all ranks of a plan; `before` and `after` are given the module and its optimizer."""
 
     def run(comm: Comm) -> State:
-        free = plan.io == "free"
-        module = load(plan, given.network, comm=comm, dtype=torch.float64, loss=F.cross_entropy if free else None)
+        module = load(plan, given.network, comm=comm, dtype=torch.float64)
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
         before(module, optimizer)
         for i in numbers:
             optimizer.zero_grad()
             share, x, y = module.share(), given.inputs[i], given.targets[i]
-            (module(x, y) if free else F.cross_entropy(module(x[share]), y[share])).backward()
+            F.cross_entropy(module(x[share]), y[share]).backward()
             optimizer.step()
         after(module, optimizer)
         return module.full_state_dict()

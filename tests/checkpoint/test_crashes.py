@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from layerwise.api.save import save as api_save
-from layerwise.checkpoint import begin_saving, contribution, latest, save, save_and_load
+from layerwise.checkpoint import begin_saving, latest, save, save_and_load, shards
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
@@ -67,20 +67,20 @@ def test_killed_at_any_moment(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("where", ["write_blobs", "finish", "commit"])
+@pytest.mark.parametrize("where", ["write_tensors", "seal", "commit"])
 def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, rank: int) -> None:
     """All ranks hear of it, the checkpoint before is the latest, and nothing else is left."""
     before = trained(tmp_path, OPTIMIZERS["adam"], 3, 1, 1, torch.float32)
     module, name = {
-        "write_blobs": (contribution, "write_blobs"),
-        "finish": (save_and_load, "finish"),
+        "write_tensors": (shards, "write_tensors"),
+        "seal": (save_and_load, "seal"),
         "commit": (save_and_load, "commit"),
     }[where]
     real = getattr(module, name)
 
     def full(*args: Any) -> Any:
         if threading.current_thread().name == f"rank {rank}":
-            if where == "write_blobs":
+            if where == "write_tensors":
                 args[0].write_bytes(b"half a fi")
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args)
@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             save(tmp_path, mine, None, {})
         return str(error.value)
 
-    if rank == 0 or where == "write_blobs":
+    if rank == 0 or where == "write_tensors":
         told = run_threads(3, run)
         assert set(told) == {
             f"no checkpoint was saved in {str(tmp_path)!r} (earlier ones are as they were): rank {rank}: "
@@ -131,14 +131,14 @@ def test_what_is_written_beside_the_training_is_the_state_of_before(tmp_path: Pa
 
 def test_a_thread_that_cannot_write_is_told_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = trained(tmp_path, OPTIMIZERS["adam"], 2, 1, 1, torch.float32)
-    real = contribution.write_blobs
+    real = shards.write_tensors
 
     def full(path: Path, *args: Any) -> Any:
-        if path.name == "__1_0.distcp":
+        if path.name == "rank-00001.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path, *args)
 
-    monkeypatch.setattr(contribution, "write_blobs", full)
+    monkeypatch.setattr(shards, "write_tensors", full)
 
     def run(comm: ThreadComm) -> str:
         writing = begin_saving(tmp_path, CutModule(comm, tensors(1), cutting(tensors(1), 2, 9), steps_done=5), None, {})
@@ -152,7 +152,7 @@ def test_a_thread_that_cannot_write_is_told_by_all(tmp_path: Path, monkeypatch: 
 
 
 def test_a_disk_that_fills_while_pytorch_writes_is_one_sentence(tmp_path: Path) -> None:
-    """In the midst of torch.save, whose own writer raises another error then; here a file may not become larger."""
+    """Of a checkpoint, and in the midst of torch.save, whose own writer raises another error then."""
     module = CutModule(SoloComm(), {"w": torch.zeros(50_000)}, {"w": (Box((0,), (50_000,)),)}, steps_done=5)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -167,14 +167,14 @@ def test_a_disk_that_fills_while_pytorch_writes_is_one_sentence(tmp_path: Path) 
 
 
 def test_a_bug_is_raised_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = contribution.write_blobs
+    real = shards.write_tensors
 
     def broken(*args: Any) -> str:
         if threading.current_thread().name == "rank 1":
             raise ZeroDivisionError("a bug")
         return real(*args)
 
-    monkeypatch.setattr(contribution, "write_blobs", broken)
+    monkeypatch.setattr(shards, "write_tensors", broken)
 
     def run(comm: ThreadComm) -> type[BaseException]:
         with pytest.raises((LayerwiseError, ZeroDivisionError), match="a bug") as error:

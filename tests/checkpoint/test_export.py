@@ -119,7 +119,7 @@ def test_what_is_there_stays_where_it_fails(run: tuple[Path, nn.Module], tmp_pat
     assert "cannot be written: No such file or directory" in reason(folder, tmp_path / "none" / "model.safetensors")
     assert "cannot be written: Is a directory" in reason(folder, tmp_path)
     assert "cannot be written: embedded null byte" in reason(folder, tmp_path / "x\0")
-    file = max((folder / "step-00000002").glob("*.distcp"))
+    file = max((folder / "step-00000002").glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert f"{str(file)!r} is damaged" in reason(folder)

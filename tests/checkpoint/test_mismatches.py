@@ -81,7 +81,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     assert "SGD's setting 'schedule' is a object" in reason(strange)
     complex_ = {"x": torch.ones(2, dtype=torch.complex64)}
     module = CutModule(SoloComm(), complex_, cutting(complex_, 1, 0))
-    assert "cannot hold 'x' of torch.complex64" in reason()
+    assert "cannot hold 'model.x' of torch.complex64" in reason()
     module = alone()
     (tmp_path / "file").write_text("")
     with pytest.raises(LayerwiseError, match="File exists"):

@@ -12,8 +12,8 @@ import pytest
 from layerwise.checkpoint import SaveSignals
 from layerwise.checkpoint.signals import handled
 from layerwise.comm.base import Comm
+from layerwise.comm.guard import Guard, noted
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.watch import Guard, noted
 from tests.comm.thread import run_threads
 
 BOTH = (signal.SIGUSR1, signal.SIGTERM)

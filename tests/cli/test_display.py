@@ -133,7 +133,6 @@ def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (*MLP, "--memory"),
         (*MLP, "--price", "data"),
-        (*MLP, "--profile", "pcie", "--memory-curve", "100kB..1GB"),
         ("explain", "p.json", "0"),
         ("diff", "p.json", "p.json"),
         ("oracle", "lenet5", "--gpus", "1..4", "--profile", "v100"),
@@ -153,5 +152,5 @@ def test_pages_say_what_terminals_do(
     words = " ".join(data for _, data in found.texts)
     numbers = set(re.findall(r"\d[\d.,]* (?:[mµ]?s|[kMG]?B)\b", said.replace("\n", " ")))
     assert numbers <= set(re.findall(r"\d[\d.,]* (?:[mµ]?s|[kMG]?B)\b", words))
-    assert source.count("<svg") == (command[0] == "search" and "--memory-curve" not in command)
+    assert source.count("<svg") == (command[0] == "search")
     assert found.loaded == []

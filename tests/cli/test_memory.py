@@ -78,9 +78,6 @@ def test_a_limit_below_the_least_is_refused(run: Run, refuse: Run, here: Path) -
         assert "--memory-limit 1kB: no plan fits into the 1.00 kB of a device: every plan needs at least" in said
         assert "(proven). Nothing that was tried makes one fit" in said
         assert not list(here.iterdir())
-    assert "--memory-curve 1kB..2kB: no plan fits into the 2.00 kB of a device" in refuse(
-        *MLP, "--memory-curve", "1kB..2kB"
-    )
 
 
 def test_where_nothing_fits_a_device_it_warns_and_says_what_would(run: Run, here: Path) -> None:
@@ -105,18 +102,6 @@ def test_a_priced_strategy_is_held_against_the_limit(run: Run, here: Path) -> No
 def test_a_grid_is_held_against_the_limit(run: Run) -> None:
     assert "(too much)" in run(*MLP, "--price", "grid:2x2", "--memory-limit", "1kB")
     assert "(too much)" not in run(*MLP, "--price", "grid:2x2")
-
-
-def test_a_curve(run: Run, here: Path) -> None:
-    free = free_bytes(run)
-    flags = (*WIDE, "--memory-curve", f"{0.8 * free:.0f}..{2 * free:.0f}")
-    text = run(*flags, "--plot", "c.png")
-    assert text.rstrip().endswith("figure written to c.png")
-    assert (here / "c.png").read_bytes().startswith(b"\x89PNG")
-    assert "recom-" in text
-    curve = json.loads(run(*flags, "--json"))["curve"]
-    assert curve[0]["memory_bytes"] <= free
-    assert len(curve) > 1
 
 
 def test_a_plan_is_drawn(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""layerwise report and layerwise compare, and a run's scalars."""
+"""layerwise report, also with a trace beside it, and a run's scalars."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from layerwise.plan import Plan
-from layerwise.search.report.traces import read_trace
+from layerwise.search.report.traces import differences, read_trace
 from layerwise.train.loop import Step
 from layerwise.train.report import scalars
 from tests.cli.conftest import Run
@@ -33,17 +33,14 @@ def test_a_trace_beside_another(run: Run, here: Path) -> None:
     assert "timeline written to predicted.json" in run(*LENET, "--out", "plan.json", "--timeline", "predicted.json")
     slower(here / "predicted.json", steps=5)
     assert read_trace("measured.json").steps == 5
-    said = run("compare", "predicted.json", "measured.json", "--out", "both.json").splitlines()
-    assert said[3].split()[:2] == ["features.3", "compute"]
-    assert "+200%" in said[3]
-    both = json.loads((here / "both.json").read_text())["traceEvents"]
-    assert {e["pid"] for e in both} == {0, 1, 2, 3}
-    rows = json.loads(run("compare", "predicted.json", "measured.json", "--json"))
-    assert rows[0]["measured_s"] == pytest.approx(3 * rows[0]["predicted_s"])
-    assert all(row["measured_s"] == pytest.approx(row["predicted_s"], abs=1e-9) for row in rows[1:])
+    rows = differences(read_trace("predicted.json"), read_trace("measured.json"))
+    assert rows[0][:2] == ("compute", "features.3")
+    assert rows[0][3] == pytest.approx(3 * cast(float, rows[0][2]))
+    assert all(after == pytest.approx(before, abs=1e-9) for *_, before, after in rows[1:])
     told = run("report", "plan.json", "--measured", "measured.json", "--format", "md")
     assert "### The step" in told
-    assert "| features.3 | compute |" in told
+    (line,) = (line for line in told.splitlines() if line.startswith("| features.3 | compute |"))
+    assert "+200%" in line
 
 
 def test_what_is_no_trace_is_refused(run: Run, refuse: Run, here: Path) -> None:
@@ -54,7 +51,6 @@ def test_what_is_no_trace_is_refused(run: Run, refuse: Run, here: Path) -> None:
         ('{"traceEvents": [{"ph": "X", "cat": "sync", "name": "a", "pid": 0}]}', "without a name, a rank or its times"),
     ):
         (here / "t.json").write_text(content)
-        assert words in refuse("compare", "t.json", "t.json")
         assert words in refuse("report", "plan.json", "--measured", "t.json")
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from layerwise.comm.base import Members
-from layerwise.comm.board import Sign, gone_text, unpack
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import read_environment, start
+from layerwise.comm.verdict import Sign, gone_text, unpack
 from layerwise.errors import LayerwiseError
 from tests.comm.launch import launch
 
@@ -91,7 +91,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sign(waits_for: str = "", since_s: float = 0.1, *, step: int | None = 3, ended: bool = False) -> Sign:
-    return Sign(7, 100.0, step, "conv1", waits_for, since_s, ended)
+    return Sign(100.0, step, "conv1", waits_for, since_s, ended)
 
 
 def test_signs_are_what_was_packed() -> None:

@@ -7,10 +7,9 @@ SCRIPT = """
 from torch.distributed import TCPStore
 from layerwise.comm import watch
 from layerwise.comm.base import Members
-from layerwise.comm.board import Board
 store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 watch.BEAT_S = 0.0
-watch.Watch(Board(store, 0, Members((0, 1), 2), address="here", serves=False, agent=False), 30.0)
+watch.Watch(store, 0, Members((0, 1), 2), 30.0, server="rank 0", address="here", serves=False)
 """
 
 

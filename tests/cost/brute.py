@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from layerwise.config import Config
-from layerwise.geometry import Box, Grid, Lattice, Lattices, numbering
+from layerwise.geometry import Box, Grid
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph, Level, load
 from layerwise.ops.facts import Dim, Maps, Space
@@ -173,7 +173,6 @@ def exchanged(
     epilogue: bool,
     v: Config,
     devices: int,
-    lattices: Lattices = (),
 ) -> Table:
     """Elements that each device (row) needs of what each device (column) owns; its own ones on the diagonal."""
     table = np.zeros((devices, devices), np.int64)
@@ -181,17 +180,8 @@ def exchanged(
     for device, cell, own in holdings(v, target, devices):
         box = need(maps, own if epilogue else cell)
         found = owner[box.slices()]
-        for i, lattice in enumerate(lattices):
-            if lattice is not None:
-                there = [x - box.lo[i] for x in range(box.lo[i], box.hi[i]) if x in positions(lattice)]
-                found = found.take(there, i)
         table[device] = np.bincount(np.atleast_1d(found).ravel(), minlength=devices)
     return table
-
-
-def positions(lattice: Lattice) -> range:
-    """Those of a lattice."""
-    return range(lattice.first, lattice.first + lattice.count * lattice.step, lattice.step)
 
 
 def by_pieces(
@@ -202,16 +192,14 @@ def by_pieces(
     epilogue: bool,
     v: Config,
     devices: int,
-    lattices: Lattices = (),
 ) -> Table:
     """The same from the boxes, as the runtime will send them."""
-    counted = numbering(source.out.shape, lattices)
     table = np.zeros((devices, devices), np.int64)
     senders, owned = zip(*((device, own) for device, _, own in holdings(u, source, devices)), strict=True)
     held = holdings(v, target, devices)
     piece: Piece
-    needed = [need(counted, need(maps, own if epilogue else cell)) for _, cell, own in held]
-    for piece in pieces(needed, [need(counted, own) for own in owned]):
+    needed = [need(maps, own if epilogue else cell) for _, cell, own in held]
+    for piece in pieces(needed, owned):
         table[held[piece.dst][0], senders[piece.src]] += piece.box.volume
     return table
 
@@ -243,11 +231,6 @@ def input_of(layer: Layer, slot: int) -> tuple[Maps, bool]:
         return where.needs[slot], where.epilogue_inputs[slot]
     p = where.parameters[layer.tied[slot - len(layer.specs)]]
     return p.maps, p.epilogue
-
-
-def lattices_of(layer: Layer, slot: int) -> Lattices:
-    """Which positions of an input a layer reads at all."""
-    return layer.space.lattice(slot) if slot < len(layer.specs) else ()
 
 
 def plain(spec: TensorSpec) -> Space:

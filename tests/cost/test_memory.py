@@ -33,7 +33,7 @@ from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.moved import moved
-from layerwise.partition.place import input_maps, lattices_of, place
+from layerwise.partition.place import input_maps, place
 from layerwise.program import StepKind
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import search
@@ -127,10 +127,10 @@ def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.D
             if name in network.unfed and config.total == 1:
                 continue
             maps, epilogue = brute.input_of(layer, slot)
-            at, lattices = place(layer, strategy[layer.name], 6, "sample"), brute.lattices_of(layer, slot)
-            found = moved(place(source, config, 6, "sample"), maps, at.at(epilogue), lattices)
+            at = place(layer, strategy[layer.name], 6, "sample")
+            found = moved(place(source, config, 6, "sample"), maps, at.at(epilogue))
             ends = source.space, config, layer.space, maps, epilogue, strategy[layer.name], 6
-            table = brute.exchanged(*ends, () if found.local else lattices)  # what lies here is not packed
+            table = brute.exchanged(*ends)
             kept = np.diag(table)
             assert found.need.tolist() == table.sum(1).tolist()
             assert found.owned.tolist() == kept.tolist()
@@ -139,22 +139,6 @@ def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.D
             assert found.local == (not found.received.any())
             assert (found.forth <= found.sent).all()
             assert (found.back <= found.received).all()
-
-
-@pytest.mark.parametrize(("stride", "read"), [(1, 25), (2, 9)])
-def test_what_is_picked_out_is_copied_before_it_is_sent(stride: int, read: int) -> None:
-    """From channels to samples: those of others lie together, but not every second row and column of them."""
-    b = GraphBuilder("shortcut")
-    x = b.input("x", TensorSpec((4, 8, 5, 5), ("n", "c", "h", "w")))
-    x = networks.add(b, "first", networks.pointwise_conv(8, 2), [x])
-    second = Conv(4, (1, 1), (stride, stride), ((0, 0),) * 2, (1, 1))
-    network = b.finish([networks.add(b, "second", second, [x])])
-    source, target = place(network["first"], Config.of({"c": 4}), 4, "sample"), network["second"]
-    needs, lattices = target.space.needs[0], target.space.lattice(0)
-    found = moved(source, needs, place(target, Config.of({"n": 4}), 4, "sample").computed, lattices)
-    assert found.need.tolist() == [8 * read] * 4
-    assert found.sent.tolist() == found.received.tolist() == [3 * 2 * read] * 4
-    assert found.forth.tolist() == ([0] * 4 if stride == 1 else found.sent.tolist())
 
 
 # ---- steps by hand ---------------------------------------------------------------------------------------------------
@@ -354,7 +338,7 @@ def test_travels_are_what_moves_under_every_pair(network: LayerGraph, data: st.D
             place(network[n], configs[n][i], 6, "sample", unfed=n in network.unfed)
             for n, i in ((source, u), (target, v))
         ]
-        one = moved(ends[0], maps, ends[1].at(epilogue), lattices_of(network[target], slot))
+        one = moved(ends[0], maps, ends[1].at(epilogue))
         assert local[u, v] == one.local
         if not one.local:
             where = np.array(u), np.array(v), np.arange(6)

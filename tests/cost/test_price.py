@@ -54,7 +54,7 @@ def counted_transfers(model: CostModel, layer: Layer, strategy: dict[str, Config
         if name in model.graph.unfed and strategy[name].total == 1:  # computed everywhere
             continue
         ends = source.space, strategy[name], layer.space, *brute.input_of(layer, slot), strategy[layer.name], count
-        table = brute.exchanged(*ends, brute.lattices_of(layer, slot))
+        table = brute.exchanged(*ends)
         back = model.has_gradient[name] and model.has_gradient[layer.name]
         total += (1 + back) * int(table.sum() - np.trace(table)) * source.out.item_bytes
     sums = np.zeros(layer.out.shape, np.int64)
@@ -298,7 +298,7 @@ def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) ->
                 maps, epilogue = brute.input_of(layer, slot)
                 config = strategy[layer.name]
                 ends = source.space, strategy[name], layer.space, maps, epilogue, config, 6
-                row = brute.exchanged(*ends, brute.lattices_of(layer, slot))[device]
+                row = brute.exchanged(*ends)[device]
                 if row.sum() > row[device]:
                     held += int(row.sum()) * source.out.item_bytes
             assert held <= found.layers[layer.name].memory_bytes, f"{layer.name}: device {device}"

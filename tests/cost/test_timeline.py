@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost.collectives import bucket_s, group_shape, sync_rate
-from layerwise.cost.compute.roofline import rooflines
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.cost.terms import gradients_of
@@ -19,7 +18,6 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.tensor.along import Concat
@@ -203,34 +201,6 @@ def test_a_skip_travels_beside_computation_by_hand(slow: float) -> None:
     assert there.end_s - there.start_s == pytest.approx(np.full(2, skip))
     assert there.start_s == pytest.approx(spans["second"].start_s)
     assert back.start_s == pytest.approx(spans["third (backward)"].start_s)
-
-
-@pytest.mark.parametrize("slow", [1e-6, 1e6])
-def test_a_halos_gradient_travels_beside_that_of_weights_by_hand(slow: float) -> None:
-    """It leaves when the gradient of the input is made; forward it is awaited first."""
-    b = GraphBuilder("halo")
-    x = b.input("x", TensorSpec((2, 3, 64, 64), ("n", "c", "h", "w")))
-    for name in ("first", "second"):
-        x = networks.add(b, name, Conv(16, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), bias=False), [x])
-    model = CostModel(b.finish([x]), slower(brute.machine((2,)), slow), FREE)
-    config, device = Config.of({"h": 2}), model.devices.processor
-    layers = [model.graph["first"], model.graph["second"]]
-    f, g = zip(
-        *((c.forward[0], c.backward[0]) for c in (model.node_cost(n, (config,)).compute for n in layers)), strict=True
-    )
-    halo = float(model.edge_cost(("first", "second", 0), (config,), (config,))[0, 0]) / 2
-    _, work = rooflines(layers[1], model.layout(layers[1], (config,)), (True,), device, "float32")
-    weights = work.weights_s[0]
-    assert 0 < weights < g[1]
-    spans: list[SimulatedSpan] = []
-    found = timeline(model, {"first": config, "second": config}, spans.append)
-    assert found.forward_s == pytest.approx(f[0] + halo + f[1])
-    assert found.backward_s == pytest.approx(g[1] - weights + max(weights, halo) + g[0])
-    assert (halo < weights) == (slow > 1)
-    back = next(span for span in spans if span.name == "first -> second (backward)")
-    parts = [span for span in spans if span.name == "second (backward)"]
-    assert back.start_s == pytest.approx(parts[0].end_s)
-    assert back.start_s == pytest.approx(parts[1].start_s)
 
 
 @pytest.mark.parametrize("degrees", [{"n": 4}, {"n": 2, "k": 2}, {"k": 4}])

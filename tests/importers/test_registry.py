@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -10,18 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import layerwise
-from layerwise.cache import Answers
-from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole, window
-from layerwise.graph.fuse import fuse
 from layerwise.importers import registry
 from layerwise.importers.registry import Built, Call, Operand, canonical, lookup
-from layerwise.machine import load
 from layerwise.ops.base import Op
 from layerwise.ops.facts import Dim, Maps, Parameter
 from layerwise.ops.tensor.pointwise import Unary
-from layerwise.search.recall import Recall
 from layerwise.tensor import TensorSpec
 
 
@@ -89,20 +83,6 @@ def test_own_operator_of_torch_library() -> None:
     assert layer.space.dims == (Dim("n", 4), Dim("s", 7), Dim("c", 6))
     assert graph.parameter_count() == sum(p.numel() for p in Mixer().parameters())
     assert graph.rebatch(12)["tanh"].out.shape == (12, 7, 6)
-
-
-def test_searches_with_operators_of_somebody_s_own_are_not_kept(tmp_path: Path) -> None:
-    """Their code is in no digest."""
-
-    def kept(model: nn.Module, *shape: int) -> bool:
-        graph = fuse(layerwise.from_torch(model, (torch.randn(shape),)))
-        cost = CostModel(graph, load("h100").device_graph(2))
-        return Recall(Answers(tmp_path, print), cost).answers is not None
-
-    assert kept(nn.Linear(8, 6), 4, 8)
-    assert not kept(Mixer(), 4, 7, 8)
-    layerwise.register_op("layerwise_test::blend", build)
-    assert not kept(Mixer(), 4, 7, 8)
 
 
 def test_own_row_goes_before_the_table() -> None:

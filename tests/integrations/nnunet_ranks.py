@@ -88,7 +88,7 @@ def train(comm: Comm, folder: str, results: str, layers: bool, resumed: str = ""
 
     class Seeded(base):  # type: ignore[misc]
         keywords = {  # noqa: RUF012
-            "verbose": False, "constraints": ["keep *=w"], "options": layerwise.ParallelOptions(measure_s=0),
+            "verbose": False, "strategy": {"*": {"w": 2}}, "options": layerwise.ParallelOptions(measure_s=0),
         }  # fmt: skip
 
         def get_dataloaders(self) -> Any:

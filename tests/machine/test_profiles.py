@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 import re
+import tempfile
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DTYPES, Link, LinkLevel, load, names, save
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
-from layerwise.machine.profiles import parse, write
+from layerwise.machine.profiles import folder, parse, write
 from tests.examples import examples
 from tests.machine.test_devices import LINKS
 
@@ -92,9 +94,7 @@ label = st.text(min_size=1).filter(lambda text: text.strip() != "")
 def test_any_sound_profile_round_trips(name: str, source: str, latency: float, bandwidth: float, node: int) -> None:
     base = load("p100")
     levels = (LinkLevel(name, node, latency, bandwidth, 1), LinkLevel(f"{name}+", None, bandwidth, latency, name))
-    processor = replace(base.processor, read_bytes_per_s=bandwidth)
-    sources = dict.fromkeys([*base.sources, "device.read_bytes_per_s"], source)
-    profile = replace(base, name=name, levels=levels, processor=processor, sources=sources)
+    profile = replace(base, name=name, levels=levels, sources=dict.fromkeys(base.sources, source))
     assert parse(write(profile), "x.json") == profile
 
 
@@ -342,3 +342,38 @@ def test_a_bad_field_is_named(base: dict[str, Any], path: str, value: object, sa
     assert said in message
     assert "\n" not in message
     assert value == "same" or path in message
+
+
+def test_where_measured_profiles_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LAYERWISE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert folder() == Path("/x/layerwise")
+    monkeypatch.setenv("LAYERWISE_CACHE", "/y")
+    assert folder() == Path("/y")
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder among temporary files of a user without a home."""
+    monkeypatch.delenv("LAYERWISE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("~none").expanduser())  # which raises
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path / f"layerwise-{os.getuid()}"
+
+
+def test_a_user_without_a_home(homeless: Path) -> None:
+    assert folder() == homeless
+    assert homeless.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_among_temporary_files_that_others_can_write_into_is_not_used(homeless: Path, tmp_path: Path) -> None:
+    homeless.mkdir()
+    homeless.chmod(0o777)
+    with pytest.raises(LayerwiseError, match="set LAYERWISE_CACHE to a folder of your own"):
+        folder()
+    homeless.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    homeless.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LayerwiseError, match="set LAYERWISE_CACHE to a folder of your own"):
+        folder()

@@ -6,7 +6,7 @@ Cells that share statistics run as threads, so that their all-reduces meet.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, product
 
@@ -19,7 +19,7 @@ from layerwise.geometry import Box, boundaries, nests
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local, Space
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import Reference, cells, check_needs, needed, read, values
+from tests.ops.harness import Reference, cells, check_needs, needed, values
 from tests.ops.harness import parameters as random_parameters
 
 
@@ -51,8 +51,6 @@ def check_kernel(
     given. Buffers (parameters that are not trainable) that the reference changes must be changed alike in every cell.
     """
     where, name = space(op, tuple(specs)), f"{op}, cut {tuple(cuts)}"
-    if where.lattices:
-        check_packed(op, specs, cuts, reference, inputs, parameters)
     given = list(inputs) if inputs is not None else values(specs)
     held = parameters if parameters is not None else random_parameters(where)
     trained = {p.name: p.trainable for p in where.parameters}
@@ -115,33 +113,6 @@ def check_split(
     where = space(op, tuple(specs))
     check_needs(op, specs, data.draw(cells(where)), reference, tight=tight)
     check_kernel(op, specs, data.draw(degrees(where)), reference, inputs=inputs)
-
-
-def check_packed(
-    op: Op,
-    specs: Sequence[TensorSpec],
-    cuts: Sequence[int],
-    reference: Reference,
-    inputs: Sequence[Tensor] | None,
-    parameters: dict[str, Tensor] | None,
-) -> None:
-    """The same, given only what is read at all: the others are zeros to the reference."""
-    where = space(op, tuple(specs))
-    slots = [slot for slot in range(len(specs)) if where.lattice(slot)]
-    there = [read(spec, where.lattice(slot)) for slot, spec in enumerate(specs)]
-    packed = [replace(x, shape=tuple(torch.empty(x.shape)[at].shape)) for x, at in zip(specs, there, strict=True)]
-
-    def unpacked(*given: Tensor, **held: Tensor) -> Tensor:
-        whole = [t.new_zeros(spec.shape) for t, spec in zip(given, specs, strict=True)]
-        for t, at, mine in zip(whole, there, given, strict=True):
-            t[at] = mine
-        return reference(*whole, **held)
-
-    op = op.packed(specs, slots)
-    assert space(op, tuple(packed)).out == where.out
-    assert not space(op, tuple(packed)).lattices, "nothing is left out once more"
-    taken = None if inputs is None else [t[at] for t, at in zip(inputs, there, strict=True)]
-    check_kernel(op, packed, cuts, unpacked, inputs=taken, parameters=parameters)
 
 
 @dataclass

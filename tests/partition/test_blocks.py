@@ -19,12 +19,11 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role
-from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import LayerNorm
 from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.pointwise import Binary, Unary
-from layerwise.partition.ahead import begun_before, weights_late
+from layerwise.partition.ahead import begun_before
 from layerwise.partition.blocks import LIMITS, _starts, blocks, recomputable, saved_within
 from layerwise.partition.buckets import BUCKET_BYTES, CAPS, FIRST_BUCKET_BYTES, fill, flushed_after
 from layerwise.tensor import TensorSpec
@@ -141,18 +140,6 @@ def test_an_edge_runs_ahead_where_a_layer_computes_before_its_user(graph: LayerG
             if computing and not (io == "free" and layer.role is Role.SINK):
                 expected.setdefault(computing[0], []).append((layer.name, slot))
     assert {name: list(edges) for name, edges in begun_before(graph, io).items()} == expected
-
-
-def test_weights_are_late_where_the_input_has_a_gradient_and_they_have_one() -> None:
-    b = GraphBuilder("convolutions")
-    x = b.input("x", TensorSpec((4, 8, 9), ("n", "c", "h")))
-    x = add(b, "conv", Conv(8, (3,), (1,), ((1, 1),), (1,)), [x])
-    graph = b.finish([add(b, "linear", Linear(8), [x])])
-    assert weights_late(graph["conv"], True, "cuda")
-    assert not weights_late(graph["conv"], True, "cpu")
-    assert not weights_late(graph["conv"], False, "cuda")
-    assert not weights_late(graph.freeze(["conv.weight"])["conv"], True, "cuda")
-    assert not weights_late(graph["linear"], True, "cuda")
 
 
 MB = 2**20

@@ -13,7 +13,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.collectives import all_gather_s, group_shape, reduce_scatter_s
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
-from layerwise.geometry import Box, numbering
+from layerwise.geometry import Box
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
@@ -25,7 +25,7 @@ from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.edge import are_gathers
 from layerwise.partition.groups import sharing
 from layerwise.partition.moved import transfer
-from layerwise.partition.place import Boxes, data_parallel, of_all_classes, place
+from layerwise.partition.place import data_parallel, place
 from layerwise.partition.sharding import Sharding, held_configurations, may_shard, shardings, states_of
 from layerwise.run.state.dtensors import placement
 from layerwise.tensor import TensorSpec
@@ -45,9 +45,6 @@ def patterns(network: LayerGraph, edge: tuple[str, str, int], u: Config, v: Conf
         owned[device] = own
     for device, cell, own in brute.holdings(v, target.space, devices):
         need[device] = brute.need(maps, own if epilogue else cell)
-    if transfer(tuple(owned), tuple(need), 0).pattern != "local":
-        counted = numbering(source.out.shape, brute.lattices_of(target, edge[2]))
-        owned, need = ([box and brute.need(counted, box) for box in boxes] for boxes in (owned, need))
     ranks = [rank for rank in range(devices) if owned[rank] is not None or need[rank] is not None]
     return {transfer(tuple(owned), tuple(need), rank).pattern for rank in ranks}
 
@@ -175,14 +172,6 @@ def test_what_is_fed() -> None:
     assert place(layer, data_parallel(layer, DEVICES), DEVICES, "free").everywhere
     rows = place(layer, data_parallel(layer, DEVICES), DEVICES, "sample").owned.each
     assert rows == (*(Box((i, 0), (i + 1, 3)) for i in range(4)), None, None)
-
-
-def test_a_loss_is_computed_once_of_each_box_of_all_classes() -> None:
-    """Devices 0 and 1 have halves of the classes of the first samples; 2 has no part; 3 has a copy of 1's."""
-    lo, hi = np.array([[0, 0], [0, 5], [0, 0], [0, 5]]), np.array([[2, 5], [2, 10], [0, 0], [2, 10]])
-    owned = Boxes(lo, hi, np.array([True, True, False, True]))
-    found = of_all_classes(owned, TensorSpec((4, 10), ("n", "c")))
-    assert found.each == (Box((0, 0), (2, 10)), None, None, None)
 
 
 def network(name: str) -> LayerGraph:

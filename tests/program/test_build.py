@@ -40,7 +40,7 @@ from tests.examples import examples
 from tests.program.strategies import any_strategy
 
 IO = st.sampled_from(["sample", "free", "boxes"])
-PROFILE = st.sampled_from(["cpu", "h100"])  # a CPU makes no gradient of weights late
+PROFILE = st.sampled_from(["cpu", "h100"])
 
 
 def made(

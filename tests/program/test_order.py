@@ -43,12 +43,9 @@ def stated(step: Program, graph: LayerGraph) -> Iterator[str]:
             yield f"{graph[one.layer].inputs[one.slot]} -> {one.layer}{SUFFIX[one.way]}"
 
 
-@pytest.mark.parametrize(("recompute", "late"), [(False, False), (True, True)])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_its_program(name: str, recompute: bool, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """late: gradients of weights are made beside transfers, as on GPUs."""
-    if late:
-        monkeypatch.setattr("layerwise.partition.ahead.IN_ONE_CALL", frozenset())
+def test_a_step_is_its_program(name: str, recompute: bool) -> None:
     given = small(name)
     for seed in range(2):
         plan = random_plan(given.graph, RANKS, seed, "sample")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -86,12 +87,12 @@ def taken_up(comm: Comm, cuts: Cuts, folder: str, optimizer: str) -> dict[str, T
     chosen = OPTIMIZERS[optimizer](model.parameters())
     checkpoint.load(folder, model, chosen)
     latest = checkpoint.latest(folder)
-    dcp.load({"model": again.state_dict()}, checkpoint_id=latest)
+    dcp.load({"model": again.state_dict()}, storage_reader=HuggingFaceStorageReader(str(latest)))
     there, here = whole(again), whole(model)
     assert all(torch.equal(there[name], here[name]) for name in here)
     _, states = get_state_dict(again, other := OPTIMIZERS[optimizer](again.parameters()))
-    read: dict[str, Any] = {"optimizer": states}
-    dcp.load(read, checkpoint_id=latest)
+    read: dict[str, Any] = {"optimizer": {"state": states["state"]}}  # its settings are in checkpoint.json
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(latest)))
     set_state_dict(again, other, model_state_dict=again.state_dict(), optim_state_dict=states)
     steps(again, other, "nothing", 2, 4)
     steps(model, chosen, "nothing", 2, 4)

@@ -212,14 +212,14 @@ def train(given: Case, plan: Plan, comm: Comm, **options: object) -> Trained:
     """Some steps of SGD with momentum, in float64 where nothing else is said."""
     free = plan.io == "free"
     options = {"dtype": torch.float64, **options}
-    module = load(plan, given.network, comm=comm, loss=F.cross_entropy if free else None, **options)
+    module = load(plan, given.network, comm=comm, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=given.lr, momentum=0.9)
     losses, sent = [], {}
     for x, y in zip(given.inputs, given.targets, strict=True):
         optimizer.zero_grad()
         before = dict(comm.sent)
         if free:
-            loss = module(x, y)
+            loss = F.cross_entropy(module(x), y)
             losses.append(loss.item())
         else:
             share = module.share()

@@ -53,12 +53,6 @@ class Skips(nn.Module):
         return self.up[1](torch.cat([first, x], 1)).flatten(2).mean(2)
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of convolutions' weights are made late."""
-    monkeypatch.setattr("layerwise.partition.ahead.IN_ONE_CALL", frozenset())
-
-
 @cache
 def skips() -> tuple[Case, Trained]:
     torch.manual_seed(0)
@@ -151,11 +145,11 @@ def test_evaluation_leaves_out_what_is_not_returned() -> None:
 
 
 def test_what_is_needed_later_travels_beside_computation() -> None:
-    """And its gradient, in the backward pass; of what is needed at once, that of a convolution's input does."""
+    """And its gradient, in the backward pass."""
     _, network, samples = smooth()
     plan = in_order(network, 2, 3)
 
-    def rank(comm: Comm) -> tuple[set[str], dict[str, set[str]], set[str]]:
+    def rank(comm: Comm) -> tuple[set[str], dict[str, set[str]]]:
         made = load(plan, network, comm=comm, dtype=torch.float64)
         made.trace = Trace()
         made(samples[made.share()]).square().mean().backward()
@@ -166,23 +160,12 @@ def test_what_is_needed_later_travels_beside_computation() -> None:
             for span in spans
             if span.category == "transfers"
         }
-        edges = [(edge, layer) for layer in made.rank_schedule.layers for edge in layer.edges]
-        begun = {span.name: span.start_s for span in spans if span.category == "transfers"}
-        weights_late = set[str]()
-        for edge, user in edges:
-            if edge.weights_late:
-                name = f"{edge.what} (backward)"
-                weights_late.add(name)
-                made_at = [c.start_s for c in computed if c.name == f"{user.layer.name} (backward)"]
-                assert not user.work or begun[name] <= max(made_at)
-        return issued_early(made.rank_schedule), beside, weights_late
+        return issued_early(made.rank_schedule), beside
 
-    for issued, beside, weights_late in run_threads(2, rank):
+    for issued, beside in run_threads(2, rank):
         assert issued
-        assert weights_late
         for name, computed in beside.items():
-            if name not in weights_late:  # whose transfer may end while weights' gradients are made
-                assert bool(computed) == (name.removesuffix(" (backward)") in issued), (name, computed)
+            assert bool(computed) == (name.removesuffix(" (backward)") in issued), (name, computed)
         assert {f"{name}{way}" for name in issued for way in ("", " (backward)")} <= beside.keys()
 
 

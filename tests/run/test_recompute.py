@@ -82,11 +82,9 @@ def all_of(network: Network, ranks: int, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("ranks", "seed", "weights_late"), [(2, 3, False), (4, 1, True)])
-def test_all_passes(loop: Loop, ranks: int, seed: int, weights_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several backward passes of a forward pass, gradients of inputs, gradients of gradients; as on a GPU, too."""
-    if weights_late:
-        monkeypatch.setattr("layerwise.partition.ahead.IN_ONE_CALL", frozenset())
+@pytest.mark.parametrize(("ranks", "seed"), [(2, 3), (4, 1)])
+def test_all_passes(loop: Loop, ranks: int, seed: int) -> None:
+    """Several backward passes of a forward pass, gradients of inputs, gradients of gradients."""
     module, network, samples = skips()
     check((module, network), samples, loop, ranks, all_of(network, ranks, seed))
 

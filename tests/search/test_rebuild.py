@@ -1,21 +1,17 @@
-"""A plan's search made again: as from scratch, for these devices or others; beforehand, for what a failure leaves."""
+"""A plan's search made again: as from scratch, for these devices or others."""
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from layerwise.cache import answers
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.plan import Plan, load_plan
-from layerwise.search.__main__ import main as command
-from layerwise.search.beforehand import left, searching
+from layerwise.plan import Plan
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.rebuild import rebuild, replan
@@ -71,30 +67,3 @@ def test_rebuilt_prices_are_those_of_the_plan() -> None:
 def test_a_plan_of_another_model_is_refused() -> None:
     with pytest.raises(LayerwiseError, match="is only in one of them"):
         replan(replace(planned(2), model="mnist_cnn"), 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "each", "numbers"),
-    [(8, 2, [6, 4]), (4, 1, [3, 2]), (4, 4, [3, 2]), (6, 2, [4, 2]), (2, 1, [1]), (3, 2, [2, 1])],
-)
-def test_devices_that_are_left(gpus: int, each: int, numbers: list[int]) -> None:
-    """Of a node that fails with all of its devices, and of half of them."""
-    assert left(gpus, each) == numbers
-
-
-def test_a_restart_finds_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAYERWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("LAYERWISE_NO_CACHE", raising=False)
-    plan = str(tmp_path / "plan.json")
-    flags = ["--gpus", "2", "--profile", "cpu", "--global-batch", "8", "--gpus-per-node", "1", "--no-cache"]
-    assert command(["mlp:64x12x10", *flags, "--out", plan]) == 0
-    kept = answers()
-    assert kept is not None
-    with searching(plan, 4, 1, None, None) as process:
-        process.wait(100)
-    with monkeypatch.context() as patch:
-        patch.setattr("layerwise.search.find._solved", lambda *_: pytest.fail("searched again"))
-        assert replan(load_plan(plan), 3, 1, answers=kept).gpus == 3
-    with searching(plan, 4, 1, None, None) as process:
-        pass
-    assert process.returncode is not None

@@ -22,7 +22,7 @@ NETWORKS = [chain, inception, residual]
 def test_nothing_but_gradients_leaves_a_replica(network, devices: int, replicas: int) -> None:
     model, each = model_of(network(12), devices), devices // replicas
     space = SearchSpace(devices, dims=("n", "c", "h", "k"), replicas=replicas)
-    configs = configurations(model, space, baselines(model, space), {})
+    configs = configurations(model, space, baselines(model, space))
     for layer in model.graph.inner:
         assert all(config["n"] % replicas == 0 for config in configs[layer.name])
         for slot, name in enumerate(layer.inputs):
@@ -48,8 +48,8 @@ def test_the_answer_is_the_best_of_those_without_crossings(network) -> None:
     everywhere = SearchSpace(devices, spread=True)
     assert result.optimum.proven
     for layer in model.graph.inner:
-        some = set(configurations(model, space, {}, {})[layer.name])
-        every = set(configurations(model, everywhere, {}, {})[layer.name])
+        some = set(configurations(model, space, {})[layer.name])
+        every = set(configurations(model, everywhere, {})[layer.name])
         assert some == {config for config in every if not space.crosses(config, layer.space.dims)}
         assert result.best.strategy[layer.name] in some
     least = search(model, everywhere, objective="additive").optimum.cost_s

@@ -106,7 +106,7 @@ def test_it_agrees_on_the_papers_networks(tmp_path: Path, network: str, gpus: in
 def agree(model: CostModel, space: SearchSpace, folder: Path) -> None:
     """toulbar2 on the unpruned tables, elimination on the same, and the search with all its pruning."""
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
-    t = model.tables(configurations(model, space, named, {}))
+    t = model.tables(configurations(model, space, named))
     proven_s = solved(t, folder / "costs.cfn")
     assert eliminate(t).cost_s == pytest.approx(proven_s, rel=1e-12, abs=rounding(t))
     found = search(model, space, objective="additive")
@@ -120,7 +120,7 @@ def test_it_bounds_the_search_under_a_limit(tmp_path: Path) -> None:
     model = CostModel(fuse(load_model("mlp:64x256x64", 64)), load("p100").device_graph(4), options)
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     free = search(model, SearchSpace(4), objective="additive")
-    limited = LimitedSearch(model, configurations(model, SearchSpace(4), named, {}), offer=("shard",))
+    limited = LimitedSearch(model, configurations(model, SearchSpace(4), named), offer=("shard",))
     limit = 1.05 * limited.least(list(named.values())).bytes
     within = limited.under(limit, list(named.values()))
     assert within.prices
@@ -169,7 +169,7 @@ def test_it_finds_the_optimum_under_a_limit(
     """Rows of bytes are below true peaks: what is exported has all that the optimum takes."""
     costs = CostModel(fuse(load_model(model, 64)), load("p100").device_graph(gpus), CostOptions(optimizer="adam"))
     named = {name: complete(costs, baseline(costs, name)) for name in NAMES}
-    limited = LimitedSearch(costs, configurations(costs, SearchSpace(gpus), named, {}), offer=offer)
+    limited = LimitedSearch(costs, configurations(costs, SearchSpace(gpus), named), offer=offer)
     least = limited.least(list(named.values())).bytes
     most = limited.peak(search(costs, SearchSpace(gpus), objective="additive", offer=()).additive.strategy)
     within = limited.under(least + share * (most - least), list(named.values()))

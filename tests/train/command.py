@@ -12,7 +12,7 @@ from tests.run.small_plans import plan
 
 MLP = "mlp:64x12x10"
 RESULT = {
-    "model", "io", "halos", "world_size", "steps", "losses", "accuracy", "dice", "held_out_loss", "step_time_s",
+    "model", "io", "world_size", "steps", "losses", "accuracy", "dice", "held_out_loss", "step_time_s",
     "peak_resident_bytes", "bytes_sent", "bytes_predicted", "compare",
 }  # fmt: skip
 PREDICTED = {"transfer_bytes": 2 * 2 * 4 * (4 * 12 + 4 * 5), "sync_bytes": 2 * 4 * 12 * 65, "statistics_bytes": 0}

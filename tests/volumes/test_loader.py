@@ -271,7 +271,7 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
         "function": ((lambda i, s: x[i][s], target), {}, "say how many samples"),
         "flip": ((x, target), {"flip": "z"}, "'z' is none of"),
         "flip of none": ((x, target), {"flip": "s"}, "'s' is none of d, h, w"),
-        "crop": ((x, target), {"crop": "middle"}, "crop='middle': it is one of random, center"),
+        "crop": ((x, target), {"crop": "middle"}, "crop is 'middle'; it must be 'random', 'center' or None"),
         "class": (
             (path / "whole.npy", worse),
             {},

@@ -27,7 +27,7 @@ from layerwise.train import score
 from layerwise.train.data import Data, load_data
 from layerwise.train.loop import Settings, Trainer, sampler
 from layerwise.train.report import KINDS, Result
-from layerwise.train.score import Score, TaskObjective, cross_entropy, evaluate, held_out_loss, predicting
+from layerwise.train.score import Score, TaskObjective, evaluate, held_out_loss, predicting
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, random_plan
 
@@ -79,7 +79,7 @@ def test_boxes_train_as_one_device_and_others_go_on(brain: tuple[Case, Data], tm
 
     def run(comm: Comm, first: int, steps: int, seed: int) -> tuple[list[float], Score]:
         plan = cut_somewhere(given, comm.size, seed)
-        module = load(plan, given.network, comm=comm, dtype=torch.float64, loss=cross_entropy)
+        module = load(plan, given.network, comm=comm, dtype=torch.float64)
         optimizer = Settings("adam").build(module.parameters())
         if first:
             checkpoint.load(tmp_path, module, optimizer)
@@ -133,11 +133,11 @@ def test_crops_larger_than_the_brain_are_refused(brain: tuple[Case, Data]) -> No
 
 
 def test_a_loss_needs_all_classes(brain: tuple[Case, Data]) -> None:
-    given, _ = brain
+    given, data = brain
     plan = random_plan(given.graph, 2, 0, "boxes", lambda configs: max(configs, key=lambda c: c["c"]))
 
     def run(comm: Comm) -> None:
-        load(plan, given.network, comm=comm, dtype=torch.float64, loss=cross_entropy)
+        TaskObjective(load(plan, given.network, comm=comm, dtype=torch.float64), data.task, data.train)
 
     with pytest.raises(LayerwiseError, match="splits dimension 1 of the output, of which the loss needs all 3"):
         run_threads(2, run)
@@ -153,7 +153,7 @@ def scored_unet(loss: str) -> tuple[Network, LayerGraph]:
     return made, fuse(made.graph)
 
 
-@pytest.mark.parametrize(("io", "loss"), [("sample", "dice"), ("boxes", "dice+ce")])
+@pytest.mark.parametrize(("io", "loss"), [("sample", "dice"), ("boxes", "dice+ce"), ("free", "dice")])
 def test_a_dice_loss_trains_as_one_device(
     brain: tuple[Case, Data], loss: str, io: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,14 +48,12 @@ class ComputeTime:
 
 class Roofline:
     """One direction of a layer under C configurations. seconds: of its kernels, each bound by the longest of launch,
-    arithmetic and memory; kernels, arithmetic_s, memory_s: the sums of these by themselves; weights_s: of `seconds`,
-    that of the gradient of the main operator's weights. All of shape (C,).
+    arithmetic and memory; kernels, arithmetic_s, memory_s: the sums of these by themselves. All of shape (C,).
     """
 
     def __init__(self, count: int, processor: Processor) -> None:
         self.processor = processor
         self.seconds, self.kernels, self.arithmetic_s, self.memory_s = (np.zeros(count) for _ in range(4))
-        self.weights_s = np.zeros(count)
 
     def add(self, arithmetic_s: Floats, moved_bytes: Floats) -> None:
         """Another kernel."""
@@ -125,9 +123,7 @@ def rooflines(
                 backward.add(reduce(np.add, times), moved)
             if trains or any(fed[1:]):  # of the weights, or of the second operand
                 times = [gemm_s(Gemm(g.depth, g.columns, g.rows, g.count), processor, peak) for g in gemms]
-                before = backward.seconds.copy()
                 backward.add(reduce(np.add, times), moved)
-                backward.weights_s += (backward.seconds - before) * (stage.slot is None)
         elif not stage.view and stage.op.role is Role.COMPUTE:
             arithmetic = stage.op.flops(inputs, extents) / peak
             forward.add(arithmetic, moved)

@@ -19,7 +19,7 @@ from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import saved_within
 from layerwise.partition.moved import Moved, moved, outputs
-from layerwise.partition.place import Place, input_maps, lattices_of, place, read
+from layerwise.partition.place import Place, input_maps, place, read
 from layerwise.tensor import ITEM_BYTES
 
 BEFORE = -1  # instead of a slot: the result of the stage before
@@ -173,9 +173,9 @@ def moved_between(model: CostModel, layer: Layer, slot: int, owner: Place, targe
     io, graph = model.options.io, model.graph
     if layer.role is Role.SINK and io != "sample":
         loss = layer.inputs[slot] in graph.losses
-        return outputs(owner, layer.specs[slot], io, alone=len(layer.specs) == 1, loss=loss)
+        return outputs(owner, layer.specs[slot], io, loss=loss)
     maps, epilogue = input_maps(layer, slot)
-    return moved(owner, maps, target.at(epilogue), lattices_of(layer, slot))
+    return moved(owner, maps, target.at(epilogue))
 
 
 @dataclass
@@ -200,13 +200,12 @@ class TensorSizes:
 
     def _stages(self, layer: Layer) -> list[StageMemory]:
         model, config = self.model, self.strategy[layer.name]
-        packed = tuple(slot for slot in layer.skipping if not self.edge(layer, slot).local)
 
         def made() -> list[StageMemory]:
             flows, place = model.graph.flows_back(layer), place_of(model, layer, config)
-            return stages_of(layer.packed(packed), place, flows, config["k"] > 1)
+            return stages_of(layer, place, flows, config["k"] > 1)
 
-        first, *rest = model.once(("stages", model.kind(layer), config.cells, packed), made)
+        first, *rest = model.once(("stages", model.kind(layer), config.cells), made)
         travels = bool(first.padded.any()) and not self.edge(layer, 0).local
         return [first.given_padded() if travels else first, *rest]
 

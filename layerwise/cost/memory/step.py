@@ -74,7 +74,6 @@ class _Storages:
     ) -> None:
         self.model, self.strategy, self.tracker = model, strategy, tracker
         self.training = model.options.kind == "training"
-        self.late = step.late
         self.block_of = {one.layer: one.block for one in step.instructions if type(one) is Keep}
         self.sizes, self.parameters = TensorSizes(model, strategy), parameters
         for layer in model.graph.layers:
@@ -87,7 +86,6 @@ class _Storages:
         self.gradients: dict[str, Ref] = {}  # of its output, as far as it is added up
         self.in_flight: dict[EdgeEnd, TransferStorage] = {}
         self.sources: dict[str, dict[str, Ref]] = {}  # by block, what it is recomputed from
-        self.waiting: list[Ref] = []  # what the gradient of weights is made of, where it is yet to be made
         self.does: Effects = {
             Begin: self.begin, End: self.end, Move: self.move, Keep: self.keep, Compute: self.compute,
             Output: self.output, Free: self.free, Forget: self.forget,
@@ -156,8 +154,6 @@ class _Storages:
         layer, tracker = self.model.graph[instruction.layer], self.tracker
         if instruction.part == "backward":
             self._backward(layer)
-        elif instruction.part == "weights":
-            self._make_weights(layer)
         elif layer.role is Role.TIED:  # the parameter itself
             self.values[layer.name] = NOBODY
         elif layer.role in (Role.INPUT, Role.CONSTANT):
@@ -261,15 +257,12 @@ class _Storages:
         for number in reversed(tracked):
             stage, before, weights = stages[number], NOBODY, NOBODY
             parameters = list[Ref]()
-            late = number == 0 and layer.name in self.late
-            if number == tracked[0] and not late:
+            if number == tracked[0]:
                 weights = tracker.new(stage.weights)  # the gradients of copies come first
                 parameters = [] if weights else self.parameters.gradients(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             between = tracker.new(sum(cast, stage.between), "workspace")  # what it was made of is gone when it is used
             read, two = running + saved[number], devices_of(stage.between > 0)
-            if late:
-                self.waiting, read = [read], NOBODY
             tracker.drop(part(read, two))
             for slot in stage.slots:
                 if self.flows[layer.inputs[slot]]:  # a view of the output's gradient, or made
@@ -283,21 +276,12 @@ class _Storages:
             if weights:
                 parameters = self.parameters.gradients(layer)
             tracker.drop(weights)
-            if number == tracked[0] and not late:
+            if number == tracked[0]:
                 self.parameters.put(layer, parameters)
             running = before
         tracker.drop(running)
-        if not self.waiting:
-            self.parameters.hand_out(layer)
-        return inward
-
-    def _make_weights(self, layer: Layer) -> None:
-        copies = self.tracker.new(self.stages[layer.name][0].weights)
-        made = self.parameters.gradients(layer)
-        self._drop([copies, *self.waiting])
-        self.parameters.put(layer, made)
-        self.waiting = []
         self.parameters.hand_out(layer)
+        return inward
 
     def _add(self, source: str, edge: Moved, gradient: Ref, arrived: Ref) -> None:
         """A gradient that came back is added to those that came before."""

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from layerwise.arguments import checked
 from layerwise.chrome import Category
-from layerwise.config import Config
 from layerwise.cost.collectives import all_gather_s, bucket_s, group_shape, overlap, reduce_scatter_s
-from layerwise.cost.compute.roofline import rooflines
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.step_facts import GradientSum, gathers, step_facts, transfer_s
@@ -41,17 +40,15 @@ from layerwise.program.instructions import (
     Keep,
     Move,
     Output,
-    Part,
     Release,
     Update,
 )
 
 UPDATE = " (update)"  # how a span of the optimizer ends
-SUFFIX: dict[Part | Direction, str] = {
+SUFFIX: dict[Direction, str] = {
     "forward": "",
     "recompute": AGAIN,
     "backward": " (backward)",
-    "weights": " (backward)",
 }
 Record = Callable[["SimulatedSpan"], None]
 
@@ -78,6 +75,7 @@ class SimulatedSpan:
     devices: Mask
 
 
+@checked
 def timeline(
     model: CostModel, strategy: Strategy, record: Record | None = None, *, bucket_bytes: float = BUCKET_BYTES
 ) -> Timeline:
@@ -99,7 +97,7 @@ def timeline(
         >>> import layerwise
         >>> graph = layerwise.fuse(layerwise.load_model("lenet5", 64))
         >>> model = layerwise.CostModel(graph, layerwise.load_profile("p100").device_graph(4))
-        >>> step = timeline(model, {layer.name: Config.of({"n": 4}) for layer in graph.inner})
+        >>> step = timeline(model, {layer.name: layerwise.Config.of({"n": 4}) for layer in graph.inner})
         >>> step.forward_s + step.backward_s <= step.total_s
         True
     """
@@ -137,7 +135,7 @@ class _Clocks:
         self.clock = np.zeros(model.devices.count)  # (N,) until when each device is busy
         self.stream = Stream(model.devices.count)
         self.forward_s = self.backward_s = self.exposed_s = 0.0
-        self.buckets, self.late = step.buckets, step.late
+        self.buckets = step.buckets
         self.in_flight: dict[EdgeEnd, Flow] = {}
         self.gathering: dict[str | int, list[Flow]] = {}
         self.last_gathered: Flow | None = None  # the sum of a gathered layer's gradients
@@ -283,7 +281,7 @@ class _Clocks:
         mask: Mask = self.model.layout(layer, (self.strategy[layer.name],)).computed.active[0]
         return mask
 
-    def _seconds(self, layer: Layer, part: Part) -> tuple[float, list[tuple[Category, float]]]:
+    def _seconds(self, layer: Layer, part: Direction) -> tuple[float, list[tuple[Category, float]]]:
         """Seconds of a part of a layer's work, and of the collectives inside it by category."""
         model, configs = self.model, (self.strategy[layer.name],)
         if part == "recompute":
@@ -292,25 +290,10 @@ class _Clocks:
                 (t.span, recomputed[t.name]) for t in LAYER_TERMS if t.span and recomputed.get(t.name)
             ]
         cost = model.node_cost(layer, configs)
-        backward_s = float(cost.compute.backward[0])
-        late_s = backward_s * self._late_share(layer, configs) if layer.name in self.late else 0.0
-        if part == "weights":
-            return late_s, []
         # Each direction has half of what the cells of the layer send each other.
         both = [(term.span, float(cost.seconds[term.name][0])) for term in LAYER_TERMS if term.span]
         collectives = [(span, seconds / 2) for span, seconds in both if seconds]
-        return (float(cost.compute.forward[0]) if part == "forward" else backward_s - late_s), collectives
-
-    def _late_share(self, layer: Layer, configs: tuple[Config, ...]) -> float:
-        """The share of a layer's backward pass that is the gradient of its weights, by the analytic times."""
-
-        def made() -> float:
-            model = self.model
-            wanted, device = model.graph.flows_back(layer), model.devices.processor
-            _, work = rooflines(layer, model.layout(layer, configs), wanted, device, model.options.dtype)
-            return float(work.weights_s[0] / work.seconds[0])
-
-        return self.model.once(("late", self.model.kind(layer), configs), made)
+        return float((cost.compute.forward if part == "forward" else cost.compute.backward)[0]), collectives
 
     # ---- clocks ----
 

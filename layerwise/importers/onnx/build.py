@@ -17,7 +17,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.onnx.by_row import merged_rows, split_again, takes_rows
 from layerwise.importers.onnx.call import bind, element_type, schema_of
 from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold_constants, learned, thin
-from layerwise.importers.onnx.control import DECIDED, OF_SEQUENCES, Control, needed_by
+from layerwise.importers.onnx.control import CONTROL, needed_by, take_branch
 from layerwise.importers.onnx.file import array_of, dtype_of, extents, inferred, opset_of, standard, stored_bytes
 from layerwise.importers.onnx.inputs import OnnxInputs
 from layerwise.importers.onnx.ops.table import row
@@ -78,7 +78,6 @@ class OnnxImporter:
         self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them
         self.kinds: Counter[str] = Counter()
         self.needed = needed_by(model.graph)
-        self.control = Control(self)
         self.budget = FoldingBudget(stored_bytes(model, folder))
 
     def graph(self) -> LayerGraph:
@@ -88,8 +87,7 @@ class OnnxImporter:
         for name, spec in self.inputs.specs.items():
             self.values[name] = placer.activation(placer.builder.input(name, spec))
         self.visit(graph.node)
-        names = [name for info in graph.output for name in self.control.sequences.get(info.name, (info.name,))]
-        outputs = [self.flat(name) for name in names]
+        outputs = [self.flat(info.name) for info in graph.output]
         computed = dict.fromkeys(o.name for o in outputs if isinstance(o, Operand))
         if not computed:
             raise LayerwiseError(f"model {self.title!r}: no output depends on an input")
@@ -108,12 +106,8 @@ class OnnxImporter:
             name = self.name(node)
             if not self.needed.intersection(node.output):
                 continue
-            if standard(node.domain) and node.op_type in (*DECIDED, *OF_SEQUENCES):
-                self.control.take(node, name)
-            elif sequences := self.control.sequences.keys() & node.input:
-                raise LayerwiseError(
-                    f"layer {name!r}: {node.op_type} of a sequence ({min(sequences)}) is not supported"
-                )
+            if standard(node.domain) and node.op_type in CONTROL:
+                take_branch(self, node, name)
             elif not self.constant(node):
                 self.layer(node, name)
 

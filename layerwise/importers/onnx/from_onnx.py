@@ -10,6 +10,7 @@ import onnx.inliner
 from numpy.typing import NDArray
 from onnx import AttributeProto, ModelProto, NodeProto
 
+from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
@@ -24,13 +25,14 @@ from layerwise.importers.onnx.sharing import PlacedValue
 Dims = Sequence[Sequence[str | None]]
 
 
+@checked
 def from_onnx(
     path: str | Path,
     *,
-    batch: int | None = None,
+    batch: Count | None = None,
     name: str | None = None,
     dims: Dims | None = None,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, Count] | None = None,
 ) -> LayerGraph:
     """Returns the layers of an .onnx file at `batch` samples, unfused.
 

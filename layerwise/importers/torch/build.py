@@ -22,7 +22,6 @@ from layerwise.importers.tensors import samples_along
 from layerwise.importers.torch.calls.constants import FILLED, Constants, Missing, constant_names, is_constant
 from layerwise.importers.torch.calls.functional import functional
 from layerwise.importers.torch.calls.place import TorchPlacer, input_spec, layer_names, shared_parameters
-from layerwise.importers.torch.calls.spectral import spectral_norms
 from layerwise.importers.torch.calls.types import follows, typed
 from layerwise.importers.torch.calls.unknown import decomposed, torch_call, why_not
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
@@ -46,8 +45,8 @@ def build_graph(
 
 class _Importer:
     def __init__(self, program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
-        self.program = program = functional(decomposed(spectral_norms(program)))
-        self.constants = Constants(from_file=program.from_file)
+        self.program = program = functional(decomposed(program))
+        self.constants = Constants()
         self.values: dict[str, Operand | Rows] = {}
         self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
         self.nothing: set[str] = set()  # tensors without elements
@@ -300,7 +299,7 @@ class _Importer:
         """How to build a call: by its row, or else as PyTorch computes it. LayerwiseError where it cannot be."""
         a_complex = any(isinstance(value, complex) for value in node.arguments.values())  # a number that no row takes
         build = None if a_complex else row(node.target)
-        why = why_not(node, from_file=self.program.from_file)
+        why = why_not(node)
         if build is None and why is not None:
             raise LayerwiseError(
                 f"layer {self.names[node.name]!r}: operator {node.target} {why}; register it with "
@@ -313,7 +312,7 @@ class _Importer:
 
     def beside(self, node: Node, call: Call, output: str) -> Result:
         """A further output of a call, such as the positions of maxima, which its row does not make."""
-        unsound = why_not(node, from_file=self.program.from_file) is not None
+        unsound = why_not(node) is not None
         if unsound or any(x.role == "parameter" for x in call.tensors):
             return None
         results = torch_call(node, call, used=output.__eq__, shapes=self.placer.shapes)

@@ -1,4 +1,4 @@
-"""PyTorch -> LayerGraph: a module by torch.export (training IR), an fx graph, an exported program, a .pt2 file."""
+"""PyTorch -> LayerGraph: a module by torch.export (training IR), an fx graph, an exported program."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from layerwise.errors import LayerwiseError, first_line
+from layerwise.arguments import checked
+from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.batches import import_once
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.trace import Dims, placeholders
-from layerwise.importers.torch.traced_program import TracedProgram
 
 
+@checked
 def from_torch(
-    model: nn.Module | fx.GraphModule | ExportedProgram | TracedProgram,
+    model: nn.Module | fx.GraphModule | ExportedProgram,
     example_inputs: Sequence[object] | torch.Tensor | None = None,
     *,
     kwargs: Mapping[str, object] | None = None,
@@ -34,7 +35,7 @@ def from_torch(
     keys and values for the generation of text are no outputs.
 
     Args:
-        model: A module, an fx graph, an exported program, or `load_pt2(file)`.
+        model: A module, an fx graph or an exported program.
         example_inputs: What the model is called with; they may live on the meta device, and so may the model. An
             exported program needs none; an open batch takes the size of these, or of those it was exported with.
         kwargs: What it is called with by name.
@@ -58,7 +59,7 @@ def from_torch(
 
 
 def import_torch(
-    model: nn.Module | fx.GraphModule | ExportedProgram | TracedProgram,
+    model: nn.Module | fx.GraphModule | ExportedProgram,
     example_inputs: Sequence[object] | torch.Tensor | None = None,
     *,
     kwargs: Mapping[str, object] | None = None,
@@ -68,17 +69,7 @@ def import_torch(
     """`from_torch`, and how to read the values of parameters and constants: the model's own tensors, not copies."""
     examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
     title = name or _title(model)
-    if isinstance(model, TracedProgram):
-        try:
-            graph, stored = build_graph(rewrite(model), title, dims)
-        except LayerwiseError:
-            raise
-        except Exception as error:  # a file may say anything of its tensors and calls
-            said = f"{type(error).__name__}: {first_line(error)}"
-            raise LayerwiseError(
-                f"model {title!r}: its file is damaged, its calls do not fit together ({said})"
-            ) from error
-    elif isinstance(model, ExportedProgram):
+    if isinstance(model, ExportedProgram):
         graph, stored = build_graph(rewrite(read_program(model, title)), title, dims)
     elif isinstance(model, nn.Module):
         named = dict(kwargs or {})
@@ -95,8 +86,6 @@ def import_torch(
 
 
 def _title(model: object) -> str:
-    if isinstance(model, TracedProgram):
-        return model.name
     if isinstance(model, ExportedProgram):
         return "model"
     return type(model).__name__

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,14 +19,11 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx import config as fx_config
-from torch.nn.utils import parametrizations
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
-from layerwise.importers.torch.parts import stood_in
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure, structure_of
 from layerwise.importers.torch.read.effects import (
@@ -60,7 +58,6 @@ class Imported:
     after: Numbers
     unproven: str | None = None  # why its layers were not run beside it
     inputs_without_gradient: str | None = None  # why the layers' gradients of inputs are not the module's
-    unseen_in: str = ""  # the path of the module with the first untraced effect
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -70,14 +67,6 @@ class Imported:
     def rebatch(self, batch: int) -> Imported:
         """The same at another number of samples."""
         return replace(self, graph=self.graph.rebatch(batch))
-
-
-class ExportError(LayerwiseError):
-    """The module cannot be traced. layer: the path of the innermost module inside that was called last."""
-
-    def __init__(self, layer: str, why: str) -> None:
-        self.layer = layer
-        super().__init__(why)
 
 
 def import_module(
@@ -96,8 +85,7 @@ def import_module(
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
     graph = replace(graph, unseen=tuple(effects.found))
-    where = next(iter(effects.found.values()), "")
-    return Imported(graph, stored, structure, arguments, before, effects.numbers, unseen_in=where)
+    return Imported(graph, stored, structure, arguments, before, effects.numbers)
 
 
 def _export(
@@ -108,11 +96,6 @@ def _export(
             raise LayerwiseError(
                 f"layer {path!r} is in {'training' if module.training else 'evaluation'} mode and the model is not: "
                 "layerwise has one mode for all; call train() or eval() on the whole model"
-            )
-        if not model.training and _has_spectral_norm(module):
-            raise LayerwiseError(
-                f"layer {path!r} has a spectral norm, which moves its vectors in training only: call train() on the "
-                "model before it is imported"
             )
         # Traced in evaluation it would look like momentum 0; in training its factor depends on a buffer.
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
@@ -131,14 +114,25 @@ def _export(
             _set_for_tracing(),
             configured(model),
             _all_on_meta(model),
-            stood_in(model),
+            _as_batch_norms(model),
         ):
             exported = torch.export.export(model, examples, kwargs, strict=False)
         return exported, effects
     except LayerwiseError:
         raise
     except Exception as error:  # torch.export raises whatever the model's code meets
-        raise ExportError(effects.here, _export_failed(title, error)) from error
+        raise LayerwiseError(_export_failed(title, effects.here, error)) from error
+
+
+@contextmanager
+def _as_batch_norms(model: nn.Module) -> Iterator[None]:
+    """Within it SyncBatchNorm runs where it would refuse to: it is a batch norm, of the full batch as all are here."""
+    synchronised = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+    with ExitStack() as stack:
+        for module in synchronised:
+            forward = partial(nn.modules.batchnorm._BatchNorm.forward, module)
+            stack.enter_context(mock.patch.object(module, "forward", forward))
+        yield
 
 
 @contextmanager
@@ -164,12 +158,6 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     made.layerwise_value = tensor.detach()  # type: ignore[attr-defined]
     return made
-
-
-def _has_spectral_norm(module: nn.Module) -> bool:
-    """Of either of PyTorch's kinds, a parametrization or a hook."""
-    hooks = module._forward_pre_hooks.values()
-    return isinstance(module, parametrizations._SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
 
 
 @contextmanager
@@ -204,7 +192,8 @@ def _quiet() -> Iterator[None]:
     sys.stderr.write(printed.getvalue())  # of the model itself, where all went well
 
 
-def _export_failed(title: str, error: Exception) -> str:
+def _export_failed(title: str, layer: str, error: Exception) -> str:
+    """What is told of a failed export. layer: the path of the innermost module inside that was called last."""
     said = first_line(error, 300) if str(error) else ""
     text = f"{type(error).__name__} {error}"
     if "data-dependent" in text or "DataDependent" in text or "control flow" in text:
@@ -218,7 +207,8 @@ def _export_failed(title: str, error: Exception) -> str:
         remedy = "return a tuple or a dictionary, or make it known to PyTorch, as torch.export.register_dataclass does"
     else:
         remedy = "check that the model runs on these example inputs, or give its ExportedProgram"
-    return f"model {title!r}: torch.export fails with {type(error).__name__}: {said.rstrip('.')}; {remedy}"
+    where = f"layer {layer!r} of model {title!r}" if layer else f"model {title!r}"
+    return f"{where}: torch.export fails with {type(error).__name__}: {said.rstrip('.')}; {remedy}"
 
 
 def _looks_at(error: BaseException) -> str:

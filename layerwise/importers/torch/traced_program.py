@@ -1,4 +1,4 @@
-"""TracedProgram: what the PyTorch importer reads, whether it comes from torch.export or from a .pt2 file.
+"""TracedProgram: what the PyTorch importer reads of an exported program or an fx graph.
 
 A list of operator calls in order, arguments bound by schema name, every size a number, control regions that compute
 nothing by themselves (`torch.no_grad()`, autocast) inlined.
@@ -79,7 +79,6 @@ class TracedProgram:
     nodes: tuple[Node, ...]
     outputs: tuple[Ref, ...]
     device: str = "cpu"  # the type of the one that it was traced on
-    from_file: bool = False  # so whoever wrote that has chosen the operators
 
     @property
     def values(self) -> dict[str, Value]:

@@ -176,8 +176,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         checkpoint[STEPS] = {path: part.steps_done for path, part in self._parts().items()}
         if self._sharded:
-            write(checkpoint, Path(self.broadcast(filepath)), self.global_rank)
-            self.barrier()
+            write(checkpoint, Path(self.broadcast(filepath)), self.global_rank, self.barrier)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 

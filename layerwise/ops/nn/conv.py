@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import AxisMap, Lattices, identity, scaled, whole, window
+from layerwise.geometry import AxisMap, identity, scaled, whole, window
 from layerwise.ops.base import volumes
 from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Local, Maps, Parameter, Saved
-from layerwise.ops.nn import onednn
-from layerwise.ops.nn.windows import Windowed, given, interval, margins, padded, skipping
+from layerwise.ops.nn.windows import Windowed, given, interval, margins, padded
 from layerwise.ops.specs import bound, resized
 from layerwise.tensor import TensorSpec
 
@@ -96,7 +95,6 @@ class Conv(_Convolution):
     """Cross-correlation of (n, c, *spatial) with (out_channels, c/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv"
-    weights_late: ClassVar[bool] = True
     out_channels: int
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -122,10 +120,6 @@ class Conv(_Convolution):
             for i, k, s, d, (low, _) in self.windows(2)
         )
         return ((identity(x.shape[0], 0), self.channels(x, out), *spatial),)
-
-    def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
-        (x,) = inputs
-        return (skipping(x, self.output(x).shape, self.kernel, self.stride, self.padding),)
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         per_group = inputs[0].shape[1] // self.groups
@@ -164,15 +158,13 @@ class Conv(_Convolution):
         (x,), weight, bias, rank = inputs, parameters["weight"], parameters.get("bias"), len(self.kernel)
         native, explicit = local.once("padding", lambda: self._padding(local))
         x = padded(x, explicit) if explicit and not local.padded else x
-        conv3d = functional.conv3d if local.whole_samples else onednn.convolve
-        conv = (functional.conv1d, functional.conv2d, conv3d)[rank - 1]
+        conv = (functional.conv1d, functional.conv2d, functional.conv3d)[rank - 1]
         runs = (
             ((1, weight.shape[0]),)
             if self.groups == 1
             else local.once("runs", lambda: _runs(*interval(local, 1), self.out_channels // self.groups))
         )
         if len(runs) == 1:
-            conv = local.convolve or conv
             return conv(x, weight, bias, self.stride, native, self.dilation, runs[0][0])
         per_group, rows = weight.shape[1], [groups * channels for groups, channels in runs]
         parts = zip(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Lattices, identity, window
+from layerwise.geometry import identity, window
 from layerwise.geometry.arrays import Mask
 from layerwise.ops.base import Op, volumes
 from layerwise.ops.facts import Counts, Extents, Local, Maps, Saved
@@ -25,7 +25,6 @@ from layerwise.ops.nn.windows import (
     interval,
     margins,
     padded,
-    skipping,
 )
 from layerwise.ops.specs import resized
 from layerwise.tensor import TensorSpec
@@ -71,12 +70,6 @@ class Pool(Windowed):
             for i, k, s, d, (low, _) in self.windows(lead)
         )
         return (_leading(x, lead) + spatial,)
-
-    def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
-        (x,) = inputs
-        if self.mode == "lp" or self.ceil_mode:  # then what they keep follows from what they are given
-            return ()
-        return (skipping(x, self.output(x).shape, self.kernel, self.stride, self.padding),)
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * prod(self.kernel)

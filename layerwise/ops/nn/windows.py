@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layerwise.geometry import Lattice, Lattices
 from layerwise.ops.base import Op
 from layerwise.ops.facts import Local
-from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +31,6 @@ class Windowed(Op):
         """A row for each spatial dimension, from `lead` on: its index, kernel, stride, dilation and padding."""
         return zip(count(lead), self.kernel, self.stride, self.dilation, self.padding, strict=False)
 
-    def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
-        (lattices,) = self.lattices(inputs)
-        return replace(self, stride=closed(self.stride, lattices))  # type: ignore[type-var]  # it is a dataclass
-
 
 def interval(local: Local, dim: int) -> Interval:
     """The cell in one dimension of the output."""
@@ -47,26 +40,6 @@ def interval(local: Local, dim: int) -> Interval:
 def given(local: Local, dim: int, slot: int = 0) -> Interval:
     """The interval that the kernel receives of one dimension of an input."""
     return local.needs[slot].lo[dim], local.needs[slot].hi[dim]
-
-
-def skipping(
-    x: TensorSpec, out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[tuple[int, int]]
-) -> Lattices:
-    """The positions of x that windows read, in the last dimensions: those of one position, further apart than that.
-
-    None where there is padding: then needs may end between two positions that are read.
-    """
-    lead, unpadded = len(x.shape) - len(kernel), not any(map(any, padding))
-    apart = [
-        Lattice(0, s, count) if unpadded and k == 1 and s > 1 and count > 1 and unit == 1 else None
-        for k, s, count, unit in zip(kernel, stride, out[lead:], x.units[lead:], strict=True)
-    ]
-    return (*(None,) * lead, *apart) if any(apart) else ()
-
-
-def closed(stride: Sequence[int], lattices: Lattices) -> tuple[int, ...]:
-    """Strides over what lies on lattices."""
-    return tuple(1 if lattice else s for s, lattice in zip(stride, lattices[-len(stride) :], strict=True))
 
 
 def margins(cell: Interval, need: Interval, stride: int, first: int, last: int) -> tuple[int, int]:

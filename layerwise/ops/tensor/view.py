@@ -10,7 +10,7 @@ https://pytorch.org/docs/stable/tensor_view.html
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import TYPE_CHECKING, ClassVar
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import AxisMap, Lattice, Lattices, fixed, identity, whole, window
+from layerwise.geometry import AxisMap, fixed, identity, whole, window
 from layerwise.geometry.axis import IntervalMap
 from layerwise.ops.base import Op
 from layerwise.ops.facts import Local, Maps, Saved
@@ -153,19 +153,6 @@ class Slice(View):
         elif len(taken) < x.shape[dim]:
             maps[dim] = window(len(taken), x.shape[dim], dim, stride=taken.step, first=taken.start, last=taken.start)
         return (tuple(maps),)
-
-    def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
-        (x,) = inputs
-        dim, taken = self._taken(x)
-        if taken.step < 2 or len(taken) < 2 or x.units[dim] > 1:
-            return ()
-        lattice = Lattice(taken.start, taken.step, len(taken))
-        return (tuple(lattice if i == dim else None for i in range(len(x.shape))),)
-
-    def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
-        (x,) = inputs
-        dim, taken = self._taken(x)
-        return Slice(dim, 0, len(taken))
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (x,) = inputs

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.read.arguments import Arguments, listed_samples
+from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.ops.base import Role
-from layerwise.ops.opaque import AsWritten
 from layerwise.ops.random import signed
 from layerwise.run.batch import Batch
 from layerwise.run.data_parallel.replacements import Draws
@@ -44,29 +43,15 @@ class ModelCall:
 
 
 class FedSamples:
-    """Counts the samples of a call: rows of the input that has one a sample, or items of the first list.
-
-    Where neither is known each rank counts as one.
-    """
+    """Counts the samples of a call: rows of the input that has one a sample."""
 
     def __init__(self, graph: LayerGraph, arguments: Arguments) -> None:
-        as_written = (layer.op for layer in graph.layers if isinstance(layer.op, AsWritten))
-        self._counted = next((op.counted for op in as_written), "rows")
         rows = {layer.name for layer in graph.layers if layer.role is Role.INPUT and layer.out.index("n") == 0}
         self._arguments = arguments
         self._paths = [path for path, leaf in arguments.leaves.items() if leaf.name in rows]
 
     def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-        """Returns this rank's number. LayerwiseError where no tensor, or no list, is given."""
-        if self._counted == "ranks":
-            return 1
-        if self._counted == "items":
-            samples = listed_samples((*inputs, *named.values()))
-            if samples is None:
-                raise LayerwiseError(
-                    "the model is called without a list of tensors or dicts, so its number of samples is not known"
-                )
-            return len(samples)
+        """Returns this rank's number. LayerwiseError where no tensor is given."""
         flat = self._arguments.named(inputs, named)
         candidates = (*(flat.get(path) for path in self._paths), *flat.values())
         x = next((x for x in candidates if isinstance(x, Tensor) and x.dim()), None)

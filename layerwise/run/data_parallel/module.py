@@ -40,7 +40,7 @@ from layerwise.run.outputs import map_tensors
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
-from layerwise.run.state.model_state import Buffers, ModelState, map_kept_losses
+from layerwise.run.state.model_state import ModelState, map_kept_losses
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace
@@ -87,8 +87,6 @@ class DataParallelModule(ParallelModule):
         for replaced in self._replaced:
             replaced.place()
         self._norms = [replaced for replaced in self._replaced if type(replaced) is GlobalBatchNorm]
-        to_send = facts.replacements.as_written and facts.comm.size > 1
-        self._sent = Buffers(module, facts.replacements.batch_norms, facts.comm) if to_send else None
         self._samples = FedSamples(facts.graph, facts.arguments)
         moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.graph.dtype)
         self._moved = self._move if moves else None
@@ -141,9 +139,6 @@ class DataParallelModule(ParallelModule):
             inputs, named = pytree.tree_map_only(Tensor, partial(self._entering, call=call), (inputs, named))
         before, self._calls.forward = self._calls.forward, call
         try:
-            if self._sent is not None and self.training and self._synchronise:
-                self._sent.send()
-                self._sent.written()
             with self._autocast():
                 outputs = (
                     self._compiled(call, inputs, named)
@@ -268,8 +263,6 @@ class DataParallelModule(ParallelModule):
         if self._averaged is not None:
             self._averaged.finish()
         super()._finish(gradients, differentiable=differentiable)
-        if self._sent is not None and self._synchronise:
-            self._sent.send()
 
     def _failed(self) -> None:
         super()._failed()
@@ -280,7 +273,7 @@ class DataParallelModule(ParallelModule):
     def rank_schedule(self) -> Schedule:
         """Returns this rank's schedule at the plan's batch, for reports."""
         if self._schedule is None:
-            self._schedule = Schedule(self.layer_graph, self.plan, self.comm, self.runtime_options, all_classes=False)
+            self._schedule = Schedule(self.layer_graph, self.plan, self.comm, self.runtime_options)
         return self._schedule
 
     def _traced(self) -> None:

@@ -120,7 +120,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         """Normalises as `layerwise.ops.nn.norm.BatchNorm` does, and counts as torch.nn.BatchNorm2d."""
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
-        count = self._count(x, call)
+        count = _rows_a_sample(x, 0, call) * call.total * (x.numel() // (x.shape[0] * x.shape[1]))
         y, *_ = normalised(
             x,
             module.weight,
@@ -132,10 +132,6 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
             known=partial(self._remember, count),
         )
         return y
-
-    def _count(self, x: Tensor, call: ModelCall) -> int:
-        """Returns how many numbers each channel has on all ranks."""
-        return _rows_a_sample(x, 0, call) * call.total * (x.numel() // (x.shape[0] * x.shape[1]))
 
     def _remember(self, count: int, *moments: Tensor) -> None:
         """Moves the running statistics."""
@@ -151,14 +147,6 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         update((mean, var), *moments, count=count, momentum=momentum)
 
 
-class CountedBatchNorm(GlobalBatchNorm):
-    """A GlobalBatchNorm of inputs with an unknown number of rows a sample: the ranks count them together."""
-
-    def _count(self, x: Tensor, call: ModelCall) -> int:
-        own = torch.tensor([x.numel() // x.shape[1]], dtype=torch.float64, device=x.device)
-        return int(self.all_reduce(own))
-
-
 def replaced_modules(module: nn.Module, replaced: Replacements, calls: Calls, comm: Comm) -> Iterator[Replacement[Any]]:
     """Yields the replacements of the user's modules."""
     for path, draws in replaced.dropouts.items():
@@ -170,7 +158,7 @@ def replaced_modules(module: nn.Module, replaced: Replacements, calls: Calls, co
         assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
         all_reduce = summing(comm, tuple(range(comm.size)), layer)
         assert all_reduce is not None
-        yield (CountedBatchNorm if replaced.as_written else GlobalBatchNorm)(norm, calls, all_reduce)
+        yield GlobalBatchNorm(norm, calls, all_reduce)
 
 
 def _rows_a_sample(x: Tensor, dim: int, call: ModelCall) -> int:

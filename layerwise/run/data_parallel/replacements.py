@@ -20,7 +20,6 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role, Stage
 from layerwise.ops.nn.norm import BatchNorm
-from layerwise.ops.opaque import AsWritten
 from layerwise.ops.random import combine
 from layerwise.ops.tensor.view import Permute
 from layerwise.partition.groups import statistics
@@ -53,7 +52,6 @@ class Replacements:
 
     dropouts: Mapping[str, Draws] = field(default_factory=dict)
     batch_norms: Mapping[str, str] = field(default_factory=dict)  # the name of the layer
-    as_written: bool = False  # nothing is known of the module's layers
 
 
 def replacements(
@@ -66,8 +64,6 @@ def replacements(
     to be called once.
     """
     module = network.module
-    if module is not None and any(isinstance(layer.op, AsWritten) for layer in graph.layers):
-        return as_written(module, size, options)
     recompute = options.recompute or any(config.alters_saved for config in plan.strategy.values())
     if module is None or recompute or not _has_values(network, module):
         return None
@@ -100,12 +96,6 @@ def replacements(
                     return None
                 batch_norms[path] = layer.name
     return Replacements(dropouts, batch_norms)
-
-
-def as_written(module: nn.Module, size: int, options: RuntimeOptions) -> Replacements:
-    """Returns what to replace in a module of which nothing is known but its modules."""
-    every = dict(module.named_modules()) if size > 1 and not options.local_batch_norm else {}
-    return Replacements(batch_norms={path: path for path, m in every.items() if _is(m, BATCH_NORMS)}, as_written=True)
 
 
 def _has_values(network: Network, module: nn.Module) -> bool:

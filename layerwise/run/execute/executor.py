@@ -8,7 +8,6 @@ order, reversed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -20,7 +19,6 @@ from layerwise.program import Instruction, StepKind
 from layerwise.program.instructions import AllGather, Arrive, Begin, Compute, End, Free, Keep, Move, Output, Release
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Communication, IssuedTransfer, at_once, communicated, zeros_for
-from layerwise.run.execute.deferred_weights import DeferredWeights, defer_weights
 from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
@@ -80,7 +78,6 @@ class _Forward:
         self.types = dict[str, torch.dtype]()  # of what each layer makes
         self.received = dict[int, Tensor | None]()  # the inputs of the layer that comes next, by slot
         self.issued = dict[tuple[str, int], IssuedTransfer]()  # by layer and slot
-        self.deferred = dict[str, tuple[DeferredWeights, Tensor]]()  # with their weights
         self.saved = dict[str, SavedOutput]()  # by layers, until their output is kept in what a reader receives
         self.segments = executor.segments(run)
         self.blocks = dict[str, Block]()  # by the name of their last layer, until it has been computed
@@ -135,17 +132,15 @@ class _Forward:
 
     # ---- inputs ----
 
-    def begin(self, instruction: Begin | Move) -> None:
+    def begin(self, instruction: Begin) -> None:
         """Issues an input early."""
         edge = self.layers[instruction.layer].edges[instruction.slot]
         link = self.issued[instruction.layer, instruction.slot] = IssuedTransfer(*self._ways(edge))
         self._communicate(edge, self.values[edge.source], link.leaving())
 
-    def end(self, instruction: End | Move) -> None:
+    def end(self, instruction: End) -> None:
         """Waits for an input that was issued early."""
         scheduled, slot = self.layers[instruction.layer], instruction.slot
-        if slot == 0:
-            self._defer_weights(scheduled)
         link = self.issued.pop((instruction.layer, slot))
         self._receive(scheduled, slot, self._communicate(scheduled.edges[slot], None, link.arriving()))
 
@@ -156,9 +151,6 @@ class _Forward:
             self.received[slot] = None  # a segment takes its part itself
         elif edge.stays:
             self.received[slot] = self.values[edge.source]
-        elif self.run.differentiate and edge.weights_late:
-            self.begin(instruction)
-            self.end(instruction)
         else:
             self._receive(scheduled, slot, self._redistribute(edge))
 
@@ -185,7 +177,7 @@ class _Forward:
             if part is not None and not part.numel() and run.differentiate and edge.backward and not part.requires_grad:
                 part.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
             return part
-        return self._communicate(edge, x, at_once(*self._ways(edge, alike=full and not self.schedule.all_classes)))
+        return self._communicate(edge, x, at_once(*self._ways(edge, alike=full)))
 
     def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[TimedTransfer, TimedTransfer]:
         """Returns the ways there and back. alike: nothing is added up, as all ranks have the same gradient."""
@@ -203,25 +195,6 @@ class _Forward:
         there, adjoint = (lambda x: way.begin(x, like)), own if alike else back
         return TimedTransfer(edge.what, there, run.spans), TimedTransfer(name, adjoint, run.spans)
 
-    def _defer_weights(self, scheduled: ScheduledLayer) -> None:
-        """Defers the gradient of a layer's weights, where it is to be, until the backward pass comes back to here."""
-        run, name = self.run, scheduled.deferred_weight
-        if name is None or not run.differentiate:
-            return
-        weight = run.parameters[name]
-        if name in scheduled.elsewhere:
-            run.token = zeros_for(run.token, [weight])
-        elif scheduled.work is not None and weight.requires_grad and scheduled.layer.name not in self.segments:
-            what = f"{scheduled.layer.name} (backward)"
-
-            def span() -> AbstractContextManager[object]:
-                run.comm.at(run.number, what)
-                return run.spans.span(what, "compute")
-
-            deferred = DeferredWeights(weight.dtype, span)
-            run.token, weight = defer_weights(run.token, weight, deferred)
-            self.deferred[scheduled.layer.name] = deferred, weight
-
     # ---- layers ----
 
     def keep(self, instruction: Keep) -> None:
@@ -238,9 +211,7 @@ class _Forward:
         scheduled, segment = self.layers[name], self.segments.get(name)
         received, self.received = [self.received[slot] for slot in range(len(scheduled.edges))], {}
         if run.differentiate and scheduled.backward:
-            run.token = zeros_for(
-                run.token, [run.parameters[p] for p in scheduled.elsewhere if p != scheduled.deferred_weight]
-            )
+            run.token = zeros_for(run.token, [run.parameters[p] for p in scheduled.elsewhere])
         if segment is not None:
             if segment.first is scheduled:  # which computes all of it
                 self._segment(segment, received)
@@ -264,11 +235,7 @@ class _Forward:
         count, backward = len(scheduled.layer.specs), run.differentiate and scheduled.backward
         tied = iter(received[count:])
         tensors = [*received[:count], *(next(tied) if p is None else run.parameters[p] for p in parameters)]
-        convolve = None
-        if name in self.deferred:
-            deferred, tensors[count] = self.deferred.pop(name)
-            convolve = deferred.convolve
-        compute: LayerKernel = partial(run.layer, scheduled, convolve=convolve)
+        compute: LayerKernel = partial(run.layer, scheduled)
         if name in run.gathers and backward:
             # So all ranks begin to sum the gradients of these before they come to the next layer.
             run.order(tensors, [count + i for i, p in enumerate(parameters) if p in run.gathers[name].names])

@@ -60,13 +60,9 @@ class Pass:
         return self._empty[dtype]
 
     def layer(
-        self,
-        scheduled: ScheduledLayer,
-        inputs: Sequence[Tensor | None],
-        parameters: Sequence[Tensor | None],
-        convolve: Callable[..., Tensor] | None = None,
+        self, scheduled: ScheduledLayer, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
     ) -> Tensor:
-        """Returns this rank's box of a layer's output. convolve: instead of PyTorch's convolution."""
+        """Returns this rank's box of a layer's output."""
         assert scheduled.work is not None
         try:
             with self.autocast(scheduled):
@@ -76,7 +72,6 @@ class Pass:
                     all_there(parameters),
                     training=self.training,
                     seed=self.seed,
-                    convolve=convolve,
                 )
                 return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
         except LayerwiseError as error:

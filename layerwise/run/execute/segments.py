@@ -22,7 +22,6 @@ from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.ops.fused import run_stages
 from layerwise.ops.random import combine, signed
-from layerwise.ops.whole import Whole
 from layerwise.run.compiling import Settings, compile_with
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 
@@ -195,8 +194,6 @@ def _segment(schedule: Schedule, layers: tuple[ScheduledLayer, ...], *, training
 
 def _by_itself(scheduled: ScheduledLayer) -> bool:
     """True if this rank computes a layer, of what it has when it begins."""
-    if isinstance(scheduled.layer.main, Whole):  # whose code may look at data
-        return False
     if scheduled.work is None or scheduled.work.communicates or scheduled.recompute or scheduled.gathered:
         return False
     return all(edge.travels or edge.redistribution.transfer.kept is not None for edge in scheduled.edges)

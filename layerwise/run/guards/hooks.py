@@ -25,10 +25,6 @@ OUTSIDE = (
 )
 
 
-class NotByLayersError(LayerwiseError):
-    """A model that cannot be run layer by layer, for what its layers do not show."""
-
-
 Hook = Callable[[nn.Parameter], None]
 
 
@@ -169,7 +165,7 @@ def check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_compiled(module):
             where = f"module {name!r}" if name else "the model"
-            raise NotByLayersError(
+            raise LayerwiseError(
                 f"{where} is compiled already, but the plan runs its layers one by one: give the model as it is, with "
                 "compile=True"
             )
@@ -178,7 +174,7 @@ def check_modules(model: nn.Module) -> None:
         if lost is not None or module._backward_hooks or module._backward_pre_hooks:
             kind = "backward" if lost is None else "forward"
             where = f"module {name!r}" if name else "the model"
-            raise NotByLayersError(
+            raise LayerwiseError(
                 f"{where} has a {kind} hook, which would not be called in training: remove it before the model is made "
                 "parallel, and let the model return what it is for"
             )
@@ -187,7 +183,7 @@ def check_modules(model: nn.Module) -> None:
 def check_traced(graph: LayerGraph) -> None:
     """LayerwiseError where a model that is to be run layer by layer does what its layers do not."""
     if graph.unseen:
-        raise NotByLayersError(
+        raise LayerwiseError(
             f"the model {graph.unseen[0]}, which would be lost, as the plan runs its layers one by one: {AS_WRITTEN}"
         )
 

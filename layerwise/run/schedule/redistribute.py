@@ -69,19 +69,6 @@ class TimedTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadPositions:
-    """The positions of a rank's box that are read, where others are not (`geometry.lattice`): what a transfer is of."""
-
-    shape: tuple[int, ...]  # of the box
-    slices: tuple[slice, ...]
-
-    @property
-    def all(self) -> bool:
-        """True if it has no others."""
-        return self.shape == tuple(len(range(*s.indices(n))) for s, n in zip(self.slices, self.shape, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
 class Redistribution:
     """A rank's part of moving a tensor from the boxes that ranks own to those that they need."""
 
@@ -90,7 +77,6 @@ class Redistribution:
     what: str  # for error messages
     kind: TrafficKind = "transfers"  # what its bytes are counted as
     margins: tuple[tuple[int, int], ...] = ()  # zeros (low, high) around the box `need`, by dimension; (): none
-    positions: ReadPositions | None = None  # of this rank's tensor, those that the box `own` counts; None: all of it
 
     @property
     def room(self) -> Box | None:
@@ -118,8 +104,6 @@ class Redistribution:
             return landed(self.kept(x, like))
         if x is None and t.own is not None:
             x = like.new_zeros(t.own.shape)
-        elif x is not None:
-            x = self._read(x)
         received, room = [(peer, like.new_empty(box.shape)) for peer, box in t.receives], self.room
 
         def land() -> Tensor | None:
@@ -158,7 +142,7 @@ class Redistribution:
                 return None
             total = self._own_part(g, room, like, own_only=not received)
             for (_, box), (_, part) in zip(t.sends, received, strict=True):
-                self._read(total)[box.slices(t.own)] += part
+                total[box.slices(t.own)] += part
             return total
 
         sent = [(peer, _part(g, room, box)) for peer, box in t.receives]
@@ -199,19 +183,15 @@ class Redistribution:
 
         origin: the box that `g` is of.
         """
-        t, positions = self.transfer, self.positions
+        t = self.transfer
         assert t.own is not None
-        if g is not None and t.kept == t.own and (positions is None or positions.all):
+        if g is not None and t.kept == t.own:
             part = _part(g, origin, t.kept)
             return part if own_only else part.clone()
-        total = like.new_zeros(t.own.shape if positions is None else positions.shape)
+        total = like.new_zeros(t.own.shape)
         if g is not None and t.kept is not None:
-            self._read(total)[t.kept.slices(t.own)] = _part(g, origin, t.kept)
+            total[t.kept.slices(t.own)] = _part(g, origin, t.kept)
         return total
-
-    def _read(self, total: Tensor) -> Tensor:
-        """Returns the elements of this rank's tensor that the box `own` is of."""
-        return total if self.positions is None else total[self.positions.slices]
 
 
 def _take_rows(rows: Tensor, group: Group, received: Messages) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 import torch
@@ -12,21 +12,19 @@ import torch
 from layerwise.comm.base import Comm, Group, TrafficKind
 from layerwise.config import States
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box, Lattices, boundaries, numbering, slices
-from layerwise.graph.cells import Cells
+from layerwise.geometry import Box, boundaries
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
-from layerwise.partition.ahead import weights_late
 from layerwise.partition.blocks import blocks, recomputable, saved_within
 from layerwise.partition.groups import statistics
 from layerwise.partition.moved import Transfer, groups_of, transfer
-from layerwise.partition.place import Each, Place, data_parallel, input_maps, lattices_of, of_all_classes, place, read
+from layerwise.partition.place import Each, Place, data_parallel, input_maps, place, read
 from layerwise.partition.sharding import Sharding, sharded, states_of
 from layerwise.plan import Plan
 from layerwise.program import Program, StepKind, StrategyFacts, program
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.redistribute import ReadPositions, Redistribution
+from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.schedule.work import LayerWork, work
 
 
@@ -83,7 +81,6 @@ class ScheduledEdge:
     redistribution: Redistribution  # how it travels
     backward: bool  # whether a gradient comes back
     stays: bool  # whether nothing travels, and all that this rank has is used
-    weights_late: bool  # whether its gradient leaves before its user makes that of its weights
     within: bool  # whether what its source keeps of its own output is kept in what arrives
 
     @property
@@ -119,11 +116,6 @@ class ScheduledLayer:
     gathered: bool  # whether its parameters are full while it computes only
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 
-    @property
-    def deferred_weight(self) -> str | None:
-        """Returns the weights whose gradient is made after that of the layer's input has left."""
-        return self.parameters[0] if self.edges and self.edges[0].weights_late else None
-
 
 class Schedule:
     """One rank's layers for one global batch, in the order in which all ranks go through them.
@@ -133,21 +125,17 @@ class Schedule:
     output. within: layers of whose output this rank keeps what a reader is given.
     """
 
-    def __init__(
-        self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, all_classes: bool
-    ) -> None:
+    def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
         self.places, self._io, self.bucket_bytes = places(graph, plan), plan.io, plan.bucket_bytes
-        self.free, self.boxes, self.all_classes = plan.io != "sample", plan.io == "boxes", all_classes
+        self.free, self.boxes = plan.io != "sample", plan.io == "boxes"
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
         self._recomputed = self._to_recompute(plan)
         self._gathered = {name for name, config in plan.strategy.items() if config.states == "gathered"}
         self._within = saved_within(self.graph)
-        # Random numbers go by a layer's number, so reading halos or sending them does not change those of the others.
-        numbers = accumulate((not isinstance(layer.op, Cells) for layer in self.graph.layers), initial=0)
-        self.layers = tuple(map(self._scheduled, numbers, self.graph.layers))
+        self.layers = tuple(starmap(self._scheduled, enumerate(self.graph.layers)))
         self.unread = self._unread()
         self.within = frozenset(edge.source for layer in self.layers for edge in layer.edges if edge.within)
         self.blocks = self._blocks() if self._recomputed else {}
@@ -157,7 +145,6 @@ class Schedule:
         edges = [(layer.layer.name, slot, edge) for layer in self.layers for slot, edge in enumerate(layer.edges)]
         facts = StrategyFacts(
             travels={(name, slot) for name, slot, edge in edges if edge.travels},
-            late={name for name, _, edge in edges if edge.weights_late},
             recomputed=self._recomputed,
             gathered=[layer.layer.name for layer in self.layers if layer.gathered],
             gradients=(),
@@ -190,8 +177,7 @@ class Schedule:
                 self.statistics.update(group for group in groups if group)
         edges = [self._edge(layer, slot) for slot in range(len(layer.inputs))]
         if layer.role is Role.COMPUTE:
-            packed = [slot for slot in layer.skipping if edges[slot].travels]
-            local_work = work(layer.packed(packed), number, place, self.comm, local_batch_norm=local)
+            local_work = work(layer, number, place, self.comm, local_batch_norm=local)
         if local_work is not None and edges and edges[0].travels and (around := local_work.margins) and edges[0].needs:
             margins = tuple(around.get(dim, (0, 0)) for dim in range(len(layer.specs[0].shape)))
             edges[0] = replace(edges[0], redistribution=replace(edges[0].redistribution, margins=margins))
@@ -217,34 +203,24 @@ class Schedule:
             need = self._sink_need(layer, slot)
         else:
             maps, epilogue = input_maps(layer, slot)
-            wanted = self.places[layer.name].at(epilogue).needs(maps)
-            need = wanted.each
-        owned, positions = place.owned.each, None
+            need = self.places[layer.name].at(epilogue).needs(maps).each
+        owned = place.owned.each
         part = transfer(owned, need, self.comm.rank, everywhere=place.everywhere)
-        if part.pattern != "local" and (lattices := lattices_of(layer, slot)):
-            counted, box = numbering(layer.specs[slot].shape, lattices), part.own
-            owned, need = place.owned.needs(counted).each, wanted.needs(counted).each
-            part = transfer(owned, need, self.comm.rank)
-            positions = _positions(lattices, box, part.own)
         if self.comm.collectives and not place.everywhere:
             self.groups |= groups_of(owned, need)
         own = sink and self.boxes and self._keeps_its_box(layer, slot)
         kind: TrafficKind = "io" if sink and self.free and not own else "transfers"
-        redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind, positions=positions)
+        redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind)
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
         backward = self.graph.flows_back(layer)[slot]
-        deferred = slot == 0 and part.pattern != "local" and weights_late(layer, backward, self.options.device.type)
         within = self._within.get(source) == (layer.name, slot) and part.pattern != "local" and _holds_all(part)
         within = within and self._recomputed.isdisjoint((source, layer.name))
-        return ScheduledEdge(source, redistribution, backward, stays, deferred, within)
+        return ScheduledEdge(source, redistribution, backward, stays, within)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
-        """Returns each rank's box of an output: its samples; all, or all classes of a box (io free); its own box."""
-        spec, source = sink.specs[slot], self.graph[sink.inputs[slot]]
+        """Returns each rank's box of an output: its samples; all of it (io free); its own box (io boxes)."""
         if self.boxes and self._keeps_its_box(sink, slot):
-            need = self.places[source.name].owned.each
-        elif self.free and self.all_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
-            need = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each
+            need = self.places[sink.inputs[slot]].owned.each
         else:
             need = self.places[sink.name].computed.needs(sink.space.needs[slot]).each
         self.sinks.append(need)
@@ -272,11 +248,6 @@ class Schedule:
         if not layer.out.differentiable and layer.end:
             return None
         return self.options.element_type(layer.out.dtype, self.graph)
-
-
-def _positions(lattices: Lattices, box: Box | None, own: Box | None) -> ReadPositions | None:
-    """Returns the positions in a rank's box whose numbers are `own`."""
-    return None if box is None or own is None else ReadPositions(box.shape, slices(lattices, box, own))
 
 
 def _holds_all(part: Transfer) -> bool:

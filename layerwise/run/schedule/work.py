@@ -50,7 +50,6 @@ class LayerWork:
         *,
         training: bool,
         seed: int,
-        convolve: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Returns the rank's box of the output. Every rank of the layer calls it at the same point of the plan."""
         reduction = self.reduction
@@ -61,7 +60,6 @@ class LayerWork:
             training=training,
             seed=lambda stage: combine(seed, self.number, stage),
             reduce=None if reduction is None else lambda partial: _reduce_scatter(partial, comm, reduction, self.name),
-            convolve=convolve,
         )
 
 

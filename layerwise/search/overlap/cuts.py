@@ -18,14 +18,13 @@ import numpy as np
 
 from layerwise.config import distinct_cells
 from layerwise.cost.collectives import GroupShape, least_rate
-from layerwise.cost.compute.roofline import rooflines
 from layerwise.cost.model import CostModel, EdgeName
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS, Collective, gradients_of, shares_of
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer
 from layerwise.machine.curves import Operation
 from layerwise.ops.base import Role
-from layerwise.partition.ahead import begun_before, weights_late
+from layerwise.partition.ahead import begun_before
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.search.limit.additive import Choice, Costs
 from layerwise.search.limit.variants import Variants
@@ -35,9 +34,9 @@ class _Point(NamedTuple):
     """A point of the backward pass: layers are those of the graph's order, which is gone through backwards."""
 
     computed: int  # from this layer on all is computed
-    partly: int  # of this one all but the deferred gradient of its weights; -1: of none
-    sums: int  # sums of this layer's gradients and of those before it are issued later
-    begun: int  # and transfers of gradients of this layer's inputs and those before it
+    issued: (
+        int  # sums of the gradients of this layer and of those before it, and transfers of their inputs', come later
+    )
 
 
 class _Sum(NamedTuple):
@@ -58,8 +57,7 @@ class _Node:
     """A layer by itself under V configurations, in seconds: (V,) each."""
 
     in_line: Floats  # its forward pass, collectives inside it, its update
-    backward: Floats  # of which `weights` may be deferred
-    weights: Floats
+    backward: Floats
     sums: Sequence[_Sum]
 
 
@@ -78,7 +76,6 @@ class Cuts:
         self.place = {layer.name: i for i, layer in enumerate(graph.layers)}
         needed = {layer.name for layer in graph.layers} if self.training else graph.returned
         begun = {end for ends in begun_before(graph, model.options.io).values() for end in ends}
-        self.deferring = {layer.name for layer in graph.inner if self._defers(layer)}
         self.node = {layer.name: self._node(layer, layer.name in needed) for layer in graph.layers}
         self.edges = [edge for edge in graph.edges() if edge[1] in needed and model.directions(edge)]
         self._one_way: dict[tuple[int, int], tuple[Floats, Floats]] = {}
@@ -88,16 +85,15 @@ class Cuts:
         self.returned: dict[EdgeName, int] = {}  # by edge whose gradient is issued early: from which layer
         for u, v, slot in self.edges:
             early, both = (v, slot) in begun, model.directions((u, v, slot)) == 2
-            back = early or (slot == 0 and v in self.deferring)
             again = [float(config.recompute) for config in space.bases[v]]
-            self.in_line[u, v, slot] = np.array(again) + int(not early) + int(both and not back)
-            if both and back:
+            self.in_line[u, v, slot] = np.array(again) + int(not early) + int(both and not early)
+            if both and early:
                 self.returned[u, v, slot] = self.place[v]
         self._known_rates: dict[tuple[Operation, tuple[GroupShape, ...]], Floats] = {}
-        self.points = np.array(self._points())  # (R, 4)
+        self.points = np.array(self._points())  # (R, 2)
         # (R,) 1 where the gradient of an edge's tensor is issued early, but after the point, else 0.
         self.later: dict[EdgeName, Floats] = {
-            edge: (self.points[:, 3] >= self.returned.get(edge, len(self.place))).astype(np.float64)
+            edge: (self.points[:, 1] >= self.returned.get(edge, len(self.place))).astype(np.float64)
             for edge in self.edges
         }
 
@@ -134,11 +130,8 @@ class Cuts:
     def layer(self, name: str, variants: Ints | slice = slice(None), rows: slice = slice(None)) -> Floats:
         """(V, R) seconds of a layer by itself."""
         node, place, points = self.node[name], self.place[name], self.points[rows]
-        computed, partly = (place >= points[:, 0]), (place == points[:, 1])
-        total = node.in_line[variants, None] + node.backward[variants, None] * (computed | partly)
-        if name in self.deferring:
-            total -= node.weights[variants, None] * (partly & ~computed)
-        later = np.flatnonzero(points[:, 2] >= self._issued(place))
+        total = node.in_line[variants, None] + node.backward[variants, None] * (place >= points[:, 0])
+        later = np.flatnonzero(points[:, 1] >= self._issued(place))
         for operation, size_bytes, groups, which in node.sums if len(later) else ():
             rates = self._rates(operation, groups)[:, rows][:, later]
             total[:, later] += size_bytes[variants, None] * rates[which[variants]]
@@ -150,27 +143,16 @@ class Cuts:
         model, configs = self.model, self.space.configs[layer.name]
         cost, zero = model.node_cost(layer, configs), np.zeros(len(configs))
         if not needed:
-            return _Node(zero, zero, zero, ())
+            return _Node(zero, zero, ())
         inside = sum((cost.seconds[term.name] for term in LAYER_TERMS if term.span), zero)
         if not self.training:
-            return _Node(cost.compute.forward + inside / 2, zero, zero, ())
+            return _Node(cost.compute.forward + inside / 2, zero, ())
         again = cost.seconds[COMPUTE.name] - cost.compute.total  # what is recomputed
-        layout, weights = model.layout(layer, configs), zero
-        if layer.name in self.deferring:
-            cells, rows = distinct_cells(configs)
-            plain = model.layout(layer, cells)
-            _, work = rooflines(
-                layer, plain, model.graph.flows_back(layer), model.devices.processor, model.options.dtype
-            )
-            weights = cost.compute.backward * (work.weights_s / work.seconds)[rows]
+        layout = model.layout(layer, configs)
         sums = [_Sum.of("all_reduce", c) for c in gradients_of(model, layer, layout)]
         sums += [_Sum.of("reduce_scatter", c) for c in shares_of(model, layer, layout)]
         in_line = cost.compute.forward + inside + cost.compute.update
-        return _Node(in_line, cost.compute.backward + again, weights, sums)
-
-    def _defers(self, layer: Layer) -> bool:
-        flows = any(self.model.graph.flows_back(layer)[:1])
-        return self.training and weights_late(layer, flows, self.model.devices.device_type)
+        return _Node(in_line, cost.compute.backward + again, sums)
 
     def _one_way_s(self, edge: EdgeName, watched: tuple[int, ...] | None) -> Floats:
         """(B_u, B_v)."""
@@ -187,13 +169,11 @@ class Cuts:
 
     def _points(self) -> list[_Point]:
         """The points at which something is issued later that is not before; and the end of all computation."""
-        layers, points = self.model.graph.layers, [_Point(0, -1, -1, -1)]
+        layers, points = self.model.graph.layers, [_Point(0, -1)]
         sending = {self.place[v] for _, v, _ in self.returned}
         for i, layer in enumerate(layers):
             if self.node[layer.name].sums or i in sending:
-                if layer.name in self.deferring:
-                    points.append(_Point(i + 1, i, i, i))
-                points.append(_Point(i, -1, i, i - (layer.name in self.deferring)))
+                points.append(_Point(i, i))
         return points
 
     def _issued(self, place: int) -> int:
@@ -209,7 +189,7 @@ class Cuts:
         """(R,) that one bucket has at most of the gradients that are complete after each point."""
         most = {name: sum(float(size.max()) for _, size, _, _ in node.sums) for name, node in self.node.items()}
         issued = np.array([self._issued(self.place[name]) for name in most])
-        later: Floats = (issued <= self.points[:, 2, None]) @ np.array(list(most.values()))
+        later: Floats = (issued <= self.points[:, 1, None]) @ np.array(list(most.values()))
         return np.minimum(later, BUCKET_BYTES + max(most.values()))
 
     def _rates(self, operation: Operation, groups: tuple[GroupShape, ...]) -> Floats:

@@ -79,7 +79,7 @@ class Planned:
     @cached_property
     def baselines(self) -> dict[str, Candidate]:
         """Named strategies, priced."""
-        named = baselines(self.model, replace(self.space, constraints=()))
+        named = baselines(self.model, self.space)
         return {name: candidate(self.model, name, strategy, self.limit_bytes) for name, strategy in named.items()}
 
     @cached_property
@@ -91,7 +91,7 @@ class Planned:
     def alternatives(self) -> dict[str, list[Alternative]]:
         """Of every layer; nothing where tables of all configurations would take long."""
         strategies = baselines(self.model, self.space) | {"plan": self.best.strategy}
-        configs = configurations(self.model, self.space, strategies, {})
+        configs = configurations(self.model, self.space, strategies)
         pairs = sum(len(configs[u]) * len(configs[v]) for u, v, _ in self.model.graph.edges())
         if pairs > MANY_PAIRS:
             return {}
@@ -147,7 +147,7 @@ def _proof(plan: Plan) -> str:
     bound = f"{units(predicted['lower_bound_s'], 's')} ({'proven' if proven else 'a bound'})"
     takes = units(predicted["step_time_s"], "s")
     text = f"By equation 1, without overlap, it takes {takes}, no strategy less than {bound}"
-    text += " under its constraints" if plan.provenance.get("constraints") else ""
+    text += " with its fixed layers" if plan.provenance.get("fixed") else ""
     if least_s := predicted.get("timeline_lower_bound_s"):
         text += f"; with overlap none less than {units(least_s, 's')} ({predicted['timeline_s'] / least_s - 1:.1%})"
     return f"{text}."

@@ -44,9 +44,7 @@ def conclusion(result: SearchResult) -> Iterator[str]:
             f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
     yield from overlap_lines(result)
-    yield from constraint_lines(result)
     yield from limit_lines(result)
-    yield from halo_lines(result)
 
 
 def overlap_lines(result: SearchResult) -> Iterator[str]:
@@ -60,15 +58,6 @@ def overlap_lines(result: SearchResult) -> Iterator[str]:
             slower = units(timeline_s(ddp), "s")
             yield f"Gradients travel in buckets of {size}; in those of DistributedDataParallel a step takes {slower}."
         yield f"With overlap: {found}; no strategy of the space is below {least} ({gap:.1%})."
-
-
-def constraint_lines(result: SearchResult) -> Iterator[str]:
-    """A line on what the user's constraints cost."""
-    if (free := result.unconstrained) is not None and result.best.fits:
-        step_s, free_s = timeline_s(result.best), timeline_s(free)
-        cost = "nothing" if step_s <= free_s * 1.0005 else f"{step_s / free_s - 1:.1%} of a step"
-        needs = "" if free.fits else ", but does not fit into memory"
-        yield f"The constraints cost {cost}: without them the best plan takes {units(free_s, 's')}{needs}."
 
 
 def verdict(result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]:
@@ -110,17 +99,6 @@ def why_data(result: SearchResult) -> str:
     return f"kept: {gain}, within the model's error ({100 * error:.2g}%)"
 
 
-def halo_lines(result: SearchResult) -> Iterator[str]:
-    """Lines on halos of inputs: whether they are read or sent, and what either costs."""
-    if (halos := result.halos) is not None:
-        chosen = "sent" if halos.sent else "read by each device that needs them"
-        yield (
-            f"Halos of {', '.join(halos.inputs)} are {chosen}: with reading, a step takes {units(halos.read_s, 's')} "
-            f"where they are read ({units(halos.read_bytes, 'B')} by the busiest device), {units(halos.sent_s, 's')} "
-            f"where they are sent ({units(halos.sent_bytes, 'B')})."
-        )
-
-
 def whole_shares(candidate: Candidate) -> dict[str, float]:
     """Their names, and the share of the step time that each takes, with what travels to it."""
     price = candidate.price
@@ -132,9 +110,8 @@ def whole_shares(candidate: Candidate) -> dict[str, float]:
 
 
 def whole_lines(candidate: Candidate) -> Iterator[str]:
-    """A sentence, where there are some; and one for each module that is called as it is written."""
+    """A sentence, where there are some."""
     model, shares = candidate.model, whole_shares(candidate)
-    yield from (f"{op.note[0].upper()}{op.note[1:]}." for op in model.graph.whole_modules)
     if shares and model.devices.count > 1:
         named = (f"{name} ({model.graph[name].stages[0].label}), {share:.0%}" for name, share in shares.items())
         yield f"Whole (not split), with their share of the step: {'; '.join(named)}."

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, get_args
+from typing import get_args
 
 from layerwise.config import Config
 from layerwise.cost.memory.allocations import MemoryKind
@@ -24,10 +24,6 @@ from layerwise.report.figures import svg
 from layerwise.report.picture import PARTS, draw
 from layerwise.search.curve import Point
 from layerwise.search.result import Candidate, SearchResult, drawn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
 NUMBERS = (Column("devices", "#"), *(Column(name, "s") for name in COLUMNS), Column("memory", "B"))
@@ -225,9 +221,7 @@ CURVE = (
 
 def curve_table(curve: Sequence[Point]) -> Table:
     """A row a limit."""
-    halos = any(point.result.halos for point in curve)
-    rows = [(*_curve_row(point), *([_halos(point)] if halos else [])) for point in curve]
-    columns = filled([*CURVE, *([Column("halos")] if halos else [])], rows)
+    columns = filled(CURVE, [_curve_row(point) for point in curve])
     narrow = [replace(c, heading=c.heading.replace("recompute", "recom-\npute")) for c in stacked(columns)]
     return Table(columns, narrower=[narrow])
 
@@ -249,10 +243,6 @@ def _curve_row(point: Point) -> tuple[Value, ...]:
     )
 
 
-def _halos(point: Point) -> Value:
-    return None if point.best is None else "sent" if point.halos_sent else "read"
-
-
 def _count(best: Candidate | None, what: str) -> int:
     """Layers that are recomputed, or have shared-out states."""
     configs = [] if best is None else best.strategy.values()
@@ -263,47 +253,3 @@ def proof(result: SearchResult) -> str:
     """The word for the additive optimum: proven, or its gap."""
     optimum = result.optimum
     return "proven" if optimum.proven else f"gap {optimum.cost_s / optimum.lower_bound_s - 1:.2%}"
-
-
-def curve_values(curve: Sequence[Point]) -> list[dict[str, Any]]:
-    """Values for a program: a member a limit, in seconds and bytes."""
-    return [
-        {
-            "memory_limit_bytes": point.limit_bytes,
-            "fits": point.best is not None,
-            "memory_bytes": None if point.best is None else point.best.price.memory_bytes,
-            "step_time_s": point.result.additive.price.step_time_s,
-            "lower_bound_s": point.result.optimum.lower_bound_s,
-            "optimal": point.result.optimum.proven,
-            "timeline_s": None if point.best is None else point.best.timeline.total_s,
-            "least_memory_bytes": None if point.result.least is None else point.result.least.bytes,
-            "recompute": _count(point.best, "recompute"),
-            "shard": _count(point.best, "states"),
-            "halos_sent": list(point.halos_sent),
-        }
-        for point in curve
-    ]
-
-
-def draw_curve(curve: Sequence[Point], title: str) -> Figure:
-    """Step time, with overlap and without, over the memory that a device may take."""
-    from matplotlib.figure import Figure
-
-    fitting = [(point, point.best) for point in curve if point.best is not None]
-    figure = Figure(figsize=(5, 3.4), layout="constrained")
-    axis = figure.subplots()
-    limits = [point.limit_bytes / 1e9 for point, _ in fitting]
-    for label, seconds in (
-        ("with overlap", [best.timeline.total_s for _, best in fitting]),
-        ("least step time", [point.result.additive.price.step_time_s for point, _ in fitting]),
-        ("its lower bound", [point.result.optimum.lower_bound_s for point, _ in fitting]),
-    ):
-        axis.step(limits, [s * 1e3 for s in seconds], where="post", label=label, ls=":" if "bound" in label else "-")
-    if len(fitting) < len(curve):
-        axis.axvline(curve[-1].limit_bytes / 1e9, color="#b00020", lw=0.8, label="nothing fits")
-    axis.set_xlabel("memory limit of a device (GB)", fontsize=8)
-    axis.set_ylabel("milliseconds a step", fontsize=8)
-    axis.set_ylim(bottom=0)
-    axis.set_title(title, fontsize=9)
-    axis.legend(fontsize=8, frameon=False)
-    return figure

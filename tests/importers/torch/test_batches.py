@@ -12,8 +12,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.importers.torch import batches
 from layerwise.run.load import load
-from tests.api.as_written_models import MODELS
 from tests.comm.thread import run_threads
+from tests.importers.torch.published import MODELS
 from tests.importers.zoo import Swin
 from tests.run.plans import random_plan
 

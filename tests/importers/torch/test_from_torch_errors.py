@@ -60,7 +60,7 @@ def test_outputs_that_are_not_made() -> None:
 
 def test_many_constants_do_not_take_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be any number of them: here a hundred and fifty of 1 MiB, with room for a hundred."""
-    monkeypatch.setattr(torch_constants, "OF_A_MODULE", (1 << 20, 100 << 20))
+    monkeypatch.setattr(torch_constants, "MOST_BYTES", 100 << 20)
 
     def sums(count: int) -> nn.Module:
         return Function(lambda x: x + sum(torch.arange(2**17) * i for i in range(count)).sum())  # type: ignore[union-attr]

@@ -9,8 +9,8 @@ from layerwise.comm.base import Comm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
-from tests.api.as_written_models import MODELS
 from tests.comm.thread import run_threads
+from tests.importers.torch.published import MODELS
 from tests.run.plans import random_plan
 
 

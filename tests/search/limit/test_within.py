@@ -33,7 +33,7 @@ def mlp(widths: str, batch: int, optimizer: str = "adam") -> CostModel:
 def every(model: CostModel, offer: tuple[str, ...]) -> tuple[list[Strategy], Floats, Floats]:
     """All strategies of a model, what they cost by equation 1, and their true peaks."""
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
-    cells = configurations(model, SearchSpace(4), named, {})
+    cells = configurations(model, SearchSpace(4), named)
     space = Variants.of(cells, Forms.of(model.graph, 4, offer)).configs
     strategies: list[Strategy] = [dict(zip(space, these, strict=True)) for these in product(*space.values())]
     costs = [price(model, s, memory_bytes=0.0).step_time_s for s in strategies]
@@ -100,9 +100,10 @@ def test_what_a_limit_costs_is_told_of_the_best_without_it() -> None:
 def test_fixed_layers_stay_as_they_are_under_a_limit() -> None:
     model = mlp("64x256x64", 8)
     fixed = {layer.name: Config.of({"n": 4}) for layer in model.graph.inner[:1]}
-    free = search(model, SearchSpace(4), fixed=fixed)
+    space = SearchSpace(4, fixed=tuple(fixed.items()))
+    free = search(model, space)
     limit = 0.8 * free.best.price.memory_bytes
-    found = search(model, SearchSpace(4), fixed=fixed, memory_limit_bytes=limit)
+    found = search(model, space, memory_limit_bytes=limit)
     assert found.best.fits
     assert {name: found.best.strategy[name] for name in fixed} == fixed
 

@@ -37,7 +37,7 @@ SLACK = 1 + 1e-9
 def space_of(model: CostModel, dims: str = "nchw") -> dict[str, tuple[Config, ...]]:
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     space = SearchSpace(model.devices.count, (*dims,), spread=model.devices.nodes > 1)
-    return configurations(model, space, named, {})
+    return configurations(model, space, named)
 
 
 def model_of(graph: LayerGraph, devices: int, profile: str = "p100", kind: StepKind = "training") -> CostModel:

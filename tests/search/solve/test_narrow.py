@@ -218,7 +218,7 @@ def test_the_search_over_pruned_tables_is_the_search_over_full_ones(
     model = CostModel(fuse(network(batch)), load("p100").device_graph(devices, node), options)
     space = SearchSpace(devices, spread=devices > 2)
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
-    configs = configurations(model, space, named, {})
+    configs = configurations(model, space, named)
     narrowed = narrow(model, configs, list(named.values()))
     best = eliminate(model.tables(configs)).cost_s
     last, found = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)

@@ -80,7 +80,7 @@ class Lifetimes(Forward):
 
     def compute(self, instruction: Compute) -> None:
         """A layer's kernels run."""
-        parts = {"recompute": self._recompute, "backward": self._backward, "weights": self._make_weights}
+        parts = {"recompute": self._recompute, "backward": self._backward}
         parts.get(instruction.part, self._forward)(self.model.graph[instruction.layer])
 
     def update(self, _: Update) -> None:
@@ -110,14 +110,13 @@ class Lifetimes(Forward):
             gradient = self.gradients.pop(name, None)
             self.ledger.drop(gradient.claims if gradient else [])
         elif name in self.stages:
-            self.inward[name] = self._differentiate(layer, name in self.late)
-        if name not in self.late:
-            self._hand_out(layer)
+            self.inward[name] = self._differentiate(layer)
+        self._hand_out(layer)
 
-    def _differentiate(self, layer: Layer, late: bool) -> dict[int, GradientClaims]:
+    def _differentiate(self, layer: Layer) -> dict[int, GradientClaims]:
         ledger, name, stages = self.ledger, layer.name, self.stages[layer.name]
         running, inward = self.gradients.pop(name, None), dict[int, GradientClaims]()
-        gathered, waiting = self._new(name, self.parameters[name].gathered), list[Claim]()
+        gathered = self._new(name, self.parameters[name].gathered)
         if name in self.moved:  # the reader needs it no more
             edge = (name, *self.within[name])
             self.saved[name][-1] += ledger.hold(ledger.storage(), edge, "own", *self.moved[name], local=False)
@@ -125,17 +124,15 @@ class Lifetimes(Forward):
         for number in reversed(tracked):
             stage, made, weights = stages[number], list[Claim](), list[Claim]()
             if number == tracked[0]:
-                weights = self._unless_late(layer, stage.weights, late)
-                made = [] if weights else self._parameters(layer, late)
+                weights = self._new(name, stage.weights)
+                made = [] if weights else self._parameters(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             copies = self._new(name, sum(cast, stage.between - stage.padded)) + self._copy(layer, number)
             read = self.saved[name][number] + (running.claims if running else [])
             if copies:
                 ledger.instant(f"backward {name} {number} first")
-                if late and number == 0:
-                    waiting += self._waiting(layer, read, stage.between > 0)
                 alone = (stage.padded > 0) & (stage.between == stage.padded)
-                arrived = self._waiting(layer, read, alone) if number == 0 and not late else []
+                arrived = self._waiting(layer, read, alone) if number == 0 else []
                 read = self._only(name, read, stage.between == 0) + arrived
             wanted = [slot for slot in stage.slots if self.flows[layer.inputs[slot]]]
             through = running if stage.saved.through else None
@@ -146,20 +143,16 @@ class Lifetimes(Forward):
                 self._before(name, stages[number - 1].made, through, stage.saved.through) if stage.running else None
             )
             ledger.instant(f"backward {name} {number}")
-            if late and number == 0:
-                waiting += self._waiting(layer, read, np.ones(stage.made.shape, np.bool_))
             ledger.drop(copies + read + (running.claims if running else []))
             if apart:
                 inward |= {slot: self._inward(layer, slot, None, False) for slot in wanted}
             if weights:
-                made = self._parameters(layer, late)
+                made = self._parameters(layer)
                 ledger.instant(f"backward {name} {number} weights")
             ledger.drop(made + weights)
             running = before
         ledger.drop(gathered + (running.claims if running else []))
-        self.waiting = waiting
-        if not late:
-            self._sum_gathered(layer)
+        self._sum_gathered(layer)
         return inward
 
     def _disjoint(
@@ -218,37 +211,20 @@ class Lifetimes(Forward):
             more += self.ledger.hold(claim.storage, edge, claim.kind, ALWAYS, target, local=False)
         return more
 
-    def _parameters(self, layer: Layer, late: bool) -> list[Claim]:
+    def _parameters(self, layer: Layer) -> list[Claim]:
         """Their gradients."""
         held = self.parameters[layer.name]
-        made = self._unless_late(layer, held.gradients, late)
-        return made if late else made + self._new(layer.name, held.rows)
+        return self._new(layer.name, held.gradients) + self._new(layer.name, held.rows)
 
-    def _sum_gathered(self, layer: Layer, *, late: bool = False) -> None:
+    def _sum_gathered(self, layer: Layer) -> None:
         """Gradients of what is gathered for a layer go into rows, of which some stay until others come."""
         held = self.parameters[layer.name]
         if held.rows_last.any():
             self.ledger.drop(self.last)  # those of the layer before may have left
             self.last = self._new(layer.name, held.rows_last)
-            if not late:  # else they may have been made long before
-                alone = self._new(layer.name, held.gradient_last)
-                self.ledger.instant(f"backward {layer.name} sums")
-                self.ledger.drop(alone)
-
-    def _unless_late(self, layer: Layer, size: Floats, late: bool) -> list[Claim]:
-        if not late:
-            return self._new(layer.name, size)
-        return self._of_edge(self.ledger.storage(), (layer.inputs[0], layer.name, 0), ALWAYS, size, local=True)
-
-    def _make_weights(self, layer: Layer) -> None:
-        """While the gradient of the input travels, which is a flight by now."""
-        stage, edge, held = self.stages[layer.name][0], (layer.inputs[0], layer.name, 0), self.parameters[layer.name]
-        claims = self._of_edge(self.ledger.storage(), edge, ALWAYS, held.gradients + stage.weights, local=False)
-        claims += self._new(layer.name, held.rows)
-        self.ledger.instant(f"backward {layer.name} weights")
-        self.ledger.drop(claims + self.waiting)
-        self._sum_gathered(layer, late=True)
-        self._hand_out(layer)
+            alone = self._new(layer.name, held.gradient_last)
+            self.ledger.instant(f"backward {layer.name} sums")
+            self.ledger.drop(alone)
 
     def _hand_out(self, layer: Layer) -> None:
         """Gradients that nobody shares stay, and a device's part of the sums of others."""

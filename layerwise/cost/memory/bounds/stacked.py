@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.model import CostModel
-from layerwise.geometry import Lattices, boundaries, interval_overlap, numbering, through
+from layerwise.geometry import boundaries, interval_overlap
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
@@ -170,12 +170,10 @@ class Travel:
         epilogue: bool,
         item_bytes: int,
         local: Mask,
-        lattices: Lattices = (),
     ) -> None:
-        self.numbers = numbering(tuple(dim.extent for dim in source.dims[: len(maps)]), lattices)
-        self.source, self.target, self.maps, self.epilogue = source, target, through(maps, self.numbers), epilogue
+        self.source, self.target, self.maps, self.epilogue = source, target, maps, epilogue
         self.item_bytes, self.local = item_bytes, local
-        self.own = source.place.owned.numbered(self.numbers) if lattices else source.place.owned
+        self.own = source.place.owned
         self.need = target.place.at(epilogue).needs(self.maps)
 
     def bytes(self, part: Part, u: Ints, v: Ints, d: Ints) -> Floats:
@@ -245,7 +243,7 @@ class Travel:
             values, which = np.unique(degrees[:, j], return_inverse=True)
             dim, flags = self.source.dims[j], []
             for degree in values.tolist():
-                cuts = self.numbers[j].cuts(boundaries(dim.extent, degree, dim.unit))
+                cuts = boundaries(dim.extent, degree, dim.unit)
                 flags.append(_scattered(self.need, j, cuts))
             rows.append((self._of_target(np.stack(flags, axis=1)), which.reshape(-1)))
         return rows

@@ -12,14 +12,13 @@ from layerwise.cost.memory.bounds.claims import Claim, ClaimedStorage, ClaimKind
 from layerwise.cost.memory.bounds.stacked import Stacked, Travel, inside, stacked
 from layerwise.cost.memory.sizes import StageMemory, stages_of
 from layerwise.cost.model import Configs, CostModel, EdgeName
-from layerwise.geometry import numbering, through
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.ops.facts import Parameter
-from layerwise.partition.ahead import EdgeEnd, weights_late
+from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import blocks, saved_within
-from layerwise.partition.place import Boxes, input_maps, lattices_of
+from layerwise.partition.place import Boxes, input_maps
 from layerwise.partition.sharding import shardings, states_of
 from layerwise.program import StrategyFacts, program
 
@@ -85,7 +84,6 @@ class StepClaims:
         self.flows = self.model.has_gradient
         self.users = {name: set(uses) for name, uses in graph.consumers().items()}
         self.parameters: dict[str, ParameterBounds] = {}
-        self.waiting: list[Claim] = []  # of what the gradient of weights is made of, while it is yet to be made
         self.rows: list[Claim] = []  # of gradients that are yet to be summed
         self.last: list[Claim] = []  # of the last layer's gathered parameters
         self.all_leave = all(self.flows[layer.name] for layer in graph.layers if layer.trains)  # none waits for others
@@ -100,21 +98,13 @@ class StepClaims:
             for slot, source in enumerate(layer.inputs):
                 if layer.role is not Role.SINK or self.model.options.io == "sample":
                     self.local[source, layer.name, slot] = self._locality(layer, slot)
-        late = {layer.name for layer in graph.inner if layer.inputs and self._may_defer(layer)}
-        self.program = program(graph, self.model.options.io, self._facts(late), self.model.options.kind)
-        self.late = self.program.late
+        self.program = program(graph, self.model.options.io, self._facts(), self.model.options.kind)
 
-    def _facts(self, late: set[str]) -> StrategyFacts:
+    def _facts(self) -> StrategyFacts:
         """All that may be under some configurations."""
         travels = {(name, slot) for (_, name, slot), local in self.local.items() if not local.all()}
         recomputed = {name for name, rows in self.recomputed.items() if rows.any()}
-        return StrategyFacts(travels, late, recomputed, gathered=(), gradients=())
-
-    def _may_defer(self, layer: Layer) -> bool:
-        """True if under some configurations the gradient of its weights is made while that of its input travels."""
-        flows = any(self.model.graph.flows_back(layer)[:1])
-        travels = not self.local[layer.inputs[0], layer.name, 0].all()
-        return travels and weights_late(layer, flows, self.model.devices.device_type)
+        return StrategyFacts(travels, recomputed, gathered=(), gradients=())
 
     def _recomputed(self) -> tuple[dict[str, Mask], dict[str, int]]:
         """The configurations that recompute a layer, (V, 1), and the number of its block, where any layer does."""
@@ -127,7 +117,7 @@ class StepClaims:
         coming, known = list[Claim](), dict[object, tuple[Stacked, ParameterBounds, list[StageMemory]]]()
         for layer in self.model.graph.layers:
             name, configs = layer.name, self.configs[layer.name]
-            key = self.model.kind(layer), layer.skipping, configs  # equal blocks are looked at once
+            key = self.model.kind(layer), configs  # equal blocks are looked at once
             if key not in known:
                 where = stacked(self.model, layer, configs)
                 found = parameters(self.model, layer, where, configs)
@@ -143,10 +133,10 @@ class StepClaims:
             self.ledger.drop(coming)
 
     def _stages(self, layer: Layer, where: Stacked) -> list[StageMemory]:
-        """The stages with arrays (V, N). They keep no less where what they read has not travelled (`Layer.packed`)."""
+        """The stages with arrays (V, N)."""
         flows = self.model.graph.flows_back(layer)
         split = np.array([config["k"] > 1 for config in self.configs[layer.name]])[:, None]
-        rows, layer = [], layer.packed(layer.skipping)
+        rows = []
         whole = stages_of(layer, where.place, flows, False)
         parts = stages_of(layer, where.place, flows, True) if split.any() else whole
         for stage, part in zip(whole, parts, strict=True):
@@ -182,8 +172,6 @@ class StepClaims:
     def _need(self, layer: Layer, slot: int) -> Floats:
         """(V, N) bytes, as few as where it travels."""
         (maps, epilogue), x = input_maps(layer, slot), self.model.graph[layer.inputs[slot]].out
-        if lattices := lattices_of(layer, slot):
-            maps = through(maps, numbering(x.shape, lattices))
         where = self.at[layer.name]
         return where.table(where.place.at(epilogue).needs(maps).volume * x.item_bytes)
 
@@ -204,8 +192,8 @@ class StepClaims:
         maps, epilogue = input_maps(layer, slot)
         need = target.place.at(epilogue).needs(maps)
         local = inside(source.place.owned, need, (source.shape[0], target.shape[0])) | source.everywhere[:, None]
-        item_bytes, lattices = self.model.graph[layer.inputs[slot]].out.item_bytes, lattices_of(layer, slot)
-        return local, None if local.all() else Travel(source, target, maps, epilogue, item_bytes, local, lattices)
+        item_bytes = self.model.graph[layer.inputs[slot]].out.item_bytes
+        return local, None if local.all() else Travel(source, target, maps, epilogue, item_bytes, local)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from torch._subclasses import FakeTensor
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.torch.ops.table import DRAWING, FOLDED, SHAPED_ONLY, base_name
+from layerwise.importers.torch.ops.table import DRAWING, SHAPED_ONLY, base_name
 from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, called
 
-# Of a constant whose value is kept, elements, and of all of them, bytes: of a module, which makes them in every step
-# itself (the masks of windows in volumes have 40 million), and of a file, as a small one can ask for any number.
-OF_A_MODULE = 1 << 26, 1 << 32
-OF_A_FILE = 1 << 20, 1 << 30
-
+MOST_ELEMENTS = 1 << 26  # of a constant whose value is kept: the masks of windows in volumes have 40 million
+MOST_BYTES = 1 << 32  # of all of them
+LIMIT = (
+    f"layerwise computes constants of up to {MOST_ELEMENTS:,} elements: feed what the model makes of it (such as a "
+    "mask) as an input"
+)
 
 FILLED = {"zeros": 0, "ones": 1, "full": None}  # with which number, whatever the size
 
@@ -52,14 +53,7 @@ def constant_names(program: TracedProgram) -> set[str]:
 class Constants:
     """Values of constants, computed as torch does."""
 
-    def __init__(self, *, from_file: bool = False) -> None:
-        """from_file: the program's author is not known, so what is run is of a closed list."""
-        self._from_file = from_file
-        self.most_elements, self.most_bytes = OF_A_FILE if from_file else OF_A_MODULE
-        self._limit = (
-            f"layerwise computes constants of up to {self.most_elements:,} elements: feed what the model makes of it "
-            "(such as a mask) as an input"
-        )
+    def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self._memory: dict[int, int] = {}  # bytes of each storage, by its address
         self._bytes = 0  # of all of them
@@ -67,9 +61,9 @@ class Constants:
 
     def store(self, name: str, target: str, shape: tuple[int, ...], read: Callable[[], torch.Tensor | None]) -> None:
         """A buffer of the model: a copy of it, if it is small and has a value."""
-        tensor = read() if prod(shape) <= self.most_elements else None
-        if prod(shape) > self.most_elements:
-            self.unknown[name] = f"buffer {target!r} has {prod(shape):,} elements, and {self._limit}"
+        tensor = read() if prod(shape) <= MOST_ELEMENTS else None
+        if prod(shape) > MOST_ELEMENTS:
+            self.unknown[name] = f"buffer {target!r} has {prod(shape):,} elements, and {LIMIT}"
         elif tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             self.unknown[name] = f"buffer {target!r} has no value (the model is on the meta device): build it for real"
         elif tensor.layout == torch.strided:
@@ -99,9 +93,9 @@ class Constants:
         storage = tensor.untyped_storage()
         self._bytes += storage.nbytes() - self._memory.get(storage.data_ptr(), 0)
         self._memory[storage.data_ptr()] = storage.nbytes()
-        if self._bytes > self.most_bytes:
+        if self._bytes > MOST_BYTES:
             raise LayerwiseError(
-                f"the constants that the model computes, up to {name!r}, take more than {self.most_bytes >> 20:,} MiB "
+                f"the constants that the model computes, up to {name!r}, take more than {MOST_BYTES >> 20:,} MiB "
                 "in all; make them inputs of the model"
             )
 
@@ -115,30 +109,27 @@ class Constants:
         known = next((self.unknown[r.name] for r in self._read(node) if r.name in self.unknown), None)
         if known is not None:
             return known
-        large = next((v.shape for v in node.outputs if v and prod(v.shape) > self.most_elements), None)
+        large = next((v.shape for v in node.outputs if v and prod(v.shape) > MOST_ELEMENTS), None)
         if large is not None:
             made = f"a constant of shape {large} in the forward pass"
-            return f"layer {layer!r} ({node.target}) makes {made}, and {self._limit}"
+            return f"layer {layer!r} ({node.target}) makes {made}, and {LIMIT}"
         return (
             f"layer {layer!r} computes {node.target} of nothing but constants, which layerwise does not: compute it "
             "once and make it a buffer of the model, or feed it as an input"
         )
 
     def _evaluate(self, node: Node) -> object:
-        small = all(v is None or prod(v.shape) <= self.most_elements for v in node.outputs)
+        small = all(v is None or prod(v.shape) <= MOST_ELEMENTS for v in node.outputs)
         name = node.target.partition("::")[2].partition(".")[0]
         if not small and name.removeprefix("new_").removesuffix("_like") in FILLED:
             return _filled(node, name)
         if not small or node.overload is None or not node.target.startswith("aten::"):
             return None
-        listed = bool({name, base_name(node.target)} & FOLDED)
-        if (self._from_file and not listed) or torch.Tag.nondeterministic_seeded in node.overload.tags:
+        if torch.Tag.nondeterministic_seeded in node.overload.tags:
             return None
         if any(r.name not in self._tensors for r in self._read(node)):
             return None
         try:
-            if not name.endswith("_"):
-                self._check_shapes(node)
             made = called(node, lambda ref: self._operand(ref, node), "cpu")
             return made.zero_() if "empty" in name and isinstance(made, torch.Tensor) else made  # the same everywhere
         except Exception:  # not worth knowing: it stays a constant without a value
@@ -147,12 +138,6 @@ class Constants:
     def _read(self, node: Node) -> list[Ref]:
         """Operands whose values matter."""
         return [] if base_name(node.target) in SHAPED_ONLY else list(node.operands)
-
-    def _check_shapes(self, node: Node) -> None:
-        """AssertionError where a file lies about shapes: what comes out must be small indeed."""
-        made = called(node, lambda ref: self._operand(ref, node).to("meta"), "meta")
-        for declared, result in zip(node.outputs, made if isinstance(made, tuple | list) else (made,), strict=True):
-            assert declared is None or (isinstance(result, torch.Tensor) and tuple(result.shape) == declared.shape)
 
     def _operand(self, ref: Ref, node: Node) -> torch.Tensor:
         if base_name(node.target) not in SHAPED_ONLY:

@@ -216,8 +216,7 @@ def _check_kept(node: Node, source: Source | None) -> None:
     if source.kind == "parameter" or not source.target.endswith(COUNTER):
         raise LayerwiseError(
             f"{where(node)} writes into its {source.kind} {source.target!r} in the forward pass, which layerwise would "
-            "lose (but for running statistics of batch and instance norms, and vectors of PyTorch's spectral norms): "
-            "update it outside of the model"
+            "lose (but for running statistics of batch and instance norms): update it outside of the model"
         )
 
 

@@ -4,7 +4,7 @@ Only such calls are traced once more: to make a full program functional and deco
 (`ExportedProgram.run_decompositions`) takes up to twice the time of the export, and loses where no gradient goes back.
 https://pytorch.org/docs/stable/torch.compiler_ir.html. What stays is run as PyTorch does, on all of its inputs, where
 that is what eager PyTorch gives: not what draws random numbers, writes to its operands, or makes a tensor whose shape
-depends on values. Of what a file names, only the public operators of PyTorch itself are run.
+depends on values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def decomposed(program: TracedProgram) -> TracedProgram:
     values, nodes = program.values, list[Node]()
     for node in program.nodes:
         made = {v.name for v in node.outputs if v}
-        plain = node.name not in unknown or made <= constant or why_not(node, from_file=program.from_file) is not None
+        plain = node.name not in unknown or made <= constant or why_not(node) is not None
         written = None if plain or overwritten(node) else _written_out(node, values)
         nodes += [node] if written is None else written
     return replace(program, nodes=tuple(nodes))
@@ -144,14 +144,12 @@ def out_of_place(node: Node) -> torch._ops.OpOverload | None:
     return getattr(getattr(torch.ops.aten, base_name(target), None), overload._overloadname, None)
 
 
-def why_not(node: Node, *, from_file: bool) -> str | None:
+def why_not(node: Node) -> str | None:
     """Why a call cannot be run as it is, None where it can."""
     overload = out_of_place(node)
     name = base_name(node.target)
     if overload is None:
         return "is unknown"
-    if from_file and (overload.namespace != "aten" or (name.startswith("_") and name not in FREE)):
-        return "is unknown, and of what a file names only public operators of PyTorch are run"
     if torch.Tag.nondeterministic_seeded in overload.tags:
         return "draws random numbers, which would differ from rank to rank"
     if overload._schema.is_mutable:

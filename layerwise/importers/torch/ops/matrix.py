@@ -17,7 +17,6 @@ from layerwise.importers.functions import (
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import permuted, reshaped, wrapped
 from layerwise.importers.torch.ops.pointwise import binary
-from layerwise.ops.nn.spectral import SpectralNorm
 from layerwise.ops.tensor.along import Cumsum
 from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
 from layerwise.ops.tensor.reduce import Mode, Reduce
@@ -73,13 +72,6 @@ def standardised(x: Operand, eps: float, weight: Argument, bias: Argument) -> Te
     if isinstance(weight, Operand):
         made = binary("mul", made, _as(weight, shape))
     return made if not isinstance(bias, Operand) else binary("add", made, _as(bias, shape))
-
-
-def spectral_norm(call: Call) -> Result:
-    """weight / sigma; u and v are buffers of the model (see `layerwise.importers.torch.calls.spectral`)."""
-    steps, eps = call.integer("iterations"), call.number("eps")
-    op = SpectralNorm(call.integer("dim"), steps, eps, call.flag("u_first"))
-    return Built(op, (call.operand("weight"),), (call.operand("u"), call.operand("v")))
 
 
 def _as(x: Operand, shape: tuple[int, ...]) -> Operand | Built:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from layerwise.importers.registry import Build, Table, lookup
 from layerwise.importers.torch.ops.index import INDEXING
 from layerwise.importers.torch.ops.layers import LAYERS, local_response_norm
-from layerwise.importers.torch.ops.matrix import MATRICES, REDUCTIONS, spectral_norm
+from layerwise.importers.torch.ops.matrix import MATRICES, REDUCTIONS
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE, POINTWISE, drop_path
 from layerwise.importers.torch.ops.random import RANDOM
 from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.views import VIEWS
-from layerwise.importers.torch.parts import whole_layer
 from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM
 
 TABLE: Table = {
@@ -28,14 +27,8 @@ ELSE_AS_IT_IS = {
     "index_select", "embedding_bag", "slice_scatter",
 }  # fmt: skip
 
-# Of what the importer rewrites, or lets stand in for a module: patterns, parts.
-SPECTRAL_NORM = "layerwise::spectral_norm"
-OWN: Table = {
-    SPECTRAL_NORM: spectral_norm,
-    LOCAL_RESPONSE_NORM: local_response_norm,
-    DROP_PATH: drop_path,
-    "layerwise::whole": whole_layer,
-}
+# Of what the importer rewrites: patterns.
+OWN: Table = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path}
 
 # What takes rows of the last dimension one by one, and the argument that holds them.
 ROWWISE = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self", "aten::matmul": "self"}
@@ -55,14 +48,6 @@ DRAWING = frozenset(RANDOM) | {"dropout", "feature_dropout", "native_dropout"}
 SHAPED_ONLY = frozenset({
     "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "arange",
     "zeros", "ones", "full", "empty", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices",
-})  # fmt: skip
-
-# What else is worth computing where nothing but constants goes in. A closed list: a .pt2 file names operators, too.
-FOLDED = frozenset(TABLE) | SHAPED_ONLY | frozenset({
-    "add_", "all", "any", "argsort", "bitwise_left_shift", "bitwise_right_shift", "bucketize", "copy_", "cumprod",
-    "cumsum", "diag_embed", "diagonal", "diff", "fill", "fill_", "fill_diagonal_", "flip", "gather", "index_fill",
-    "index_put", "isin", "masked_fill_", "meshgrid", "one_hot", "outer", "repeat_interleave", "scatter",
-    "searchsorted", "select_scatter", "slice_scatter", "sort", "tril", "triu", "zero", "zero_",
 })  # fmt: skip
 
 # Checks at run time, without a result.

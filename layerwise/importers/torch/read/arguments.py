@@ -43,26 +43,6 @@ def call_of(model: object, example_inputs: object) -> Call:
     return (tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)), {}
 
 
-def listed_samples(arguments: Iterable[object]) -> Sequence[Any] | None:
-    """Returns the first list whose items can be samples: dicts, or tensors of one rank and type; None where none is.
-
-    A tuple is one where a dict of each is beside it. Beside a tensor with dimensions none is: its rows are samples.
-    """
-    arguments = list(arguments)
-    if any(isinstance(x, Tensor) and x.dim() for x in arguments):
-        return None
-    described = {
-        len(x) for x in arguments if isinstance(x, list | tuple) and all(isinstance(item, Mapping) for item in x)
-    }
-    for x in arguments:
-        if isinstance(x, list) or (type(x) is tuple and len(x) in described):  # no named tuple
-            kinds = {(item.dim(), item.dtype) for item in x if isinstance(item, Tensor) and item.dim()}
-            tensors = len(kinds) == 1 and all(isinstance(item, Tensor) and item.dim() for item in x)
-            if x and (tensors or all(isinstance(item, Mapping) for item in x)):
-                return x
-    return None
-
-
 def signature_of(model: object) -> Signature:
     """What the model's forward takes; anything, where Python does not tell."""
     if not isinstance(model, nn.Module):

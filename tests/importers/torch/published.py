@@ -1,4 +1,4 @@
-"""Networks that cannot be taken apart into layers, as they are usually written."""
+"""Networks as their papers write them."""
 
 import torch
 import torch.nn.functional as F
@@ -47,45 +47,4 @@ class Modulated(nn.Module):
         return made
 
 
-class Branching(nn.Module):
-    """A branch that a sample's numbers decide: a layer that some samples, and so some ranks, do not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.more = nn.Linear(192, 8), nn.Linear(8, 8)
-        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = []
-        for y in self.norm(self.stem(x.flatten(1))):
-            if y[0] > 0.5:
-                y = y + self.more(y).tanh()
-            rows.append(y)
-        made: Tensor = self.head(torch.stack(rows))
-        return made
-
-
-class Quantised(nn.Module):
-    """VQ-VAE: distances to a codebook, whose weight is used in several shapes; its counts move in the forward."""
-
-    counts: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.codes, self.decode = nn.Conv2d(3, 4, 2, 2), nn.Embedding(7, 4), nn.Conv2d(4, 5, 1)
-        self.register_buffer("counts", torch.zeros(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.encode(x).permute(0, 2, 3, 1)
-        flat, c = z.reshape(-1, 4), self.codes
-        distance = flat.pow(2).sum(1, keepdim=True) + c.weight.pow(2).sum(1) - 2 * flat @ c.weight.t()
-        index = distance.argmin(1)
-        if self.training:
-            self.counts.mul_(0.9).add_(torch.bincount(index, minlength=7), alpha=0.1)
-        q = c(index).view(z.shape)
-        q = z + (q - z).detach() + 0.1 * (q - z.detach())
-        made: Tensor = self.decode(q.permute(0, 3, 1, 2)).mean((2, 3))
-        return made
-
-
-MODELS = {"Fourier": Fourier, "Modulated": Modulated, "Branching": Branching, "Quantised": Quantised}
+MODELS = {"Fourier": Fourier, "Modulated": Modulated}

@@ -1,0 +1,126 @@
+"""Shards: the boxes of tensors that a rank has, in a safetensors file of its own.
+
+The files are laid out as torch.distributed.checkpoint's HuggingFaceStorageWriter does it, so that its
+HuggingFaceStorageReader fills any state dict from them. They are written and read here, because that writer refuses
+tied and channels_last tensors and has a second copy of all of them in memory, and that reader says nothing of a
+missing file (torch 2.11 to 2.15).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from layerwise.geometry import Box
+from layerwise.run.state.state import Shard
+from layerwise.tensorfile import DTYPES, Spec, write_tensors
+
+SHARDING: Final = "DCP_SHARDING_INFO"  # of a file's metadata: JSON of every tensor's OFFSETS, and here SHAPE
+OFFSETS, SHAPE = "saved_offsets", "shape"  # where a box begins; the extents of the full tensor
+DTYPE_OF: Final = {name: dtype for dtype, name in DTYPES.items()}  # by safetensors' name
+MOST_DIMS = 64  # of a tensor, in PyTorch
+MOST_CUT = 8  # dimensions in which a tensor is cut into boxes
+
+
+def file_name(rank: int) -> str:
+    """Returns the name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_shards(path: Path, shards: Iterable[Shard]) -> str:
+    """Writes the file, each tensor under all its names, on disk when this returns. Returns its SHA-256.
+
+    LayerwiseError for an element type that the format lacks; OSError where the file cannot be written.
+    """
+    named = {name: shard for shard in shards for name in (shard.name, *shard.aliases)}
+    specs = {name: (tuple(shard.tensor.shape), shard.tensor.dtype) for name, shard in named.items()}
+    sharding = {name: {OFFSETS: shard.box.lo, SHAPE: shard.shape} for name, shard in named.items()}
+    metadata = {SHARDING: json.dumps(sharding), "DCP_VERSION": "1.0"}
+    return write_tensors(path, specs, lambda name: named[name].tensor, metadata)
+
+
+@dataclass(slots=True)
+class Stored:
+    """A tensor, by the boxes that tile it and the files that have them."""
+
+    spec: Spec
+    boxes: list[tuple[Box, str]] = field(default_factory=list)
+
+
+class ShardReader:
+    """The tensors in the files of a folder; only what is asked for is read."""
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        """ValueError and the like unless the files have every element of every tensor exactly once."""
+        self.tensors: dict[str, Stored] = {}
+        self._files: dict[str, Any] = {name: safe_open(os.fspath(folder / name), framework="pt") for name in files}
+        for file, opened in self._files.items():
+            sharding = json.loads(opened.metadata()[SHARDING])
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                part = opened.get_slice(name)
+                lo, shape = (_numbers(sharding[name][what]) for what in (OFFSETS, SHAPE))
+                box = Box(lo, tuple(a + b for a, b in zip(lo, part.get_shape(), strict=True)))
+                if not all(a >= 0 and b <= n for a, b, n in zip(box.lo, box.hi, shape, strict=True)):
+                    raise ValueError(f"a box of {name!r} lies outside its shape {shape}")
+                stored = self.tensors.setdefault(name, Stored((shape, DTYPE_OF[part.get_dtype()])))
+                if stored.spec != (shape, DTYPE_OF[part.get_dtype()]):
+                    raise ValueError(f"{name!r} differs in element type or shape between files")
+                stored.boxes.append((box, file))
+        for name, stored in self.tensors.items():
+            check_tiled(name, stored.spec[0], [box for box, _ in stored.boxes])
+
+    def slices(self, file: str, name: str) -> Any:
+        """Returns what a file has of a tensor; indexed by slices it reads those elements."""
+        return self._files[file].get_slice(name)
+
+    def fill(self, name: str, box: Box, target: Tensor) -> None:
+        """Copies a box of a tensor into `target`."""
+        for saved, file in self.tensors[name].boxes:
+            both = saved & box
+            if both.volume:
+                target[both.slices(box)].copy_(self.slices(file, name)[both.slices(saved)])
+
+    def full(self, name: str) -> Tensor:
+        """Returns all of a tensor."""
+        shape, dtype = self.tensors[name].spec
+        tensor = torch.zeros(shape, dtype=dtype)
+        self.fill(name, Box.full(shape), tensor)
+        return tensor
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MOST_DIMS or not all(type(number) is int for number in value):
+        raise ValueError(f"{value!r:.60} stands where sizes belong")
+    return tuple(value)
+
+
+def check_tiled(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """ValueError unless every element is in exactly one of these boxes, which lie inside the shape.
+
+    Of boxes that cover an element an even number of times, corners cancel where they meet: only where all of a box is
+    covered an odd number of times are its own corners left. With as many elements as it has, that is once.
+    """
+    saved, volume = sum(box.volume for box in boxes), prod(shape)
+    if saved != volume:
+        raise ValueError(f"{saved} of the {volume} elements of {name!r} are there")
+    cut = [d for d, extent in enumerate(shape) if any(box.shape[d] != extent for box in boxes if box.volume)]
+    if len(cut) > MOST_CUT:
+        raise ValueError(f"{name!r} is cut in {len(cut)} dimensions")
+    left = Counter[tuple[int, ...]]()
+    for box in boxes:
+        if box.volume:
+            left.update(product(*((box.lo[d], box.hi[d]) for d in cut)))
+    odd = {corner for corner, times in left.items() if times % 2}
+    if volume and odd != set(product(*((0, shape[d]) for d in cut))):
+        raise ValueError(f"of {name!r} some elements are there twice, and others not at all")

@@ -1,0 +1,42 @@
+"""Layers that the user gives a configuration: a search keeps it, and chooses the others' around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from layerwise.config import Config, parse
+from layerwise.errors import LayerwiseError, nearest
+from layerwise.graph.layer_graph import LayerGraph
+from layerwise.partition.sharding import check_held
+
+
+def fixed_layers(graph: LayerGraph, devices: int, wanted: Mapping[str, object]) -> dict[str, Config]:
+    """Returns the configuration of every layer that is named.
+
+    Args:
+        graph: The network.
+        devices: How many there are.
+        wanted: {layers: degrees}, such as {"fc*": {"c": 4}}. Layers are named as one of them, as a module around
+            layers, or as either with * and ?; of several that name a layer the last counts.
+
+    Raises:
+        LayerwiseError: Layers are not in the model, or one of them cannot be split so.
+    """
+    layers, configs = {layer.name: layer for layer in graph.inner}, dict[str, Config]()
+    for pattern, degrees in wanted.items():
+        names = [pattern] if pattern in layers else [name for name in layers if _names(pattern, name)]
+        if not names:
+            hint = nearest(str(pattern), layers) or f" (it has {', '.join(list(layers)[:8])}{' …' * (len(layers) > 8)})"
+            raise LayerwiseError(
+                f"the strategy names layer {pattern!r}, which the model does not have{hint}; element-wise layers go "
+                "with the layer before them"
+            )
+        for name in names:
+            configs[name] = parse(degrees, layers[name].space.dims, devices, name)
+            check_held(layers[name], configs[name])
+    return configs
+
+
+def _names(pattern: str, layer: str) -> bool:
+    return fnmatchcase(layer, pattern) or fnmatchcase(layer, f"{pattern}.*")
