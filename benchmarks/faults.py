@@ -109,7 +109,7 @@ def go_on(checkpoints: Path, alone: Path, folder: Path) -> str:
     newest = latest(checkpoints)
     assert newest is not None
     steps = int(newest.name.removeprefix("step-"))
-    exported = [*PYTHON, "layerwise.export", str(checkpoints), str(folder / "model.safetensors")]
+    exported = [*PYTHON, "layerwise.commands.export", str(checkpoints), str(folder / "model.safetensors")]
     subprocess.run(exported, check=True, stdout=subprocess.DEVNULL)
     resumed = [*PYTHON, "layerwise.run", str(alone), "--steps", str(steps + 1), "--checkpoint", str(checkpoints)]
     done = subprocess.run([*resumed, "--resume"], check=True, text=True, stdout=subprocess.PIPE)

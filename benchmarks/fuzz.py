@@ -38,10 +38,10 @@ import zarr
 from safetensors.torch import save_file
 from torch import nn
 
-from layerwise import explain, export
 from layerwise.checkpoint.save_and_load import save
 from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
+from layerwise.commands import explain, export
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.machine import save as save_profile

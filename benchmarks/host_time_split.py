@@ -2,7 +2,7 @@
 
     python -m benchmarks.host_time --split
 
-One device: a plan of one device through LayeredModule, against the plain model. Two ranks over gloo, by the CPU time of
+One device: a plan of one device layer by layer, against the plain model. Two ranks over gloo, by the CPU time of
 rank 0's own thread, which is not that of gloo's: samples split, layer by layer, against DistributedDataParallel, which
 tells what a layer adds; then channels split as well as they can be, against that, which tells what an exchange adds
 there and back. The second contains what halves of layers take more than whole ones of half the samples.

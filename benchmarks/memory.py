@@ -38,8 +38,8 @@ from layerwise.importers.load import load_model, names_code
 from layerwise.machine import load
 from layerwise.quantities import units
 from layerwise.search.find import search
-from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
+from layerwise.search.priced.variants import OFFERS
 from layerwise.search.report.sentences import choices, nothing_fits
 from layerwise.search.result import SearchResult
 
@@ -179,7 +179,7 @@ def nothing(ranks: int) -> End:
 @cache
 def after_trace(case: Case) -> float:
     """Bytes that no file is behind, of a process that has read the case's network and let it go again."""
-    imports = "import gc, os, sys, layerwise.train.command; from benchmarks import memory; "
+    imports = "import gc, os, sys, layerwise.commands.run; from benchmarks import memory; "
     imports += "from layerwise.importers.load import load_network; "
     code = imports + "load_network(sys.argv[1], int(sys.argv[2])); gc.collect(); print(memory.held(os.getpid())[0])"
     command = [sys.executable, "-W", "ignore", "-c", code, case.model, str(case.batch)]

@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 
 import onnx
 
-from layerwise.importers.onnx.build import QUANTISED
 from layerwise.importers.onnx.constants import FOLDABLE
 from layerwise.importers.onnx.control import CONTROL
 from layerwise.importers.onnx.file import OLDEST_OPSET
+from layerwise.importers.onnx.importer import QUANTISED
 from layerwise.importers.onnx.ops.table import TABLE
 from tests.importers.onnx.cases import Outcome, outcomes
 

@@ -21,9 +21,9 @@ from benchmarks.published.calibrate import calibrate, projected
 from benchmarks.published.records import Record, factor, log_errors, order, read_records
 from layerwise.importers.load import load_model
 from layerwise.machine import load
+from layerwise.oracle.phases import Phases
 from layerwise.oracle.runs import accuracy
 from layerwise.oracle.strategies import HYBRID, Wishes
-from layerwise.oracle.tables import Phases
 
 RECORDS = Path(__file__).parent / "published" / "abci_v100.json"
 # What the paper claims (Kahira et al., section 5.2), and what its report's figure 2 gives for three networks.

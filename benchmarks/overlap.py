@@ -28,9 +28,9 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search
-from layerwise.search.limit.variants import Variants
 from layerwise.search.overlap.cuts import Cuts
 from layerwise.search.overlap.polish import EFFORTS, Effort
+from layerwise.search.priced.variants import Variants
 from layerwise.search.result import SearchResult
 
 # Network, GPUs, GPUs a node (None: the profile's), profile, samples a GPU.

@@ -40,6 +40,12 @@ NETWORKS = "inception_v3,resnet50,vgg16"
 GPUS = "16,64,256"
 PAPER = ["lenet5", "alexnet", "vgg16", "inception_v3"]
 P100 = [(name, n) for n in (4, 16) for name in ("alexnet", "vgg16", "inception_v3", "resnet50")]
+PUBLISHED = {"alexnet": (12.2, 6.1), "vgg16": (14.8, 10.2), "inception_v3": (15.5, 11.2)}  # Jia et al., section 6.3
+READINGS = {
+    "sum": CostOptions("sum", "parameter-server", "free"),
+    "connection": CostOptions("connection", "parameter-server", "free"),
+    "overlap": CostOptions(),
+}
 TRANSFORMERS = ("benchmarks.common.gpt:", "benchmarks.common.large:")
 Row = dict[str, float]
 
@@ -73,7 +79,7 @@ def before(row: Row) -> Row:
 
 
 def paper(name: str, limit_s: float) -> Row:
-    """Table 3: elimination against depth-first search on the same unpruned tables, 4 P100, the paper's cost model."""
+    """Table 3: elimination against depth-first searches, on the same unpruned tables of 4 P100."""
     graph = fuse(load_model(name, 128))
     model = CostModel(graph, load("p100").device_graph(4), CostOptions("sum", "parameter-server", "free"))
     named = {n: baseline(model, n) for n in NAMES}
@@ -81,16 +87,13 @@ def paper(name: str, limit_s: float) -> Row:
     started = time.perf_counter()
     optimum = eliminate(tables)
     ours = time.perf_counter() - started
-    theirs = depth_first(tables, limit_s)
-    if theirs.finished:
-        assert abs(theirs.cost_s - optimum.cost_s) < 1e-9 * optimum.cost_s, (theirs, optimum)
-    return {
-        "layers": len(graph.inner),
-        "K": optimum.final_nodes,
-        "elimination": ours,
-        "depth-first": theirs.seconds,
-        "finished": float(theirs.finished),
-    }
+    row = {"layers": len(graph.inner), "K": optimum.final_nodes, "elimination": ours}
+    for kind, bounded in (("exhaustive", False), ("branch and bound", True)):
+        found = depth_first(tables, limit_s, bounded=bounded)
+        if found.finished:
+            assert abs(found.cost_s - optimum.cost_s) < 1e-9 * optimum.cost_s, (found, optimum)
+        row[kind], row[f"{kind} finished"] = found.seconds, float(found.finished)
+    return row
 
 
 def strategies(name: str, gpus: int) -> Row:
@@ -104,6 +107,22 @@ def strategies(name: str, gpus: int) -> Row:
         "against data": data / result.best.timeline.total_s,
         "bytes against data": result.best.price.bytes_moved / result.baselines["data"].price.bytes_moved,
     }
+
+
+def readings(name: str) -> Row:
+    """Speed-ups from 1 to 16 P100, and the best other's: two readings of the paper's cost model, and with overlap."""
+    row = dict(zip(("published", "other published"), PUBLISHED[name], strict=True))
+    for label, options in READINGS.items():
+        rates: dict[str, dict[int, float]] = {"": {}, "other ": {}}
+        for gpus in (1, 16):
+            model = CostModel(fuse(load_model(name, 32 * gpus)), load("p100").device_graph(gpus), options)
+            space, additive = SearchSpace(gpus, powers_of_two=True, spread=gpus > 4), options.link_model != "port"
+            result = search(model, space, objective="additive" if additive else "timeline")
+            for kind, candidates in (("", [result.best]), ("other ", result.baselines.values())):
+                each = (c.price.step_time_s if additive else c.timeline.total_s for c in candidates)
+                rates[kind][gpus] = 32 * gpus / min(each)
+        row |= {f"{kind}{label}": rate[16] / rates[""][1] for kind, rate in rates.items()}
+    return row
 
 
 def alone(kind: str, *arguments: str) -> Row:
@@ -150,7 +169,7 @@ def main() -> None:
     parser.add_argument(
         "--depth-first", type=float, default=60, metavar="SECONDS", help="limit of each run (default 60)"
     )
-    parser.add_argument("--only", choices=["planner", "paper", "p100"])
+    parser.add_argument("--only", choices=["planner", "paper", "p100", "readings"])
     parser.add_argument("--row", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
@@ -159,6 +178,8 @@ def main() -> None:
             print(json.dumps(paper(name, float(rest[0]))))
         elif kind == "p100":
             print(json.dumps(strategies(name, int(rest[0]))))
+        elif kind == "readings":
+            print(json.dumps(readings(name)))
         else:
             print(json.dumps(measure(name, int(rest[0]), *rest[1:])))
         return
@@ -183,15 +204,20 @@ def main() -> None:
     if args.only in (None, "p100"):
         rows = ((f"{name} at {gpus}", alone("p100", name, str(gpus))) for name, gpus in P100)
         print_table(console, "the paper's cluster: predicted step times", rows)
+    if args.only in (None, "readings"):
+        rows = ((name, alone("readings", name)) for name in PUBLISHED)
+        print_table(console, "speed-ups from 1 to 16 GPUs, and those of the best other strategy", rows)
 
 
 def shown(column: str, value: float, row: Row) -> str:
     """A cell."""
     if math.isnan(value):
         return ""
-    if column in ("proven", "finished"):
+    if column.removeprefix("other ") in ("published", *READINGS):
+        return f"{value:.1f}"
+    if column == "proven" or column.endswith("finished"):
         return "yes" if value else "no"
-    if column == "depth-first" and not row["finished"]:
+    if not row.get(f"{column} finished", 1.0):
         return f"> {units(value, 's')}"
     if column.endswith("data") and column != "data":
         return f"{value:.2f}×"

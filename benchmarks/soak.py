@@ -48,7 +48,7 @@ def use(pid: int) -> Use:
 def job(back_s: float, command: list[str]) -> None:
     """A rank: `layerwise run` at a steady pace, whose clock goes back by an hour after so many seconds."""
     from layerwise.cli import run_main
-    from layerwise.train.command import main as run
+    from layerwise.commands.run import main as run
     from layerwise.train.saving import Saving
 
     clock, began, after = time.time, time.monotonic(), Saving.after

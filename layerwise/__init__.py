@@ -9,6 +9,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerwise.process import process_kept
 from layerwise.version import __version__
 
 _HOME = {
@@ -34,11 +35,13 @@ _HOME = {
     "load_model": "layerwise.importers.load",
     "load_plan": "layerwise.plan",
     "load_profile": "layerwise.machine",
-    "memory": "layerwise.fits",
+    "memory": "layerwise.commands.fits",
+    "of": "layerwise.run.parallel",
     "parallelize": "layerwise.api.parallelize",
     "predict": "layerwise.inference.predict",
     "price": "layerwise.cost.price",
     "register_op": "layerwise.importers.registry",
+    "restore": "layerwise.run.parallel",
     "save": "layerwise.api.save",
     "split": "layerwise.api.split",
     "timeline": "layerwise.cost.timeline.simulate",
@@ -56,6 +59,7 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.api.parallelize import parallelize as parallelize
     from layerwise.api.save import save as save
     from layerwise.api.split import split as split
+    from layerwise.commands.fits import memory as memory
     from layerwise.config import Config as Config
     from layerwise.config import SearchSpace as SearchSpace
     from layerwise.cost.model import CostModel as CostModel
@@ -63,7 +67,6 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.cost.price import price as price
     from layerwise.cost.timeline.simulate import timeline as timeline
     from layerwise.errors import LayerwiseError as LayerwiseError
-    from layerwise.fits import memory as memory
     from layerwise.geometry import Box as Box
     from layerwise.geometry import Grid as Grid
     from layerwise.graph.fuse import fuse as fuse
@@ -79,6 +82,8 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.ops.base import Op as Op
     from layerwise.plan import Plan as Plan
     from layerwise.plan import load_plan as load_plan
+    from layerwise.run.parallel import of as of
+    from layerwise.run.parallel import restore as restore
     from layerwise.tensor import TensorSpec as TensorSpec
     from layerwise.volumes.loader import BoxLoader as BoxLoader
 
@@ -89,7 +94,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'layerwise' has no attribute {name!r}")
     inside = "load" if name == "load_profile" else name
-    return getattr(importlib.import_module(_HOME[name]), inside)
+    with process_kept():
+        return getattr(importlib.import_module(_HOME[name]), inside)
 
 
 def __dir__() -> list[str]:

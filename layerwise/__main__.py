@@ -1,4 +1,4 @@
-"""layerwise COMMAND ...: the same as python -m layerwise.COMMAND ..."""
+"""layerwise COMMAND ...: the same as python -m layerwise COMMAND ..."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from layerwise.version import __version__
 
 COMMANDS = {
     "search": ("layerwise.search.__main__", "find the cheapest way to split every layer, and prove it"),
-    "fits": ("layerwise.fits", "whether a model fits, on how many GPUs, how large a batch"),
-    "explain": ("layerwise.explain", "why a layer of a plan has its configuration"),
+    "fits": ("layerwise.commands.fits", "whether a model fits, on how many GPUs, how large a batch"),
+    "explain": ("layerwise.commands.explain", "why a layer of a plan has its configuration"),
     "report": ("layerwise.report.__main__", "a plan as a page to look at, and what was measured beside it"),
-    "diff": ("layerwise.diff", "where two plans differ"),
+    "diff": ("layerwise.commands.diff", "where two plans differ"),
     "oracle": ("layerwise.oracle.__main__", "what every parallel strategy would cost, and which to take"),
     "measure": ("layerwise.measure.__main__", "times of layers and links on this machine, into a profile"),
-    "run": ("layerwise.train.command", "train a planned network; torchrun starts one process a GPU"),
+    "run": ("layerwise.commands.run", "train a planned network; torchrun starts one process a GPU"),
     "predict": ("layerwise.inference.command", "a planned network's answers for volumes; under torchrun"),
-    "machines": ("layerwise.machines", "the devices and networks that --gpu and --link name"),
-    "doctor": ("layerwise.doctor", "whether what a training needs works here: devices, backends, two ranks"),
-    "export": ("layerwise.export", "make one safetensors file of a checkpoint, for the original model"),
+    "machines": ("layerwise.commands.machines", "the devices and networks that --gpu and --link name"),
+    "doctor": ("layerwise.commands.doctor", "whether what a training needs works here: devices, backends, two ranks"),
+    "export": ("layerwise.commands.export", "make one safetensors file of a checkpoint, for the original model"),
 }
 
 USAGE = "\n".join(
@@ -30,7 +30,7 @@ USAGE = "\n".join(
         "",
         *(f"  {name:12s}{summary}" for name, (_, summary) in COMMANDS.items()),
         "",
-        "layerwise COMMAND --help tells more; python -m layerwise.COMMAND is the same.",
+        "layerwise COMMAND --help tells more; python -m layerwise COMMAND is the same.",
     ]
 )
 

@@ -110,6 +110,12 @@ class Plan:
         }
         return draw(self.strategy, seconds, self.gpus)
 
+    @property
+    def shared(self) -> list[str] | None:
+        """The inputs that are the same for all samples, by name, where the plan says so."""
+        shared = self.provenance.get("shared")
+        return shared if isinstance(shared, list) else None
+
     def layers(self, network: LayerGraph) -> LayerGraph:
         """The layers that the plan is for: fused, where it says so."""
         return fuse(network) if self.fused else network
@@ -208,9 +214,14 @@ def _plan(value: object, where: str) -> Plan:
             "layerwise search --price)"
         )
     return Plan(
-        raw["model"], raw["digest"], raw["batch"], raw["gpus"], raw["gpus_per_node"], raw["io"], raw["fused"],
-        strategy, tuple(order), predicted, provenance, predicted_layers, bucket_bytes,
-    )  # fmt: skip
+        **{name: raw[name] for name in ("model", "digest", "batch", "gpus", "gpus_per_node", "io", "fused")},
+        strategy=strategy,
+        device_order=tuple(order),
+        predicted=predicted,
+        provenance=provenance,
+        predicted_layers=predicted_layers,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def checksum(body: Mapping[str, object]) -> str:
@@ -264,6 +275,7 @@ def _provenance(value: object, where: str) -> dict[str, Any]:
     sound = {
         "profile": isinstance(facts.get("profile", ""), str),
         "powers_of_two": isinstance(facts.get("powers_of_two", False), bool),
+        "shared": _list_of(str, facts.get("shared", [])),
         "dims": _list_of(str, facts.get("dims", [])) and set(facts.get("dims", [])) <= {*LABELS, "k"},
         "input_shape": facts.get("input_shape") is None
         or (_list_of(int, facts["input_shape"]) and min(facts["input_shape"], default=1) > 0),

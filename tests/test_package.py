@@ -186,9 +186,10 @@ def test_imports_are_lazy(tmp_path: Path) -> None:
         "import sys, layerwise\n"
         "assert not {'torch', 'onnx', 'numpy', 'rich'} & set(sys.modules), 'import layerwise'\n"
         "layerwise.Plan, layerwise.price, layerwise.timeline, layerwise.CostModel, layerwise.load_profile\n"
-        "import layerwise.search.__main__, layerwise.explain, layerwise.diff\n"
+        "from layerwise.__main__ import dispatch\n"
         "from layerwise.cli import run_main\n"
-        "assert run_main(layerwise.search.__main__.main, ['vgg61', '--gpus', '4']) == 2\n"
+        "for name in ('search vgg61 --gpus 4', 'explain none.json a', 'diff none.json none.json'):\n"
+        "    assert run_main(dispatch, name.split()) == 2\n"
         "assert not {'torch', 'onnx'} & set(sys.modules), 'planning'\n"
     )
     python("-c", script, cwd=tmp_path)
@@ -197,13 +198,13 @@ def test_imports_are_lazy(tmp_path: Path) -> None:
 def test_built_in_networks_are_planned_without_torch(tmp_path: Path) -> None:
     script = (
         "import sys, layerwise\n"
-        "from layerwise import explain\n"
+        "from layerwise.__main__ import dispatch\n"
         "from layerwise.cli import run_main\n"
         "from layerwise.oracle import __main__ as oracle\n"
         "from layerwise.search import __main__ as search\n"
         "from layerwise.search.baselines import baseline\n"
         "assert run_main(search.main, 'lenet5 --gpus 4 --memory --out plan.json --timeline step.json'.split()) == 0\n"
-        "assert run_main(explain.main, 'plan.json features.0'.split()) == 0\n"
+        "assert run_main(dispatch, 'explain plan.json features.0'.split()) == 0\n"
         "for model in ('resnet18', 'unet2d'):\n"
         "    assert run_main(search.main, [model, '--gpus', '2', '--dtype', 'bfloat16']) == 0\n"
         "assert run_main(oracle.main, 'lenet5 --gpus 1..4'.split()) == 0\n"
@@ -216,7 +217,7 @@ def test_built_in_networks_are_planned_without_torch(tmp_path: Path) -> None:
     python("-c", script, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("module", ["layerwise", "layerwise.search", "layerwise.explain", "layerwise.diff"])
+@pytest.mark.parametrize("module", ["layerwise", "layerwise.search", "layerwise.report"])
 def test_modules_run_without_warning(module: str, tmp_path: Path) -> None:
     assert python("-W", "error", "-m", module, "--help", cwd=tmp_path).startswith("usage: layerwise")
 

@@ -1,4 +1,4 @@
-"""The paper's depth-first search (table 3), which elimination is measured against."""
+"""Depth-first searches, which elimination is measured against as the paper's table 3 does: exhaustive, or bounded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class DepthFirst:
     finished: bool  # no strategy is left, so `cost_s` is the optimum's
 
 
-def depth_first(tables: CostTables, limit_s: float) -> DepthFirst:
-    """The paper's baseline (table 3): enumerates strategies layer by layer, giving up a branch that costs more than the
-    best strategy so far.
+def depth_first(tables: CostTables, limit_s: float, *, bounded: bool) -> DepthFirst:
+    """Enumerates strategies layer by layer.
+
+    bounded: a branch and bound, which gives up a branch that costs more than the best strategy so far; else exhaustive.
     """
     names = list(tables.node)
     place = {name: i for i, name in enumerate(names)}
@@ -42,10 +43,10 @@ def depth_first(tables: CostTables, limit_s: float) -> DepthFirst:
             depth -= 1
             continue
         cost = partial[depth] + node[depth][c] + sum(table[choice[u]][c] for u, table in inward[depth])
-        if cost >= best:
+        if bounded and cost >= best:
             continue
         if depth == len(names) - 1:
-            best, seen = cost, seen + 1
+            best, seen = min(best, cost), seen + 1
         else:
             partial[depth + 1] = cost
             depth += 1

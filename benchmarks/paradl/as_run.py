@@ -17,9 +17,9 @@ from benchmarks.paradl.memory import memory_bytes
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.oracle.limits import flows_per_port
+from layerwise.oracle.phases import Phases
 from layerwise.oracle.pipeline import pipeline_phases, pipeline_stages
 from layerwise.oracle.strategies import SPATIAL, strategy
-from layerwise.oracle.tables import Phases
 from layerwise.partition.buckets import BUCKET_BYTES
 
 Plan = Mapping[str, Config]

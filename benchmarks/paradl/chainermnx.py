@@ -25,8 +25,8 @@ from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.limits import flows_per_port
+from layerwise.oracle.phases import Phases
 from layerwise.oracle.strategies import HYBRID
-from layerwise.oracle.tables import Phases
 
 FILTER_PASSES = 5  # over y: a concatenation reads and writes, so does a stack, a sum reads (and writes y/p)
 NOT_RUN = ("pipeline", "layerwise")

@@ -13,8 +13,8 @@ from benchmarks.paradl.framework import Framework
 from benchmarks.paradl.published import published
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.names import STRATEGIES
+from layerwise.oracle.phases import Projection
 from layerwise.oracle.strategies import Shape, Wishes, limit, shapes
-from layerwise.oracle.tables import Projection
 from layerwise.plan import nearest
 
 Formulas = Literal["published", "as-run", "chainermnx"]

@@ -16,8 +16,8 @@ from benchmarks.paradl.facts import LayerFacts
 from benchmarks.paradl.halos import published_halo
 from benchmarks.paradl.memory import memory_bytes
 from layerwise.oracle.limits import flows_per_port
+from layerwise.oracle.phases import Phases
 from layerwise.oracle.pipeline import balanced, crossing_bytes
-from layerwise.oracle.tables import Phases
 
 
 def published(case: Case) -> Phases:

@@ -16,8 +16,8 @@ from benchmarks.paradl.framework import Framework
 from benchmarks.paradl.project import case_of, project
 from benchmarks.published.records import Record
 from layerwise.errors import LayerwiseError
+from layerwise.oracle.phases import Projection
 from layerwise.oracle.strategies import HYBRID, Wishes
-from layerwise.oracle.tables import Projection
 
 FactsOf = Callable[[str, int, str], Facts]  # model, batch of a device, runs
 

@@ -28,6 +28,7 @@ from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_by
 from layerwise.comm.base import Comm
 from layerwise.comm.start import join_default_group
 from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.parallel import of
 from layerwise.trace import Trace
 from layerwise.train.compare_times import WARM, compare_times
 
@@ -108,10 +109,10 @@ def live_bytes(variant: Variant) -> int:
 
 def by_part(variant: Ours, comm: Comm) -> dict[str, object]:
     """Predicted beside measured seconds of every layer's parts, in further steps of which two do not count."""
-    variant.module.trace = trace = Trace()
+    of(variant.module).trace = trace = Trace()
     record = Record()
     block(variant, WARM + 2, record)
-    variant.module.trace = None
+    of(variant.module).trace = None
     return compare_times(trace, variant.module, record.times, comm).as_dict()
 
 

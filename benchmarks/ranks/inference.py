@@ -125,7 +125,7 @@ def loaded(
     """This rank's part of what has been found, and its plan."""
     plan = make_plan("network", "emulated", model, space, found, fused=True)
     with left_unproven("its answer is compared"):
-        return load(plan, network, comm=comm, dtype=x.dtype, example_inputs=(x,)), plan
+        return load(plan, copy.deepcopy(network), comm=comm, dtype=x.dtype, example_inputs=(x,)), plan
 
 
 def error_of(strategy: Strategy, network: nn.Module, x: Tensor, comm: Comm) -> float:

@@ -36,10 +36,10 @@ from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.cells import CellTask, Key, wanted_cells
 from layerwise.oracle.ask import plan_of as write_plan
+from layerwise.oracle.phases import price_plan
 from layerwise.oracle.pipeline import cuts_of, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
-from layerwise.oracle.tables import price_plan
 
 STRATEGIES = ("data", "spatial", "filter", "channel", "df", "ds", "pipeline")
 SEGMENTS = 4

@@ -34,6 +34,7 @@ from layerwise.measure.links import conditions, measure_links, with_links
 from layerwise.measure.topology import find_topology
 from layerwise.plan import Plan
 from layerwise.run.load import load as load_module
+from layerwise.run.parallel import of
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.make_plan import make_plan
@@ -172,10 +173,10 @@ def measure(plan: Plan, network: Network, comm: Comm, seconds: float) -> dict[st
 
 def reported(plan: Plan, training: Training, times: Sequence[float], comm: Comm) -> dict[str, object]:
     """What the plan predicts beside what was measured, of the step and, in further steps, of its parts."""
-    training.module.plan = plan
-    training.module.trace = trace = Trace()
+    of(training.module).plan = plan
+    of(training.module).trace = trace = Trace()
     traced = block(training.step, TRACED[median(times) > SLOW_S], comm, tries=1)
-    training.module.trace = None
+    of(training.module).trace = None
     parts = compare_times(trace, training.module, traced, comm)
     return {
         "strategy": {name: str(config) for name, config in plan.strategy.items()},

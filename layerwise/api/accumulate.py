@@ -15,14 +15,14 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.refusals import AS_WRITTEN
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 
 class Accumulate:
     """The state between two synchronisations of a module. every: backward passes from one to the next."""
 
     def __init__(self, module: ParallelModule, every: int) -> None:
-        dims = {dim for config in module.plan.strategy.values() for dim, _ in config.degrees}
+        dims = {dim for config in of(module).plan.strategy.values() for dim, _ in config.degrees}
         if dims - {"n"}:
             raise LayerwiseError(
                 f"sync_every={every} is for data parallelism, but the plan splits {', '.join(sorted(dims - {'n'}))}, "
@@ -52,11 +52,11 @@ class Accumulate:
             return
         self._running = True
         if self.done + 1 < self.every:
-            self._no_sync = self.module.no_sync()
+            self._no_sync = of(self.module).no_sync()
             self._no_sync.__enter__()
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
-        self.module.begin_backward()  # its end comes before this one's
+        of(self.module).begin_backward()  # its end comes before this one's
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:

@@ -19,8 +19,8 @@ from layerwise.importers.torch.read.arguments import Call
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan
 from layerwise.quantities import parse_bytes
+from layerwise.run.guards.hooks import check_plain
 from layerwise.run.options import plan_digest
-from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import dtype_name
 from layerwise.version import __version__
 
@@ -66,10 +66,8 @@ class ParallelOptions:
 
 def check(model: object, optimizer: str, memory_limit: float | str | None) -> None:
     """LayerwiseError for the first that will not do."""
-    if isinstance(model, ParallelModule):
-        raise LayerwiseError(
-            "the model is a ParallelModule, parallel already: give parallelize the model it was made of"
-        )
+    if isinstance(model, torch.nn.Module):
+        check_plain(model)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise LayerwiseError(
             "parallelize is called within torch.autocast, where the model cannot be traced: call it before, and the "
@@ -92,14 +90,10 @@ def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None
         )
 
 
-def check_io(io: object, plan: Plan | None, loaders: tuple[object, ...]) -> None:
+def check_io(io: object, plan: Plan | None) -> None:
     """LayerwiseError for an io that another argument contradicts."""
     if io is not None and plan is not None and plan.io != io:
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out")
-    if loaders and "boxes" in (io, plan and plan.io):
-        raise LayerwiseError(
-            "a DataLoader has whole samples: with io='boxes' give example_inputs, and feed what a BoxLoader has"
-        )
 
 
 def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Mapping[str, object]) -> dict[str, str]:

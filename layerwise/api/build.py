@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -43,12 +44,14 @@ class Task:
     request: Request
     runtime: RuntimeOptions
     options: ParallelOptions
+    shared: Sequence[str] | None = None  # inputs that are the same for all samples; None: they are found out
 
     def build(self) -> Built:
         """Returns the module. LayerwiseError where the model cannot be imported, or no plan fits."""
         a_module = isinstance(self.model, nn.Module)
         with without_hooks(self.model) if isinstance(self.model, nn.Module) else nullcontext():
-            made, _ = agree(self.world.comm, lambda: (network(self.model, self.call, self.batch), None))
+            shared = self.plan.shared if self.plan is not None and self.shared is None else self.shared
+            made, _ = agree(self.world.comm, lambda: (network(self.model, self.call, self.batch, shared), None))
             imported = replace(made, itself=a_module)
         return self._by_layers(imported, dtype_of(imported))
 
@@ -66,6 +69,9 @@ class Task:
         runtime = replace(self.runtime, dtype=dtype)
         if self.options.race > 1 and world.size > 1:
             choice = self._raced(choice, imported, runtime)
+        if choice is not None and imported.shared:
+            facts = {**choice.plan.provenance, "shared": list(imported.shared)}
+            choice = replace(choice, plan=replace(choice.plan, provenance=facts))
         agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
         runtime = replace(runtime, local_batch_norm=uses_local_batch_norm(agreed))
         module = build_module(agreed, imported, world.comm, runtime)
@@ -73,7 +79,15 @@ class Task:
             return module, ()
         notes = [*choice.notes, *machine.notes]
         if imported.unproven is not None and not imported.graph.unseen:
-            notes.append(f"the layers were not run beside the model as it was imported: {imported.unproven}")
+            notes.append(
+                "the model was not run as it was imported, to see that its layers compute the same and its samples are "
+                f"independent: {imported.unproven}"
+            )
+        if imported.shared_found:
+            notes.append(
+                f"{', '.join(imported.shared)}: as long as the batch, and yet the same for all samples, as running the "
+                "model on some of them showed; shared= says otherwise"
+            )
         noted = replace(choice, notes=tuple(notes))
         return module, (text(report(noted, world, machine.source)),)
 

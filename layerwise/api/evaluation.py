@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layerwise.api.feed import Feed
 from layerwise.errors import LayerwiseError
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.score import evaluating, filled_batches
 
 IGNORED = -100  # ignore_index of torch's cross_entropy and nll_loss, by default
@@ -80,17 +80,17 @@ def evaluate(
         loaded = held_out.batches([numbers.tolist() for numbers, _ in batches])
         for (_, counts), (inputs, target) in zip(batches, loaded, strict=True):
             check_targets(loss, target[counts], held_out.name)
-            out = module(*inputs, batch=module.plan.batch)
+            out = module(*inputs, batch=of(module).plan.batch)
             after()
-            counted, targets = _counted(out, counts), target.to(module.device)[counts]
+            counted, targets = _counted(out, counts), target.to(of(module).device)[counts]
             if not int(counts.sum()):
                 continue
             default = {"accuracy": accuracy} if classes(counted, targets) else {}
             for name, metric in {**default, **metrics, "loss": loss}.items():
                 totals[name] = totals.get(name, 0.0) + float(metric(counted, targets)) * int(counts.sum())
-    everyone = module.comm.all_gather_object(totals)
+    everyone = of(module).comm.all_gather_object(totals)
     names = dict.fromkeys(name for of_rank in everyone for name in of_rank)
-    ranks = everyone[:1] if module.plan.io == "free" else everyone
+    ranks = everyone[:1] if of(module).plan.io != "sample" else everyone
     return {name: sum(of_rank.get(name, 0.0) for of_rank in ranks) / held_out.count for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Feed: the data that a user gives (tensors, a data set, a loader) as numbered samples, loaded batch by batch."""
+"""Feed: the data that a user gives `fit` (tensors, or a data set) as numbered samples, loaded batch by batch."""
 
 from __future__ import annotations
 
@@ -8,49 +8,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
-from layerwise.train.sources import inputs_and_target
+from layerwise.train.sources import Batch, inputs_and_target
 
-EXPECTED = "give (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader of one"
+EXPECTED = "give (inputs, targets) tensors or a map-style Dataset of (input, target)"
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Samples by number. What only a loader says has a default."""
+    """Samples by number."""
 
     name: str  # how errors call it
     dataset: Any  # has __len__ and __getitem__, or __getitems__
     count: int
     collate: Callable[[list[Any]], Any]
-    workers: int = 0
-    start_worker: Callable[[int], None] | None = None
-    batch: int | None = None
-    shuffle: bool | None = None
-    drop_last: bool = False
-    per_rank: bool = False  # its batches are those of one rank, because its sampler is a distributed one
+    workers: int
     target: Tensor | None = None  # all of it, where it is at hand
 
-    def batches(self, numbers: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    def batches(self, numbers: Sequence[Sequence[int]]) -> Iterator[Batch]:
         """Yields the samples of each batch, on the CPU."""
-        loader = DataLoader(
+        for collated in DataLoader(
             self.dataset,
             batch_sampler=[list(batch) for batch in numbers],
             num_workers=self.workers,
             collate_fn=self.collate,
-            worker_init_fn=WorkerStart(self.start_worker),
-        )
-        for collated in loader:
+            worker_init_fn=WorkerStart(),
+        ):
             batch = inputs_and_target(collated)
             if batch is None:
                 raise LayerwiseError(f"{self.name}: its items are not (input, target): {EXPECTED}")
@@ -60,46 +46,18 @@ class Feed:
 NO_DATASETS = (str, tuple, list, Tensor, Mapping)
 
 
-def feed(data: object, name: str) -> Feed:
+def feed(data: object, name: str, workers: int = 0) -> Feed:
     """Returns the samples of `data`; `name` is how errors call it."""
-    if isinstance(data, DataLoader):
-        return _from_loader(data, name)
     tensors = inputs_and_target(data)
     if tensors is not None:
         inputs, target = tensors
-        return Feed(name, _Tensors(inputs, target, name), len(target), _as_it_is, target=target)
-    iterable = isinstance(data, IterableDataset)
+        return Feed(name, _Tensors(inputs, target, name), len(target), _as_it_is, workers, target)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, NO_DATASETS):
-        return Feed(name, data, len(data), default_collate)
-    what = "an IterableDataset, whose samples have no numbers" if iterable else f"of type {type(data).__name__}"
-    raise LayerwiseError(f"{name} is {what}: {EXPECTED}")
-
-
-def _from_loader(loader: DataLoader[Any], name: str) -> Feed:
-    sampler = loader.sampler
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        raise LayerwiseError(f"{name} is a loader with a batch sampler or an IterableDataset: {EXPECTED}")
-    if isinstance(sampler, DistributedSampler):
-        shuffle = sampler.shuffle
-    elif isinstance(sampler, RandomSampler | SequentialSampler):
-        shuffle = isinstance(sampler, RandomSampler)
-    else:
-        raise LayerwiseError(
-            f"{name} is a loader with a {type(sampler).__name__}: layerwise draws the samples itself, all of them once "
-            "an epoch; give the Dataset"
-        )
-    return Feed(
-        name,
-        loader.dataset,
-        len(loader.dataset),  # type: ignore[arg-type]
-        loader.collate_fn,
-        loader.num_workers,
-        loader.worker_init_fn,
-        loader.batch_size,
-        shuffle,
-        loader.drop_last,
-        isinstance(sampler, DistributedSampler),
-    )
+        return Feed(name, data, len(data), default_collate, workers)
+    if isinstance(data, DataLoader):
+        raise LayerwiseError(f"{name} is a DataLoader: give its data set; fit takes batch=, shuffle= and workers=")
+    what = "an IterableDataset, whose samples have no numbers" if isinstance(data, IterableDataset) else ""
+    raise LayerwiseError(f"{name} is {what or f'of type {type(data).__name__}'}: {EXPECTED}")
 
 
 class _Tensors(Dataset[Any]):
@@ -111,7 +69,7 @@ class _Tensors(Dataset[Any]):
                 raise LayerwiseError(f"{name}: {len(x)} inputs, but {len(target)} targets")
         self.inputs, self.target = inputs, target
 
-    def __getitems__(self, numbers: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
+    def __getitems__(self, numbers: list[int]) -> Batch:
         indices = torch.tensor(numbers, dtype=torch.int64)
         return tuple(x[indices] for x in self.inputs), self.target[indices]
 

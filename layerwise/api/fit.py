@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -22,17 +24,15 @@ from layerwise.api.feed import Feed, feed
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
 from layerwise.api.parallelize import Further, parallelize
-from layerwise.api.reached import Look, Reached, end_if_asked
 from layerwise.api.source import Model
 from layerwise.api.split import seat
-from layerwise.arguments import Count, NotNegative, Seed, checked
+from layerwise.arguments import Count, Natural, NotNegative, Seed, checked
 from layerwise.checkpoint.signals import handled
 from layerwise.cli import console, progress_bar
 from layerwise.comm.guard import noted
 from layerwise.comm.start import default_device
-from layerwise.errors import LayerwiseError, nearest
-from layerwise.run.guards.original import release_original
-from layerwise.run.parallel import ParallelModule
+from layerwise.errors import LayerwiseError
+from layerwise.run.parallel import ParallelModule, of, restore
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
 from layerwise.train.saving import Saving
@@ -61,15 +61,17 @@ class Epoch:
 
 @dataclass(slots=True)
 class Fitted:
-    """The parallel module, trained, its optimizer, and what each epoch came to (those of this call)."""
+    """The model, trained, its optimizer, and what each epoch came to (those of this call)."""
 
-    module: ParallelModule
+    module: nn.Module
     optimizer: Optimizer
     history: list[Epoch] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the full model's state dict; every rank calls this."""
-        return self.module.full_state_dict()
+        """Returns the full model's state dict, on the CPU; every rank calls this."""
+        if isinstance(self.module, ParallelModule):
+            return of(self.module).full_state_dict()
+        return {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
 
 
 @checked
@@ -84,7 +86,8 @@ def fit(
     batch: Count | None = None,
     held_out: object = None,
     metrics: Mapping[str, Metric] | None = None,
-    shuffle: bool | None = None,
+    shuffle: bool = True,
+    workers: Natural = 0,
     scheduler: SchedulerLike | None = None,
     clip_norm: NotNegative | None = None,
     autocast: torch.dtype | None = None,
@@ -100,20 +103,21 @@ def fit(
 
     The order of the samples depends on `seed` and the epoch alone, so losses and weights do not depend on the number
     of ranks. No sample is left out: what remains joins the last batch where it is less than half a batch. At the end
-    a model that is an nn.Module with values has the trained ones.
+    an nn.Module is plain again and has the trained values; what was parallel before, a model of the meta device, and a
+    file's stay parallel.
 
     Args:
         model: As `parallelize` takes it, or what it returned.
-        data: (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader (its data set, batch
-            size, shuffling, workers and collate function are used); all ranks give the same.
+        data: (inputs, targets) tensors, or a map-style Dataset of (input, target); all ranks give the same.
         loss: Of outputs and targets, a mean over samples: class weights, and targets that it ignores, are refused.
         optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one over the model's parameters,
             which then has the parallel module's in their place.
         epochs: Passes over the data.
-        batch: Samples of all ranks together. None: the loader's, else 32.
+        batch: Samples of all ranks together. None: 32.
         held_out: Data to evaluate on after every epoch.
         metrics: Means over samples, by name; accuracy comes with outputs that are scores of classes.
-        shuffle: Another order every epoch. None: as the loader does, else yes.
+        shuffle: Another order every epoch.
+        workers: Processes that load the samples; 0: this one does.
         scheduler: The optimizer's, or a function of it; it steps once an epoch.
         clip_norm: The largest norm of all gradients together.
         autocast: torch.bfloat16 for mixed precision, which is planned, and in which model and loss are computed.
@@ -125,7 +129,7 @@ def fit(
         keywords: Further arguments of `parallelize`, which plan the model.
 
     Returns:
-        The parallel module, trained, its optimizer, and what each epoch came to.
+        The model, trained, its optimizer, and what each epoch came to.
 
     Raises:
         LayerwiseError: Data, loss or optimizer do not fit, or what `parallelize` raises.
@@ -140,7 +144,11 @@ def fit(
     """
     check_loss(loss)
     check_optimizer(optimizer, scheduler)
-    _check_keywords(model, keywords)
+    if isinstance(model, ParallelModule) and keywords:
+        raise LayerwiseError(
+            f"{next(iter(keywords))}= says how to make a model parallel, but this one is already: give it to the call "
+            "of parallelize that made it"
+        )
     check_autocast(autocast)
     if autocast == torch.float16:
         raise LayerwiseError(
@@ -148,58 +156,81 @@ def fit(
         )
     if resume and checkpoint is None:
         raise LayerwiseError("resume=True needs checkpoint=FOLDER")
-    train = feed(data, "data")
-    evaluation = None if held_out is None else feed(held_out, "held_out")
+    train = feed(data, "data", workers)
+    evaluation = None if held_out is None else feed(held_out, "held_out", workers)
     if evaluation is not None and evaluation.count < 1:
         raise LayerwiseError("held_out has no samples: leave it out, or give some")
     for source in (train, evaluation):
         if source is not None and source.target is not None:
             check_targets(loss, source.target, source.name)
+    plain = isinstance(model, nn.Module) and not isinstance(model, ParallelModule)
+    plain = plain and not any(p.is_meta for p in model.parameters())  # type: ignore[union-attr]
     module = _module(model, train, batch, planned(optimizer), seed, autocast, keywords)
-    built = build(optimizer, model, module)
+    built = build(optimizer, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(built)
-    fitted, printing = Fitted(module, built), module.comm.rank == 0 and progress
-    facts = {"samples": train.count, "batch": module.plan.batch, "seed": seed}
-    resumed = checkpoints.resume(checkpoint, module, built, facts) if resume and checkpoint is not None else None
-    shuffle = train.shuffle is not False if shuffle is None else shuffle
     objective = UserObjective(module, train, loss, autocast)
     trainer = Trainer(module, objective, _sampler(train, module, seed, shuffle), built, clip_norm)
-    reached, order = Reached(), {"shuffle": shuffle, "drop_last": train.drop_last}
-    if resumed is not None:
-        reached = Reached.of(resumed[1], trainer.sampler, order)
-        if schedule is not None:
+    each, done, saved = trainer.sampler.per_epoch, 0, -1
+    facts: dict[str, str | int] = {"samples": train.count, "batch": of(module).plan.batch, "seed": seed}
+    facts |= {"shuffle": shuffle, "steps an epoch": each}
+    if checkpoint is not None and resume:
+        resumed = checkpoints.resume(checkpoint, module, built, facts)
+        done = 0 if resumed is None else int(resumed[1]["steps"])
+        if resumed is not None and schedule is not None:
             schedule.load_state_dict(resumed[1]["scheduler"])
 
-    def begin(_: int) -> checkpoints.Writing | None:
-        if checkpoint is None:
+    def begin(steps: int) -> checkpoints.Writing | None:
+        nonlocal saved
+        if checkpoint is None or steps == saved:
             return None
-        state = {} if schedule is None else {"scheduler": schedule.state_dict()}
-        return checkpoints.begin_saving(
-            checkpoint, module, built, {**reached.progress(), **order, **facts, **state}, beside=False
-        )
+        saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
+        return checkpoints.begin_saving(checkpoint, module, built, {**facts, "steps": steps, **state}, beside=False)
 
-    saving = Saving(module.comm, begin)
+    fitted, printing, saving = (
+        Fitted(module, built),
+        of(module).comm.rank == 0 and progress,
+        Saving(of(module).comm, begin),
+    )
     with saving.signals.taken(stop=checkpoint is not None):
-        for number in range(reached.epochs, epochs):
-            before = reached.samples
-            seconds = _epoch(trainer, reached, saving, quiet=not printing)
-            look = Look(saving, trainer.done)
-            with objective.arithmetic():
-                results = {} if evaluation is None else evaluate(module, evaluation, loss, metrics or {}, look)
-            if schedule is not None:  # not before: what is saved while evaluating resumes there, and steps it then
+        while done < epochs * each:
+            first, done = done, (done // each + 1) * each
+            loss_of, seconds, samples = _epoch(trainer, first, done, saving, quiet=not printing)
+            if schedule is not None:
                 schedule.step()
-            epoch = Epoch(number + 1, reached.loss / reached.samples, seconds, reached.samples - before, results)
+            results: dict[str, float] = {}
+            if evaluation is not None:
+                with objective.arithmetic():
+                    results = evaluate(module, evaluation, loss, metrics or {}, partial(_end_if_asked, saving, done))
+            epoch = Epoch(done // each, loss_of, seconds, samples, results)
             fitted.history.append(epoch)
             if printing:
                 console().print(epoch.line(epochs), soft_wrap=True)
-            reached = Reached(number + 1)
-            saving.save(trainer.done)
+            saving.save(done)
             saving.finish()
-            end_if_asked(saving, trainer.done)
-    if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
-        model.load_state_dict(fitted.state_dict())
-        release_original(model)
+            _end_if_asked(saving, done)
+    if plain:
+        restore(module)
     return fitted
+
+
+def _epoch(trainer: Trainer[Batch], first: int, end: int, saving: Saving, *, quiet: bool) -> tuple[float, float, int]:
+    """Takes steps `first` to `end`. Returns their loss, the seconds of the slowest rank, and their samples."""
+    began, loss, samples = time.perf_counter(), 0.0, 0
+    with progress_bar("training", quiet=quiet) as bar:
+        for step in trainer.run(end, first):
+            loss, samples = loss + step.loss * step.samples, samples + step.samples
+            if bar is not None:
+                bar(step.number - first, end - first)
+            if step.number == trainer.done < end:  # after the last the scheduler steps before anything is saved
+                _end_if_asked(saving, step.number)
+    everyone: list[float] = of(trainer.module).comm.all_gather_object(time.perf_counter() - began)
+    return loss / samples, max(everyone), samples
+
+
+def _end_if_asked(saving: Saving, done: int) -> None:
+    """Saves where a signal asks for it; SystemExit where that is SIGTERM."""
+    if saving.asked(done):
+        sys.exit(checkpoints.STOPPED)
 
 
 def _module(
@@ -212,7 +243,7 @@ def _module(
     keywords: Mapping[str, Any],
 ) -> ParallelModule:
     if isinstance(model, ParallelModule):
-        if batch not in (None, model.plan.batch):
+        if batch not in (None, of(model).plan.batch):
             raise LayerwiseError(
                 f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
             )
@@ -221,7 +252,7 @@ def _module(
     ranks = seat()[1] if options.comm is None else options.comm.size
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
-    samples = batch if batch is not None else (train.batch or BATCH) * (ranks if train.per_rank else 1)
+    samples = BATCH if batch is None else batch
     ((examples, _),) = train.batches([range(min(2, train.count))])
     # The data is loaded to the CPU; where there are GPUs, this rank's computes.
     device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -230,26 +261,11 @@ def _module(
     return parallelize(model, inputs, batch=samples, optimizer=optimizer, autocast=autocast, **settings)
 
 
-def _check_keywords(model: object, keywords: Mapping[str, Any]) -> None:
-    """LayerwiseError for what parallelize does not take, and for all of it where the model is parallel already."""
-    accepted = Further.__annotations__
-    for name in keywords:
-        if name in accepted and isinstance(model, ParallelModule):
-            raise LayerwiseError(
-                f"{name}= says how to make a model parallel, but this one is already: give {name}= to the call of "
-                "parallelize that made it"
-            )
-        if name not in accepted:
-            raise LayerwiseError(
-                f"fit has no argument {name!r}{nearest(name, accepted)}, and parallelize has none of that name, either"
-            )
-
-
 def _sampler(train: Feed, module: ParallelModule, seed: int, shuffle: bool) -> StepSampler:
     """Returns the sampler. A last batch of less than half joins the one before: so all ranks have a part of it."""
-    size = module.plan.batch
-    join = max(-(-size // 2), least(module.plan))
-    return StepSampler(train.count, size, least=size if train.drop_last else 1, seed=seed, join=join, shuffle=shuffle)
+    size = of(module).plan.batch
+    join = max(-(-size // 2), least(of(module).plan))
+    return StepSampler(train.count, size, seed=seed, join=join, shuffle=shuffle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +280,10 @@ class UserObjective:
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Batch]:
         """Yields this rank's samples of each batch."""
-        local = [numbers[self.module.share(len(numbers))].tolist() for numbers in batches]
+        local = [numbers[of(self.module).share(len(numbers))].tolist() for numbers in batches]
         for inputs, target in self.train.batches(local):
             check_targets(self.function, target, self.train.name)
-            yield inputs, target.to(self.module.device)
+            yield inputs, target.to(of(self.module).device)
 
     def loss(self, local: Batch, batch: int) -> Tensor:
         """Returns the function's value."""
@@ -280,20 +296,4 @@ class UserObjective:
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Returns the context that model and loss are computed in: autocast's, or none."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.module.device.type, self.autocast)
-
-
-def _epoch(trainer: Trainer[Batch], reached: Reached, saving: Saving, *, quiet: bool) -> float:
-    """Takes the steps that an epoch has left, which `reached` follows. Returns the seconds of the slowest rank."""
-    each, started = trainer.sampler.per_epoch, time.perf_counter()
-    before = reached.epochs * each
-    with progress_bar("training", quiet=quiet) as bar:
-        for step in trainer.run(before + each, before + reached.steps):
-            reached.steps, reached.samples = step.number - before, reached.samples + step.samples
-            reached.loss += step.loss * step.samples
-            if bar is not None:
-                bar(reached.steps, each)
-            if step.number == trainer.done:
-                end_if_asked(saving, step.number)
-    everyone: list[float] = trainer.module.comm.all_gather_object(time.perf_counter() - started)
-    return max(everyone)
+        return nullcontext() if self.autocast is None else torch.autocast(of(self.module).device.type, self.autocast)

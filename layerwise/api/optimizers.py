@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from layerwise.cost.compute.roofline import OPTIMIZERS as PLANNED
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.run.guards.refusals import AS_WRITTEN
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.guards.replaced import parameter_now
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.loop import OPTIMIZERS, Settings
 
 OptimizerLike = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -50,15 +51,15 @@ def check(optimizer: object, scheduler: object) -> None:
         )
 
 
-def build(optimizer: OptimizerLike, model: object, module: ParallelModule) -> Optimizer:
+def build(optimizer: OptimizerLike, module: ParallelModule) -> Optimizer:
     """Returns an optimizer over the module's parameters.
 
-    wanted: a name (its usual learning rate), a function of the parameters, or an optimizer over `model`'s parameters:
-    that very one goes on with the module's in their place, so its groups, settings and schedulers stay as they are.
+    optimizer: a name (its usual learning rate), a function of the parameters, or one over those of before the model was
+    made parallel: it goes on with those of now, so its groups, settings and schedulers stay as they are.
     LayerwiseError where it is over others, and for optimizers that do not suit the plan.
     """
     if isinstance(optimizer, Optimizer):
-        built = _moved(optimizer, model, module)
+        built = _moved(optimizer, module)
     else:
         trained = [p for p in module.parameters() if p.requires_grad]
         built = Settings(optimizer).build(trained) if isinstance(optimizer, str) else optimizer(trained)
@@ -66,8 +67,8 @@ def build(optimizer: OptimizerLike, model: object, module: ParallelModule) -> Op
             raise LayerwiseError(f"optimizer= made a {type(built).__name__}; it must make a torch.optim.Optimizer")
         _check_kind(type(built))
     if (
-        module.comm.size > 1
-        and module.has_cut
+        of(module).comm.size > 1
+        and of(module).has_cut
         and any(base.__name__.lower() in MATRICES for base in type(built).__mro__)
     ):
         raise LayerwiseError(
@@ -94,18 +95,16 @@ def _check_kind(kind: type) -> None:
             )
 
 
-def _moved(optimizer: Optimizer, model: object, module: ParallelModule) -> Optimizer:
-    """Returns the optimizer, over the module's parameters in its groups; a rank that has none of a group steps none."""
-    names = {id(p): name for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
-    parameters, groups = dict(module.named_parameters()), list[list[nn.Parameter]]()
+def _moved(optimizer: Optimizer, module: ParallelModule) -> Optimizer:
+    """Returns the optimizer, over the parameters that the model has now."""
+    held = {id(p) for p in module.parameters()}
     for group in optimizer.param_groups:
-        strange = next((p for p in group["params"] if id(p) not in names), None)
+        now = [parameter_now(p) for p in group["params"]]
+        strange = next((p for p in now if id(p) not in held), None)
         if strange is not None:
             raise LayerwiseError(
                 f"the optimizer has a parameter of shape {tuple(strange.shape)} that is not the model's: build it over "
                 "model.parameters(), or give a function of the parameters"
             )
-        groups.append([parameters[names[id(p)]] for p in group["params"] if names[id(p)] in parameters])
-    for group, local in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = local
+        group["params"] = now
     return optimizer

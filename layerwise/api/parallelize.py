@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,23 +14,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate
 from layerwise.api.arguments import ParallelOptions, check, check_autocast, check_io, facts
 from layerwise.api.build import Task
+from layerwise.api.loaders import example_of
 from layerwise.api.planner import Request, Strategy
 from layerwise.api.source import ExampleInputs, Model, device_of, examples_of
 from layerwise.api.world import join
 from layerwise.arguments import Count, checked
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.fed import fed_by
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
+from layerwise.process import process_kept
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
-from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 DEFAULT = ParallelOptions()
 
@@ -42,38 +43,29 @@ class Further(TypedDict, total=False):
     plan: Plan | str | os.PathLike[str] | None
     memory_limit: float | str | None
     compile: bool | Mapping[str, Any]
-    io: Literal["boxes"] | None
+    io: Literal["boxes", "free"] | None
     inference: bool
+    shared: Sequence[str] | None
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     verbose: bool
     options: ParallelOptions
 
 
 class Keywords(Further, total=False):
-    """The keywords of `parallelize`."""
+    """The keywords of `parallelize`, which the integrations take, too."""
 
     batch: Count | None
     optimizer: str
     autocast: torch.dtype | None
 
 
-@overload
-def parallelize(
-    model: Model, example_inputs: DataLoader[Any], *held_out: DataLoader[Any], **keywords: Unpack[Keywords]
-) -> tuple[Any, ...]: ...
-
-
-@overload
-def parallelize(
-    model: Model, example_inputs: ExampleInputs | None = None, **keywords: Unpack[Keywords]
-) -> ParallelModule: ...
-
-
+@process_kept()
+@torch.inference_mode(False)  # within which parameters and examples would be of no use to training
 @checked
 def parallelize(
     model: Model,
     example_inputs: ExampleInputs | DataLoader[Any] | None = None,
-    *held_out: DataLoader[Any],
+    *,
     strategy: Strategy | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     batch: Count | None = None,
@@ -81,12 +73,13 @@ def parallelize(
     optimizer: str = "sgd",
     autocast: torch.dtype | None = None,
     compile: bool | Mapping[str, Any] = False,
-    io: Literal["boxes"] | None = None,
+    io: Literal["boxes", "free"] | None = None,
     inference: bool = False,
+    shared: Sequence[str] | None = None,
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     verbose: bool = True,
     options: ParallelOptions = DEFAULT,
-) -> ParallelModule | tuple[Any, ...]:
+) -> ParallelModule:
     """Returns this rank's part of `model`, every layer of which is split as is predicted to be fastest.
 
         model = layerwise.parallelize(model, example_inputs)    # under torchrun; was: DistributedDataParallel(model)
@@ -94,32 +87,34 @@ def parallelize(
 
     Nothing else in the loop changes: each rank feeds its own samples and takes the loss of its own outputs. The numbers
     are those of one device on all ranks' samples together, where the loss is a mean over samples. Every rank calls it
-    alike; without torchrun the model runs on one device. With DataLoaders, as one device has them, the data is split,
-    too: each rank loads its share of every batch, and has all outputs in evaluation.
+    alike; without torchrun the model runs on one device. A script for one device says two things:
 
-        model, loader, held_out = layerwise.parallelize(model, loader, held_out)
+        model = layerwise.parallelize(model, loader)    # a batch of all ranks together is one of the loader's
+        loader = layerwise.split(loader, model)         # of which each rank loads its share
 
     Args:
         model: An nn.Module (where ranks' values differ, rank 0's win; on the meta device they are drawn from
             `options.seed`), an ExportedProgram, or the path of an .onnx file.
-        example_inputs: What one rank calls the model with, a tensor, a tuple, or a dict of arguments by name; or a
-            DataLoader of (inputs, target) or of tensors by name.
-        held_out: DataLoaders to evaluate with.
+        example_inputs: What one rank calls the model with, a tensor, a tuple, or a dict of arguments by name; or one
+            device's DataLoader of (inputs, target) or of tensors by name, whose batches are of all ranks together.
         strategy: "data", "model", "owt", or {layers: {dimension: degree}} for some layers, such as {"fc*": {"c": 4}}
             (outputs) or {"head": {"k": 4}} (inputs); {} is one device. Layers are named as one, as a module around
             them, or with * and ?. The others are optimised around them. None: all are.
         plan: A plan, or its file, to run without a search.
         batch: Samples of all ranks together. None: the example's times the number of ranks. With fewer samples than
-            ranks every rank feeds the whole batch.
+            ranks every rank feeds the whole batch; where the model returns its loss, it may feed its boxes alone.
         memory_limit: Bytes a device, or a text such as "14GB", that a step may take; layers recompute or share out
             their states where that is needed. None: what a device has, less what libraries take.
         optimizer: "sgd", "momentum" or "adam", for the memory of its state.
         autocast: torch.bfloat16 or torch.float16, where the loop calls the model within torch.autocast of that type.
         compile: What a rank computes by itself goes through torch.compile; a dict has its arguments.
-        io: "boxes", where each rank feeds only its boxes of the inputs (`BoxLoader`); example_inputs are then those of
-            the whole batch, also on the meta device, and the loss is inside the model.
+        io: "boxes", where each rank feeds only its boxes of the inputs (`BoxLoader`), and the loss is inside the model;
+            "free", where each feeds the whole batch. example_inputs are then those of the whole batch, also on the meta
+            device. None: each feeds its samples, where each has one.
         inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
             evaluation mode, and its parameters are not trained.
+        shared: Inputs, by name, that are the same for all samples and on all ranks, such as ("texts",) for the texts of
+            classes. None: those as long as the example's batch are found out by running the model, and named.
         device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
             group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
             layer. None: all ranks.
@@ -127,7 +122,7 @@ def parallelize(
         options: What needs to be said seldom.
 
     Returns:
-        The parallel module; with DataLoaders a tuple of it and of this rank's loaders.
+        The parallel module.
 
     Raises:
         LayerwiseError: The model, the inputs, the strategy, the plan or the memory will not do.
@@ -135,7 +130,7 @@ def parallelize(
 
     Examples:
         >>> import layerwise
-        >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
         >>> model(torch.randn(8, 4)).shape, model.plan.gpus
         (torch.Size([8, 2]), 1)
     """
@@ -144,23 +139,27 @@ def parallelize(
     check(model, optimizer, memory_limit)
     check_autocast(autocast)
     settings = settings_of(compile)
-    loaders = _loaders(example_inputs, held_out, batch)
     if isinstance(example_inputs, DataLoader):
-        example_inputs, batch = loaders_of.example_of(example_inputs)
+        if batch is not None:
+            raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
+        example_inputs, batch = example_of(example_inputs)
     call, examples = examples_of(example_inputs, model)
     device = device_of(model, examples)
     world = join(device, device_mesh, options.comm, options.timeout_s)
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
-    check_io(io, user_plan, loaders)
-    boxes = io == "boxes" or (user_plan is not None and user_plan.io == "boxes")
+    check_io(io, user_plan)
+    full = io is not None or (user_plan is not None and user_plan.io == "boxes")
     arguments = {
         "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
         "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
-        "names of inputs": ", ".join(call[1]),
+        "names of inputs": ", ".join(call[1]), "shared": shared and ", ".join(shared),
     }  # fmt: skip
     world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
-    counted = examples[0].shape[0] * (1 if boxes else world.size) if examples else 0
+    own = examples[0].shape[0] if examples else 0
+    if shared and isinstance(model, nn.Module):  # the first of them may be one of these
+        own = fed_by(model, call, shared).batch
+    counted = own * (1 if full else world.size)
     samples = _batch(batch, counted, user_plan)
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
@@ -169,34 +168,17 @@ def parallelize(
     runtime = RuntimeOptions(
         device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
     )
-    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options).build()
-    if isinstance(model, nn.Module) and isinstance(module, LayeredModule):
-        module.train(model.training)  # of the other the mode is the model's own, which may be several
+    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, shared).build()
     if inference:
         module.eval().requires_grad_(False)
     if (every := options.sync_every) > 1:
         Accumulate(module, every)
-        batch_of_step = f"the effective batch is {every * module.plan.batch:,}"
+        batch_of_step = f"the effective batch is {every * of(module).plan.batch:,}"
         shown += (Text(f"sync_every={every}: the optimizer steps every {every} batches; {batch_of_step}"),)
     if verbose and world.comm.rank == 0:
         for line in shown:
             console().print(line)
-    return (module, *loaders_of.shared(loaders, module)) if loaders else module
-
-
-def _loaders(first: object, held_out: tuple[DataLoader[Any], ...], batch: int | None) -> tuple[DataLoader[Any], ...]:
-    """Returns all DataLoaders that were given, the one to train on first. LayerwiseError where they will not do."""
-    if not isinstance(first, DataLoader):
-        if held_out:
-            raise LayerwiseError(
-                "give DataLoaders to evaluate with after the one to train on: parallelize(model, loader, ...)"
-            )
-        return ()
-    if batch is not None:
-        raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
-    for loader in held_out:
-        loaders_of.check(loader)
-    return (first, *held_out)
+    return module
 
 
 def _batch(batch: int | None, counted: int, plan: Plan | None) -> int:

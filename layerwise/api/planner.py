@@ -22,9 +22,9 @@ from layerwise.report.content import Lines, Part, Report
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
 from layerwise.search.fixed import fixed_layers
-from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.overlap.polish import Effort
+from layerwise.search.priced.variants import OFFERS
 from layerwise.search.remedies import remedies
 from layerwise.search.report.sentences import nothing_fits, why_data
 from layerwise.search.report.tables import strategy_table
@@ -57,7 +57,7 @@ class Request:
     optimizer: str = "sgd"  # for the memory of its state
     local_batch_norm: bool = False
     autocast: torch.dtype | None = None  # mixed precision: the type of the torch.autocast around the model's calls
-    io: Literal["boxes"] | None = None  # what each rank feeds; None: its samples, where there are enough
+    io: Literal["boxes", "free"] | None = None  # what each rank feeds; None: its samples, where there are enough
     inference: bool = False  # for the forward pass alone
     effort: Effort = "normal"  # how long the plan is improved by its simulated step
 
@@ -78,10 +78,15 @@ class Planner:
 
     @property
     def options(self) -> CostOptions:
-        """Returns the cost model's options: each rank feeds its own samples where there are enough."""
-        dtype = self.request.precision
+        """Returns the cost model's options: each rank feeds its own samples where there are enough.
+
+        Else its boxes, where the model returns its loss; whole samples of an output are what a loop takes its loss of.
+        """
+        dtype, graph = self.request.precision, self.graph
+        few = graph.batch < self.world.size
+        rows = any(x not in graph.losses and graph[x].out.index("n") is not None for x in graph.layers[-1].inputs)
         return CostOptions(
-            io=self.request.io or ("sample" if self.graph.batch >= self.world.size else "free"),
+            io=self.request.io or ("free" if few and rows else "auto"),
             optimizer=self.request.optimizer,
             dtype=dtype if dtype in self.profile.processor.peak_flops else "float32",
             local_batch_norm=self.request.local_batch_norm,
@@ -108,14 +113,15 @@ class Planner:
         options, space, dtype, notes = self.options, self.space, self.request.precision, list[str]()
         if options.dtype != dtype:
             notes.append(f"profile {self.profile.name} has no rate for {dtype}: planned with float32's")
-        if options.io == "free":
-            notes.append(
-                f"{samples(self.graph.batch)} for {self.world.size} ranks: every rank is to be given the whole batch"
-            )
         if strategy is None and self.graph.unseen:
             strategy = "data"
             notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
+        if model.options.io != "sample":
+            takes = ", and takes its boxes of it: its loss is in the model" if model.feeding.why else ""
+            given = "whole batch" if options.io != "boxes" else "boxes of it that its layers need"
+            few = f"{samples(self.graph.batch)} for {self.world.size} ranks"
+            notes.append(f"{few}: every rank is to be given the {given} (io {model.options.io}){takes}")
         space = replace(space, fixed=tuple(_fixed(model, strategy, space.replicas).items()))
         result = search(model, space, effort=self.request.effort)
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)

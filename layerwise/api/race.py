@@ -31,7 +31,7 @@ from layerwise.plan import Plan, parse_plan
 from layerwise.quantities import units
 from layerwise.run.load import build_module
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.rebuild import memory_limit, offered
@@ -174,14 +174,14 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 def _steps_s(module: ParallelModule, call: Call, training: bool, autocast: torch.dtype | None) -> list[float]:
     """Returns the seconds of this rank's steps."""
-    share = module.share()
+    share = of(module).share()
     positional, named = _resized(
-        call, share.stop - share.start if module.plan.io == "sample" else module.plan.batch, module
+        call, share.stop - share.start if of(module).plan.io == "sample" else of(module).plan.batch, module
     )
     seconds = list[float]()
-    mixed = nullcontext() if autocast is None else torch.autocast(module.device.type, autocast)
+    mixed = nullcontext() if autocast is None else torch.autocast(of(module).device.type, autocast)
     for _ in range(WARM_UP + STEPS):
-        module.comm.barrier()
+        of(module).comm.barrier()
         began = time.perf_counter()
         with mixed, nullcontext() if training else torch.inference_mode():
             outputs = module(*positional, **named)
@@ -189,8 +189,8 @@ def _steps_s(module: ParallelModule, call: Call, training: bool, autocast: torch
             made = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
             sum(x.float().mean() for x in made).backward()  # type: ignore[union-attr]
             module.zero_grad()
-        if module.device.type == "cuda":
-            torch.cuda.synchronize(module.device)
+        if of(module).device.type == "cuda":
+            torch.cuda.synchronize(of(module).device)
         seconds.append(time.perf_counter() - began)
     return seconds
 
@@ -204,7 +204,7 @@ def _resized(call: Call, samples: int, module: ParallelModule) -> Call:
         x = torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x.detach()
         if x.dim() and x.shape[0] == count:
             x = x[torch.arange(samples, device=x.device) % count]
-        return x.to(module.device)
+        return x.to(of(module).device)
 
     resized_call: Call = pytree.tree_map_only(Tensor, resized, call)
     return resized_call

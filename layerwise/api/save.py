@@ -13,8 +13,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import writing
-from layerwise.run.guards.original import look_at_original
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.tensorfile import torch_save
 
 
@@ -40,9 +39,8 @@ def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
         ['bias', 'weight']
     """
     if isinstance(model, ParallelModule):
-        comm, state = model.comm, model.full_state_dict()
+        comm, state = of(model).comm, of(model).full_state_dict()
     else:
-        look_at_original(model)
         comm, state = joined() or SoloComm(), model.state_dict()
         if seat()[1] != comm.size:
             raise LayerwiseError("save is for what parallelize returns, or for a model that fit has trained")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import Any
 
@@ -27,7 +27,13 @@ def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tens
     """Returns what one rank calls the model with, and the tensors in that. LayerwiseError for anything else."""
     if example_inputs is None and not isinstance(model, nn.Module):
         return ((), {}), ()
-    call = call_of(model, example_inputs)
+    if isinstance(model, nn.Module):
+        every = (*model.named_parameters(), *model.named_buffers())
+        if made_within := next((name for name, tensor in every if tensor.is_inference()), None):
+            raise LayerwiseError(
+                f"{made_within!r} was made within torch.inference_mode(): build the model outside of it"
+            )
+    call = pytree.tree_map_only(Tensor, _outside_inference, call_of(model, example_inputs))
     values = pytree.tree_leaves(call)
     odd = [x for x in values if not isinstance(x, Tensor | int | float | str | NoneType)]
     tensors = tuple(x for x in values if isinstance(x, Tensor))
@@ -37,6 +43,11 @@ def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tens
     if tensors and (tensors[0].dim() == 0 or tensors[0].shape[0] < 1):
         raise LayerwiseError("example_inputs has no samples: its first tensor needs a first dimension of at least 1")
     return call, tensors
+
+
+def _outside_inference(x: Tensor) -> Tensor:
+    """Returns a tensor that autograd takes, which none is that was made within torch.inference_mode()."""
+    return x.clone() if x.is_inference() else x
 
 
 def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
@@ -67,15 +78,16 @@ def dtype_of(network: Network) -> torch.dtype:
     return dtype
 
 
-def network(model: Model, call: Call, batch: int) -> Network:
+def network(model: Model, call: Call, batch: int, shared: Collection[str] | None = None) -> Network:
     """Returns the network at `batch` samples of all ranks together. call: what one rank calls the model with.
 
-    A module keeps its tensors: `Network.stored` reads the model's own. An .onnx file comes with its weights.
+    shared: as `network_of` has it. A module keeps its tensors: `Network.stored` reads the model's own. An .onnx file
+    comes with its weights.
     """
     if isinstance(model, nn.Module):
         positional, named = _there(model, call)
         with refused():
-            imported = network_of(model, positional, batch, type(model).__name__, named)
+            imported = network_of(model, positional, batch, type(model).__name__, named, shared=shared)
         _check_types(imported)
         return imported
     if isinstance(model, ExportedProgram):

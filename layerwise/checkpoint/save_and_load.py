@@ -32,7 +32,7 @@ from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.run.local_tensor import is_dtensor, local_tensor
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.state.state import Shard
 from layerwise.tensorfile import dtype_name
 
@@ -99,10 +99,10 @@ def begin_saving(
     beside: bool = True,
 ) -> Writing:
     """Begins what `save` does. beside: a thread writes a copy of the state, and training may go on meanwhile."""
-    comm, folder, steps = module.comm, Path(directory), module.steps_done
+    comm, folder, steps = of(module).comm, Path(directory), of(module).steps_done
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
     about: dict[str, JSON] = {
-        "model": model_digest(module.layer_graph),
+        "model": model_digest(of(module).layer_graph),
         "steps": steps,
         "progress": copy.deepcopy(dict(progress)),
     }
@@ -119,7 +119,7 @@ def begin_saving(
             held.enter_context(sole_writer(folder))
         name = begin(folder, steps).name if comm.rank == 0 else None
         answer: dict[str, Any] = {"steps": steps, "folder": name, "optimizer": facts}
-        return [*map(_in_checkpoint, filter(_writes, module.shards())), *states], answer
+        return [*map(_in_checkpoint, filter(_writes, of(module).shards())), *states], answer
 
     def collect() -> tuple[list[Shard], JSON]:
         if any(answer["steps"] != steps for answer in answers):
@@ -192,7 +192,7 @@ def load(
     Examples:
         See `save`.
     """
-    comm, shards = module.comm, module.shards()
+    comm, shards = of(module).comm, of(module).shards()
 
     def open_it() -> tuple[Reader, JSON]:
         reader = Reader(find(directory))
@@ -222,7 +222,7 @@ def load(
     agree(comm, read)
     if optimizer is not None:
         prepared.restore(optimizer)
-    module.steps_done = reader.about["steps"]
+    of(module).steps_done = reader.about["steps"]
     return dict(reader.about["progress"])
 
 
@@ -237,7 +237,7 @@ def resume(
 
     LayerwiseError where its progress differs from one of these `facts`; otherwise: what else the user can do.
     """
-    path = module.comm.broadcast_text(str(latest(directory) or ""))
+    path = of(module).comm.broadcast_text(str(latest(directory) or ""))
     if not path:
         return None
     progress = load(path, module, optimizer)
@@ -264,7 +264,7 @@ def owned(module: ParallelModule) -> Owned:
 
     (A parameter without elements that is not the model's may stand for a rank that holds nothing.)
     """
-    shards = {name: shard for shard in module.shards() for name in (shard.name, *shard.aliases)}
+    shards = {name: shard for shard in of(module).shards() for name in (shard.name, *shard.aliases)}
     owned = dict[Parameter, Shard]()
     for name, parameter in module.named_parameters():
         if name in shards:
@@ -284,7 +284,7 @@ def _check_about(reader: Reader, module: ParallelModule) -> None:
         if type(about["steps"]) is not int or about["steps"] < 0:
             raise ValueError(f"{about['steps']!r} steps")
         dict(about["progress"].items())
-        same = about["model"] == model_digest(module.layer_graph)
+        same = about["model"] == model_digest(of(module).layer_graph)
     if not same:
         raise LayerwiseError(
             f"{reader.where} is of another model: it has the same names and shapes, but other operators"

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from typing import Final, NoReturn
 
 from layerwise.comm.verdict import STOPPED
@@ -49,21 +50,18 @@ class Guard:
             signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._has_signal = True
             # The SIGTERM of a process forked from this one, a data loader's worker, does not concern this one.
-            os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
+            hold, release = (
+                partial(signal.pthread_sigmask, how, {signal.SIGTERM}) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+            )
+            os.register_at_fork(before=hold, after_in_parent=release, after_in_child=self._forget)
         threading.Thread(target=self._run, name="layerwise guard", daemon=True).start()
-
-    def _hold(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def _let_go(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _forget(self) -> None:
         if self._has_signal:
             self._has_signal = False
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._let_go()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _run(self) -> None:
         while True:

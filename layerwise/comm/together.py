@@ -13,7 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 
 T = TypeVar("T")
-BEAT_S = 1.0  # how often rank 0 tells the others, while it works alone, that it is alive
+BEAT_S = 1.0  # how often ranks tell each other, while one works, that they are alive
 
 
 def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tuple[T, list[Any]]:
@@ -69,25 +69,8 @@ def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> 
 
 
 def alone(comm: Comm, work: Callable[[], T]) -> T | None:
-    """Has rank 0 do `work` in a thread, while all ranks meet every second so that none takes another for stuck.
-
-    Returns its result on rank 0, None elsewhere; a LayerwiseError of it is raised on every rank.
-    """
-    future = in_thread(work) if comm.rank == 0 else Future[T]()
-    while True:
-        text = ""
-        if comm.rank == 0:
-            wait([future], timeout=BEAT_S)
-            error = future.exception() if future.done() else None
-            text = "busy" if not future.done() else "done" if error is None else f"failed: {error}"
-        state = comm.broadcast_text(text)
-        if state == "busy":
-            continue
-        if comm.rank == 0:
-            return future.result()
-        if state != "done":
-            raise LayerwiseError(f"rank {comm.members.ranks[0]} {state}")
-        return None
+    """Has rank 0 do `work` while the others wait. Returns its result there, None elsewhere; all raise its error."""
+    return patiently(comm, lambda: (work() if comm.rank == 0 else None, None))[0]
 
 
 def in_thread(work: Callable[[], T], name: str = "layerwise") -> Future[T]:

@@ -1,9 +1,10 @@
-"""UnderWay: what torch.distributed has been given to do for a ProcessComm."""
+"""UnderWay: what torch.distributed has been given to do for a Comm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,15 +12,23 @@ from torch import Tensor
 
 from layerwise.comm.together import in_thread
 
-if TYPE_CHECKING:
-    from layerwise.comm.process import ProcessComm
-
 
 class Waitable(Protocol):
     """A work of torch's, or what stands for some."""
 
     def wait(self) -> object:
         """Returns when it has ended. RuntimeError where it fails or takes too long."""
+
+
+class Starter(Protocol):
+    """The Comm that has started it."""
+
+    device: torch.device
+    collectives: bool
+    given_up: list[UnderWay]
+
+    def during(self, what: str) -> AbstractContextManager[list[str]]:
+        """Makes torch's errors within it a CommError that names who is at fault."""
 
 
 class UnderWay:
@@ -31,7 +40,7 @@ class UnderWay:
 
     def __init__(
         self,
-        comm: ProcessComm,
+        comm: Starter,
         what: str,
         works: Sequence[tuple[str, Waitable]],
         tensors: Sequence[Tensor],

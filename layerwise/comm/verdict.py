@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from layerwise.comm.base import Members, ranks
 
 STOPPED: Final = "stopped from outside (SIGTERM"  # in the words of `stopped_text` alone
 
 
-@dataclass(frozen=True, slots=True)
-class Sign:
-    """A rank's sign of life."""
+class Sign(NamedTuple):
+    """A rank's sign of life, which is JSON in the store."""
 
     time_s: float  # of its clock; no two signs have the same
     step: int | None  # what it computes; None: nothing yet
@@ -25,21 +22,12 @@ class Sign:
     joint: int = 0  # operations of all ranks that it has started
     stopped: bool = False  # it was sent SIGTERM
 
-    def pack(self) -> str:
-        """Returns a text for the store."""
-        return json.dumps(astuple(self))
-
     @property
     def where(self) -> str:
         """`at step 17 in layer conv3`."""
         if self.step is None:
             return "before its first step"
         return f"at step {self.step}" + (f" in layer {self.layer}" if self.layer else "")
-
-
-def unpack(text: bytes | str) -> Sign:
-    """Returns the sign that `pack` made a text of."""
-    return Sign(*json.loads(text))
 
 
 def gone_text(gone: Collection[int], signs: Mapping[int, Sign], members: Members, now_s: float, me: int) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from layerwise.comm.base import CommError, Members, ranks, reason
 from layerwise.comm.together import in_thread
-from layerwise.comm.verdict import Sign, gone_text, stopped_text, stuck_text, unpack
+from layerwise.comm.verdict import Sign, gone_text, stopped_text, stuck_text
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -167,7 +167,7 @@ class Watch:
 
         def do() -> None:
             sign = self._sign()
-            self._store.set(f"alive/{self.rank}", sign.pack())
+            self._store.set(f"alive/{self.rank}", json.dumps(sign))
             if sign.ended:
                 self._store.compare_set("ended", "", str(sign.joint))
             if self._store.check(["verdict"]):
@@ -228,12 +228,14 @@ class Watch:
 
     def _signs(self) -> dict[int, Sign]:
         """Returns the last sign of every rank that ever gave one."""
-        keys = {rank: f"alive/{rank}" for rank in self.members.ranks if rank != self.rank}
         signs = {self.rank: self._sign()}
-        self._call(
-            lambda: signs.update((r, unpack(self._store.get(k))) for r, k in keys.items() if self._store.check([k])),
-            None,
-        )
+
+        def look() -> None:
+            for rank in self.members.ranks:
+                if rank != self.rank and self._store.check([f"alive/{rank}"]):
+                    signs[rank] = Sign(*json.loads(self._store.get(f"alive/{rank}")))
+
+        self._call(look, None)
         return signs
 
     def _hear(self, verdict: bytes) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2, sqrt
+from typing import Literal
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class GroupShape:
     rings: tuple[int, ...]  # at each level, streams through one port where each group is a ring
     members: tuple[int, ...]  # at each level, devices of such groups behind one port
     server_s_per_byte: float  # the sum over the other members of the beta of their link to the first; of any group most
+    server_link_s_per_byte: float  # the largest of these betas
     even: bool  # whether all groups of several, and in each all members of a level, have as many members inside
 
 
@@ -47,7 +49,7 @@ def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
     size = int(np.bincount(ids).max(initial=1))
     if size == 1:
         ones = (1,) * len(graph.levels)
-        return GroupShape(1, ones, ones, ones, 0.0, even=True)
+        return GroupShape(1, ones, ones, ones, 0.0, 0.0, even=True)
     fan, rings, members = list[int](), list[int](), list[int]()
     spans = list[Mask]()  # at each level, which devices are in a group that has several members there
     alone, even = np.bincount(ids) == 1, True
@@ -72,8 +74,9 @@ def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
     _, first, group = np.unique(ids, return_index=True, return_inverse=True)
     betas = np.array([level.beta_s_per_byte for level in graph.levels])
     servers = devices[first][group]
-    server = np.bincount(group, np.where(devices == servers, 0.0, betas[graph.level_between(servers, devices)])).max()
-    return GroupShape(size, tuple(fan), tuple(rings), tuple(members), float(server), even)
+    to_server = np.where(devices == servers, 0.0, betas[graph.level_between(servers, devices)])
+    server = float(np.bincount(group, to_server).max()), float(to_server.max())
+    return GroupShape(size, tuple(fan), tuple(rings), tuple(members), *server, even)
 
 
 def _most(values: Ints) -> int:
@@ -227,24 +230,32 @@ def _group_shape_of(runs: Runs, strided: bool, copies: bool, graph: DeviceGraph)
     return group_shape(replicas(cells, (1,))[0], graph)
 
 
-def bucket_s(size_bytes: float, group: GroupShape, graph: DeviceGraph, method: str) -> float:
+SyncMethod = Literal["all-reduce", "parameter-server", "connections to a parameter server"]
+
+
+def bucket_s(size_bytes: float, group: GroupShape, graph: DeviceGraph, method: SyncMethod) -> float:
     """Time to synchronise one bucket of gradients.
 
-    `parameter-server`: 2(r-1) bytes/b, the first replica being the server and its port serial (Jia et al.).
+    A parameter server is the first replica: 2(r-1) bytes/b where its port is serial, 2 bytes/b of the slowest where
+    each replica's connection to it works at its own bandwidth at the same time (two readings of Jia et al.).
     """
     if method == "parameter-server":
         return 2 * group.server_s_per_byte * size_bytes
+    if method == "connections to a parameter server":
+        return 2 * group.server_link_s_per_byte * size_bytes
     return all_reduce_s(size_bytes, group, graph)
 
 
 @lru_cache(maxsize=65536)
-def sync_rate(group: GroupShape, graph: DeviceGraph, method: str) -> float:
+def sync_rate(group: GroupShape, graph: DeviceGraph, method: SyncMethod) -> float:
     """Seconds a byte of gradient, as it adds up over a step: buckets share the latency of their all-reduce."""
     return bucket_s(BUCKET_BYTES, group, graph, method) / BUCKET_BYTES
 
 
 @lru_cache(maxsize=65536)
-def least_rate(size_bytes: float, group: GroupShape, graph: DeviceGraph, operation: Operation, method: str) -> float:
+def least_rate(
+    size_bytes: float, group: GroupShape, graph: DeviceGraph, operation: Operation, method: SyncMethod
+) -> float:
     """Seconds a byte that a bucket of at most `size_bytes` takes at least.
 
     By the formulas a byte takes the less the larger a bucket is; by a measured curve the least is at one of its knots.

@@ -269,6 +269,21 @@ def describe(model: CostModel, shares: Basis) -> str:
     return f"t_C is {shares.of_step:.0%} of the step time: {'; '.join(parts)}."
 
 
+ALL_REDUCED = "The gradients of a parameter server are priced; a plan is run with all-reduces."
+
+
+def sync_lines(model: CostModel) -> Iterator[str]:
+    """A line where a run sums gradients otherwise than the prices say."""
+    if model.options.sync != "all-reduce" and model.options.kind == "training":
+        yield ALL_REDUCED
+
+
+def feeding_lines(model: CostModel) -> Iterator[str]:
+    """A line on what each device is fed and why, where there are fewer samples than devices."""
+    if model.feeding.why:
+        yield model.feeding.why
+
+
 def warnings(model: CostModel) -> Iterator[str]:
     """Warnings of what cannot be trained, and of measured times for another element type, device or version."""
     if single := [layer.name for layer in model.graph.layers if any(map(_of_one_number, layer.stages))]:

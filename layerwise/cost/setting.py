@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from layerwise.arguments import checked
 from layerwise.config import Config
+from layerwise.cost.collectives import SyncMethod
 from layerwise.cost.compute.measured import Measurements, gradient_uses, latest
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
@@ -21,11 +22,13 @@ from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
 from layerwise.partition.place import data_parallel, input_maps
 from layerwise.program import StepKind
+from layerwise.quantities import samples
 
 EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, input slot
 Strategy = Mapping[str, Config]
 Configs = Mapping[str, tuple[Config, ...]]
 Progress = Callable[[int, int], None]  # done, of
+NO_LATENCY_S = 1e-12  # of a message: a formula may divide by it
 MANY = 16  # configurations that are known by the id of their tuple: they take long to hash
 
 
@@ -35,10 +38,14 @@ class CostOptions:
     """The assumptions of the cost model.
 
     Attributes:
-        link_model: The busiest port, with latencies ("port"), or all bytes over the bandwidth, as Jia has it ("sum").
-        sync: How gradients are summed: "all-reduce", or Jia's "parameter-server".
+        link_model: The busiest port, with latencies ("port"). Two readings of Jia et al., without latencies: all bytes
+            over the bandwidth ("sum"), or a connection of each device's own at each level, all of which work at their
+            own bandwidth at the same time ("connection").
+        sync: How gradients are summed: "all-reduce", or Jia's "parameter-server", whose port is serial unless links
+            are connections.
         io: What a device is fed and returns: its own samples, the whole batch ("free"), or its boxes. Only
-            transfers to and from samples are counted.
+            transfers to and from samples are counted. "auto": samples where there is one for each device, else boxes
+            where the network allows it, else "free" (`Setting.feeding` says why).
         optimizer: "sgd", "momentum" or "adam": its update's time and its state's memory.
         dtype: What a step computes in: one of `machine.DTYPES`, also in other spellings.
         local_batch_norm: Statistics are of each device's own samples, as with DistributedDataParallel.
@@ -49,9 +56,9 @@ class CostOptions:
         'bf16'
     """
 
-    link_model: Literal["port", "sum"] = "port"
+    link_model: Literal["port", "sum", "connection"] = "port"
     sync: Literal["all-reduce", "parameter-server"] = "all-reduce"
-    io: Literal["sample", "free", "boxes"] = "sample"
+    io: Literal["auto", "sample", "free", "boxes"] = "auto"
     optimizer: str = "sgd"
     dtype: str = "float32"
     local_batch_norm: bool = False
@@ -61,6 +68,45 @@ class CostOptions:
         object.__setattr__(self, "dtype", precision(self.dtype))
         if self.optimizer not in OPTIMIZERS:
             raise LayerwiseError(f"unknown optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
+
+    @property
+    def sync_method(self) -> SyncMethod:
+        """How gradients are summed, and over which links, as `cost.collectives.bucket_s` takes it."""
+        if self.sync == "parameter-server" and self.link_model == "connection":
+            return "connections to a parameter server"
+        return self.sync
+
+
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """The io of a step, and a sentence on why it is that where there are fewer samples than devices."""
+
+    io: Literal["sample", "free", "boxes"]
+    why: str = ""
+
+
+def feeding(graph: LayerGraph, devices: int, options: CostOptions) -> Feeding:
+    """What each device is fed, where `options` leave that open."""
+    if options.io != "auto":
+        return Feeding(options.io)
+    if graph.batch >= devices:
+        return Feeding("sample")
+    few = f"since {samples(graph.batch)} {'is' if graph.batch == 1 else 'are'} fewer than {devices} devices"
+    outputs = [graph[name] for name in graph.layers[-1].inputs]
+    rows = [layer for layer in outputs if layer.name not in graph.losses and layer.out.index("n") is not None]
+    # A training step takes its loss of the boxes of one output; of several, or of rows in samples, it needs all.
+    if options.kind == "training" and (len(rows) > 1 or any(layer.out.shape[0] != graph.batch for layer in rows)):
+        several = f"{len(rows)} outputs" if len(rows) > 1 else "an output of several rows a sample"
+        why = f"Each device is given the whole batch (io free), {few}, and the loss of {several} is not in the model."
+        return Feeding("free", why)
+    why = f"Each device is given only the boxes of the inputs that its layers need (io boxes), {few}"
+    return Feeding("boxes", f"{why}; --io free gives each the whole batch.")
+
+
+def connected(devices: DeviceGraph) -> DeviceGraph:
+    """The devices, each with a port of its own at every level, and messages alone, which take no latency."""
+    levels = tuple(replace(level, alpha_s=NO_LATENCY_S, devices_per_port=1) for level in devices.levels)
+    return replace(devices, levels=levels, links=None, collectives=False)
 
 
 @dataclass
@@ -72,7 +118,12 @@ class Setting:
     options: CostOptions = field(default_factory=CostOptions)
 
     def __post_init__(self) -> None:
-        self.original = self.graph  # before what follows changes it: another model of it is made from this
+        # Before what follows changes them: another model of the network is made from these.
+        self.original, self.asked = self.graph, self.options
+        if self.options.link_model == "connection":
+            self.devices = connected(self.devices)
+        self.feeding = feeding(self.graph, self.devices.count, self.options)
+        self.options = replace(self.options, io=self.feeding.io)
         self.digest = self.graph.digest  # which plans have
         if (types := self.mixed_precision) is not None:
             self.graph = mixed(self.graph, types["autocast"], str(types["device"]))

@@ -218,7 +218,7 @@ class EdgeTerm(Term):
 
 def sync_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
     """t_S: the all-reduces of the gradients, by the rate of a full bucket; reduce-scatters of what is sharded."""
-    devices, sync = setting.devices, setting.options.sync
+    devices, sync = setting.devices, setting.options.sync_method
     reduced = _by_rate(lambda g: sync_rate(g, devices, sync), gradients_of(setting, layer, layout), layout)
     return _by_rate(lambda g: scatter_rate(g, devices), shares_of(setting, layer, layout), layout, reduced)
 

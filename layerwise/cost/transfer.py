@@ -42,7 +42,7 @@ class Traffic:
 
 
 def seconds(load: Traffic, graph: DeviceGraph, link_model: str) -> Floats:
-    """(C_u, C_v) time of one direction. `port`: the busiest port; `sum`: all bytes over bandwidth (Jia et al.)."""
+    """(C_u, C_v) time of one direction. `sum`: all bytes over bandwidth (Jia et al.); else the busiest port."""
     beta = np.array([level.beta_s_per_byte for level in graph.levels])
     if link_model == "sum":
         total: Floats = load.total_bytes @ beta
@@ -208,7 +208,7 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
     out of what is sent back: priced where that was measured.
     """
     graph, link_model = setting.devices, setting.options.link_model
-    if link_model != "port":
+    if link_model == "sum":
         return directions * seconds(traffic(edge, graph), graph, link_model)
     travelling = _travelling_s(edge, graph, directions, watched)
     copy_s = 0.0 if setting.measurements is None else sum(setting.measurements.copy_s[:directions])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
+from layerwise.ops.nn.loss import Loss
 
 
 def check_samples(graph: LayerGraph) -> None:
@@ -28,3 +30,24 @@ def check_samples(graph: LayerGraph) -> None:
                 "rows are whose is lost on the way from the inputs (the layers before it merge samples with another "
                 "dimension, or mix them): let the model return a tensor with its samples along dimension 0"
             )
+
+
+def by_itself(layer: Layer) -> bool:
+    """True if a sample of its output needs that sample of its inputs only: x @ x.T compares it with all others."""
+    n = layer.out.index("n")
+    inputs = zip(layer.specs, layer.space.needs, strict=True)
+    return n is not None and all(
+        to.source == n for spec, maps in inputs for label, to in zip(spec.dims, maps, strict=True) if label == "n"
+    )
+
+
+def counts_targets(graph: LayerGraph, name: str) -> bool:
+    """True if a layer makes a loss that may count some targets only, of samples that are computed by themselves."""
+    before, left = set[str](), [name]
+    while left:
+        if (one := left.pop()) not in before:
+            before.add(one)
+            left += graph[one].inputs
+    layers = [layer for layer in graph.inner if layer.name in before]
+    a_loss = any(isinstance(stage.op, Loss) for layer in layers for stage in layer.stages)
+    return a_loss and all(by_itself(layer) for layer in layers if any("n" in spec.dims for spec in layer.specs))

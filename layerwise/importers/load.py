@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,8 @@ class Network:
     itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
     unproven: str | None = None  # why its layers were not run beside the module when it was imported
     inputs_without_gradient: str | None = None  # why its layers' gradients of inputs are not the module's
+    shared: tuple[str, ...] = ()  # inputs as long as the example's batch that are the same for all samples
+    shared_found: bool = False  # whether running the module told so
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""
@@ -167,17 +169,20 @@ def network_of(
     kwargs: Mapping[str, object] | None = None,
     *,
     trusted: bool = False,
+    shared: Collection[str] | None = None,
 ) -> Network:
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch.
 
-    examples, kwargs: what it is called with, by position and by name.
+    examples, kwargs: what it is called with, by position and by name. shared: which of them are the same for all
+    samples, by name; None: those as long as the batch are found out by running the module.
     """
     import torch
 
     from layerwise.importers.torch.calls.constants import Missing
 
     call = tuple(examples), dict(kwargs or {})
-    imported, called, written = traced(module, call, name, trusted)
+    imported, called, written = traced(module, call, name, trusted, shared)
+    fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
     known = {key: read() for key, read in made.stored.items() if not isinstance(read, Missing)}
@@ -186,7 +191,8 @@ def network_of(
     return replace(
         made, stored=stored, structure=imported.structure, arguments=imported.arguments, built=built, module=module,
         called=called, written=written, unproven=imported.unproven,
-        inputs_without_gradient=imported.inputs_without_gradient,
+        inputs_without_gradient=imported.inputs_without_gradient, shared=() if fed is None else fed.shared,
+        shared_found=fed is not None and fed.found,
     )  # fmt: skip
 
 
@@ -214,12 +220,15 @@ def network_with(
     return Network(graph if batch is None else graph.rebatch(batch), values, keys)
 
 
-def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> tuple[Imported, frozenset[str], frozenset[str]]:
+def traced(
+    module: nn.Module, call: Call, name: str, trusted: bool, shared: Collection[str] | None = None
+) -> tuple[Imported, frozenset[str], frozenset[str]]:
     """The network that the module's code makes; no values but constants. Also its `called` and `written`."""
     from layerwise.importers.torch.batches import import_for_batches, import_once
 
     with calls_of(module) as calls, writes_of(module) as writes:
-        imported = (import_once if trusted else import_for_batches)(module, call, name)
+        make = import_once if trusted else import_for_batches
+        imported = make(module, call, name, shared=shared)
     return imported, frozenset(calls), frozenset(writes)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.geometry import Box
+from layerwise.inference.windows import LEAST
 from layerwise.partition.moved import Transfer, transfer
 from layerwise.partition.place import Each
 from layerwise.run.schedule.redistribute import Redistribution
@@ -46,11 +47,9 @@ class Blend:
         comm: The ranks.
         owned: By rank, the box of the sample's output that it keeps.
         like: Has the device of what is summed; sums are float32, or float64 where that is.
-        least: Weight of a number.
     """
 
-    def __init__(self, comm: Comm, owned: Each, like: Tensor, least: float) -> None:
-        self._least = least
+    def __init__(self, comm: Comm, owned: Each, like: Tensor) -> None:
         self.comm, self.owned = comm, owned
         self.box = owned[comm.rank]
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
@@ -72,7 +71,7 @@ class Blend:
             along = slice(box.lo[dim] - region.lo[dim], box.hi[dim] - region.lo[dim])
             own = torch.ones(box.shape[dim]) if values is None else values[along]
             weights = weights.unsqueeze(-1) * own.to(weights)
-        weights = weights.clamp(min=self._least)
+        weights = weights.clamp(min=LEAST)
         place = box.slices(self.box)
         self._total[place] += part * weights
         self._weights[place[2:]] += weights

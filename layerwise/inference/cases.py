@@ -12,7 +12,7 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.base import Role
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.shapes import Sizes
 from layerwise.tensor import TensorSpec
 from layerwise.volumes.loader import BoxLoader
@@ -41,8 +41,8 @@ class Cases:
     @staticmethod
     def of(model: ParallelModule, samples: object, output: int) -> Cases:
         """Returns the cases of a user's `samples`. LayerwiseError where they will not do."""
-        layers = [layer for layer in model.layer_graph.layers if layer.role is Role.INPUT]
-        outputs = model.layer_graph.layers[-1].specs
+        layers = [layer for layer in of(model).layer_graph.layers if layer.role is Role.INPUT]
+        outputs = of(model).layer_graph.layers[-1].specs
         if not 0 <= output < len(outputs):
             raise LayerwiseError(f"the model has {len(outputs)} outputs: there is no number {output}")
         sources: list[SampleSource]

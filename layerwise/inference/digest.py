@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.together import agree
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.state.state import Shard
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -31,10 +31,10 @@ def values_digest(model: ParallelModule, *settings: object) -> str:
         }
 
     total: Counter[str] = Counter()
-    for sums in agree(model.comm, act)[1]:
+    for sums in agree(of(model).comm, act)[1]:
         total.update(sums)
     values = {name: value % (1 << 64) for name, value in sorted(total.items())}
-    text = json.dumps([values, str(model.runtime_options.autocast), *map(str, settings)])
+    text = json.dumps([values, str(of(model).runtime_options.autocast), *map(str, settings)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

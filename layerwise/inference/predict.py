@@ -23,7 +23,7 @@ from layerwise.inference.predictor import Reduce
 from layerwise.inference.results import results_of
 from layerwise.inference.rounds import compute_round, predictor_of, rounds_of, written_before
 from layerwise.partition.place import Each
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.tensorfile import DTYPE_OF, dtype_name
 from layerwise.train.score import evaluating
 
@@ -101,7 +101,7 @@ def predict(
         >>> len(done.written), bool((out == out[0]).all())
         (6, True)
     """
-    world = model.comm
+    world = of(model).comm
     cases = agree(world, lambda: (Cases.of(model, samples, output), None))[0]
     results = results_of(out, len(cases.names), cases.files)
     with evaluating(model), torch.inference_mode():
@@ -153,7 +153,7 @@ def answer(
     outputs = list[Tensor]()
     with evaluating(model), torch.inference_mode():
         predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
-        for numbers in cases.batches(range(len(cases.names)), model.plan.batch):
+        for numbers in cases.batches(range(len(cases.names)), of(model).plan.batch):
             outputs += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]
     return torch.stack(outputs)
 

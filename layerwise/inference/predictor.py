@@ -19,9 +19,9 @@ from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.inference.blend import Blend, slab
 from layerwise.inference.cases import Cases
-from layerwise.inference.windows import LEAST, LEAST_OF_NNUNET, Gaussian, profile, starts
+from layerwise.inference.windows import profile, starts
 from layerwise.partition.place import Each
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.train.session import ON_CPU
 from layerwise.volumes.sources import SampleRegion, foreign
@@ -45,7 +45,6 @@ class Predictor:
         overlap: The share of a window that its neighbour covers, too.
         mirror: Labels of the dimensions along which the mean over mirrored samples is taken.
         limit_bytes: What a pass may take on a device.
-        gaussian: Whose weights windows have.
     """
 
     model: ParallelModule
@@ -57,7 +56,6 @@ class Predictor:
     overlap: float
     mirror: str
     limit_bytes: float
-    gaussian: Gaussian = "monai"
 
     def __post_init__(self) -> None:
         cases = self.cases
@@ -96,14 +94,14 @@ class Predictor:
             SampleRegion(box_input.source, Box.full(shape))
             for box_input, shape in zip(self.cases.inputs, shapes, strict=True)
         ]
-        return self._pass(numbers, self.model.sized(shapes, len(numbers)), regions)
+        return self._pass(numbers, of(self.model).sized(shapes, len(numbers)), regions)
 
     def _mean(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
         """Returns one pass over samples and what pads them, or the mean of passes over windows and mirrored samples."""
         cases, count = self.cases, len(numbers)
         extents = cases.extents(shapes)
         size, places = self._passes(extents, count)
-        sized = self.model.sized(cases.sized(size), count)
+        sized = of(self.model).sized(cases.sized(size), count)
         full = Box.full((count, sized.outputs[self.output][1], *extents))
         ways = list(product(*((False, True) if label in self.mirror else (False,) for label in cases.labels)))
         blend: Blend | None = None
@@ -118,17 +116,17 @@ class Predictor:
                 return _cut(boxes, x, full, self.comm.rank)
             if blend is None:
                 owned = tuple(slab(full, rank, self.comm.size, 2) for rank in range(self.comm.size))
-                like = torch.empty(0, dtype=self.model.dtype, device=self.comm.device)
-                blend = Blend(self.comm, owned, like, LEAST if self.gaussian == "monai" else LEAST_OF_NNUNET)
-            weights = [torch.from_numpy(profile(n, self.gaussian)) if len(places) > 1 else None for n in size]
+                like = torch.empty(0, dtype=of(self.model).dtype, device=self.comm.device)
+                blend = Blend(self.comm, owned, like)
+            weights = [torch.from_numpy(profile(n)) if len(places) > 1 else None for n in size]
             blend.add(boxes, x, region, weights)
         assert blend is not None
         return blend.owned, blend.mean()
 
     def _passes(self, extents: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
         """Returns the extents of what each pass reads of samples with these, and where it begins."""
-        plan, planned = self.model.plan, self.cases.extents(self.cases.planned)
-        samples = plan.batch if self.comm is self.model.comm else max(1, plan.batch // plan.gpus)  # on a device
+        plan, planned = of(self.model).plan, self.cases.extents(self.cases.planned)
+        samples = plan.batch if self.comm is of(self.model).comm else max(1, plan.batch // plan.gpus)  # on a device
         needed = plan.predicted.get("memory_bytes", 0.0) * prod(extents) * count
         windowed = self.window is not None or needed > self.limit_bytes * prod(planned) * samples
         size = self._taken(tuple(self.window or planned) if windowed else extents, count)
@@ -143,7 +141,7 @@ class Predictor:
         for multiple in MULTIPLES:
             size = tuple(-(-n // multiple) * multiple for n in extents)
             try:
-                returned = self.model.sized(self.cases.sized(size), count).outputs[self.output]
+                returned = of(self.model).sized(self.cases.sized(size), count).outputs[self.output]
             except LayerwiseError as error:
                 refused = error
                 continue
@@ -168,7 +166,8 @@ class Predictor:
                 raise
             kind = CommError if self.comm.size > 1 else LayerwiseError
             raise kind(
-                f"rank {self.model.comm.rank} ran out of memory: give a smaller memory limit or window, or more ranks"
+                f"rank {of(self.model).comm.rank} ran out of memory: give a smaller memory limit or window, or more "
+                "ranks"
             ) from error
 
     def _reduced(self, boxes: Each, x: Tensor | None) -> Boxed:

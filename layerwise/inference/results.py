@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from layerwise.comm.base import Comm
@@ -142,17 +141,14 @@ class NiftiFolder(NpyFolder):
             import nibabel
 
             assert gathered is not None
-            volume = self.volume(number, gathered.cpu().numpy())
+            array = gathered.cpu().numpy()
+            volume = np.moveaxis(array, 0, -1) if array.ndim > 3 else array
             affine = nibabel.load(self.files[number]).affine
             dtype = np.uint8 if volume.dtype == np.bool_ else volume.dtype
             nibabel.save(nibabel.Nifti1Image(volume.astype(dtype), affine, dtype=dtype), file)
 
         with _beside(self, *self._files(name)) as file:
             self._first(save, f"{name} cannot be written")
-
-    def volume(self, number: int, array: NDArray[Any]) -> NDArray[Any]:
-        """Returns a sample's result as NIfTI has it, (x, y, z) or (x, y, z, channels)."""
-        return np.moveaxis(array, 0, -1) if array.ndim > 3 else array
 
 
 class ZarrGroup(Results):

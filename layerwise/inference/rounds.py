@@ -17,9 +17,8 @@ from layerwise.geometry import Box
 from layerwise.inference.cases import Cases
 from layerwise.inference.predictor import Boxed, Predictor, Reduce
 from layerwise.inference.results import Results
-from layerwise.inference.windows import Gaussian
 from layerwise.quantities import parse_bytes
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 
 def predictor_of(
@@ -31,18 +30,17 @@ def predictor_of(
     overlap: float,
     mirror: str,
     memory_limit: float | str | None,
-    gaussian: Gaussian = "monai",
 ) -> Predictor:
     """Returns the way samples are computed: by all ranks together, or by each alone where samples alone are split."""
-    alone = model.sized(cases.planned).alone
-    if memory_limit is not None and window is None and "memory_bytes" not in model.plan.predicted:
+    alone = of(model).sized(cases.planned).alone
+    if memory_limit is not None and window is None and "memory_bytes" not in of(model).plan.predicted:
         raise LayerwiseError(
             "memory_limit= rests on the memory that is predicted, and of a model that is run as it is written none is: "
             "give window="
         )
-    limits = agree(model.comm, lambda: (None, min(_limit(memory_limit, model.device), sys.float_info.max)))[1]
-    comm = SoloComm(model.device) if alone else model.comm
-    return Predictor(model, cases, comm, output, reduce, window, overlap, mirror, min(limits), gaussian)
+    limits = agree(of(model).comm, lambda: (None, min(_limit(memory_limit, of(model).device), sys.float_info.max)))[1]
+    comm = SoloComm(of(model).device) if alone else of(model).comm
+    return Predictor(model, cases, comm, output, reduce, window, overlap, mirror, min(limits))
 
 
 def written_before(world: Comm, results: Results, names: Sequence[str]) -> list[str]:
@@ -57,7 +55,7 @@ def rounds_of(predictor: Predictor, world: Comm, numbers: Sequence[int]) -> list
     def planned() -> tuple[None, list[list[int]]]:
         if alone:
             return None, [list(numbers[i : i + world.size]) for i in range(0, len(numbers), world.size)]
-        return None, list(predictor.cases.batches(numbers, predictor.model.plan.batch))
+        return None, list(predictor.cases.batches(numbers, of(predictor.model).plan.batch))
 
     return list(agree(world, planned)[1][0])
 

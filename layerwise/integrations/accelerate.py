@@ -17,7 +17,7 @@ from layerwise.api.parallelize import Keywords, parallelize
 from layerwise.api.race import random_state_kept
 from layerwise.api.source import ExampleInputs
 from layerwise.errors import LayerwiseError
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,7 +61,7 @@ def prepare(
         if isinstance(one, Optimizer):
             if one.state:
                 raise LayerwiseError("the optimizer has stepped before prepare: make a new one")
-            build(one, model, made)
+            build(one, made)
     return (made, *(accelerator.prepare(one) for one in others))
 
 
@@ -80,7 +80,7 @@ def prepare_model(
     keywords["autocast"] = AUTOCAST[accelerator.mixed_precision]
     with random_state_kept(accelerator.device):
         made = parallelize(model, example, **keywords)
-    if made.comm.size != accelerator.num_processes:
+    if of(made).comm.size != accelerator.num_processes:
         raise LayerwiseError(
             f"there are {made.comm.size} ranks, and Accelerate has {accelerator.num_processes}: without GPUs it needs "
             "Accelerator(cpu=True)"

@@ -15,7 +15,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.inference.predict import answer
 from layerwise.inference.predictor import Reduce
 from layerwise.integrations.optimizer_state import full_state, load_full_state
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 
 class LayerwiseInferer(Inferer):  # type: ignore[misc] # where MONAI is not installed, its class is Any
@@ -75,7 +75,7 @@ def update_boxes(engine: Any, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     LayerwiseError for a network of samples, which needs no such update.
     """
     network = engine.network
-    if not isinstance(network, ParallelModule) or network.plan.io != "boxes":
+    if not isinstance(network, ParallelModule) or of(network).plan.io != "boxes":
         raise LayerwiseError("update_boxes takes what layerwise.parallelize(..., io='boxes') returns: leave it out")
     network.train()
     engine.optimizer.zero_grad()
@@ -106,7 +106,7 @@ class FullState:
     def state_dict(self) -> dict[str, Any]:
         """The full state; every rank calls it."""
         if self._optimizer is None:
-            return self._network.full_state_dict()
+            return of(self._network).full_state_dict()
         return full_state(self._optimizer, self._network)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:

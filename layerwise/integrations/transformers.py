@@ -15,8 +15,8 @@ from layerwise.api.parallelize import Keywords
 from layerwise.errors import LayerwiseError
 from layerwise.integrations.accelerate import first_batch, prepare_model
 from layerwise.integrations.optimizer_state import full_state, load_full_state
-from layerwise.run.layered import LayeredModule
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.layered import LayeredRun
+from layerwise.run.parallel import ParallelModule, of
 
 ARGUMENTS_FILE = "training_args.bin"
 
@@ -58,7 +58,7 @@ class LayerwiseTrainer(Trainer):  # type: ignore[misc] # mypy does not read tran
         if not isinstance(self.model, ParallelModule):
             example = dict(self._prepare_inputs(first_batch(train_dataloader, self.accelerator)))
             self.model = self.model_wrapped = prepare_model(self.accelerator, self.model, example, **self._keywords)
-            self.model.steps_done = self.state.global_step * self.args.gradient_accumulation_steps
+            of(self.model).steps_done = self.state.global_step * self.args.gradient_accumulation_steps
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -70,7 +70,7 @@ class LayerwiseTrainer(Trainer):  # type: ignore[misc] # mypy does not read tran
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
         model: Any = self.model
-        split = isinstance(self.model, LayeredModule)  # of which all ranks write
+        split = isinstance(of(self.model), LayeredRun)  # of which all ranks write
         if self.args.should_save or split:
             model.save_pretrained(folder)
         if self.args.should_save:

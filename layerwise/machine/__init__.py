@@ -1,4 +1,8 @@
-"""Machines: devices, the links between them, and the profiles that say where every number came from."""
+"""Machines: devices, the links between them, and the profiles that say where every number came from.
+
+`devices` is what costs are of, `profiles` reads and writes files, `curves` and `layer_times` have what was measured,
+`catalogue` makes a machine of a device's row and links. It knows no other room.
+"""
 
 from layerwise.machine.curves import Curve, Links, Overlap
 from layerwise.machine.devices import DeviceGraph, Level, Processor, Tile, reserved_bytes

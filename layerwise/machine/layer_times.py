@@ -145,9 +145,14 @@ def _conditions(item: Field) -> Conditions:
         if precision(row[name].text()) not in allowed:
             raise row[name].error(f"expected one of {', '.join(allowed)}, found {row[name].value!r}")
     return Conditions(
-        row["device"].text(), row["torch"].text(), precision(row["dtype"].text()), row["tf32"].text(),
-        row["channels_last"].flag(), row["cudnn_benchmark"].flag(), row["threads"].plain_whole(),
-    )  # fmt: skip
+        device=row["device"].text(),
+        torch=row["torch"].text(),
+        dtype=precision(row["dtype"].text()),
+        tf32=row["tf32"].text(),
+        channels_last=row["channels_last"].flag(),
+        cudnn_benchmark=row["cudnn_benchmark"].flag(),
+        threads=row["threads"].plain_whole(),
+    )
 
 
 def _cell(item: Field) -> tuple[Extents, CellTime]:

@@ -127,7 +127,6 @@ def _measure_layers(args: argparse.Namespace) -> int:
         devices = base.device_graph(args.gpus, args.gpus_per_node)
         batch = global_batch(args.batch, args.global_batch, args.gpus)
         options = CostOptions(
-            io="sample" if batch >= args.gpus else "free",
             optimizer=args.optimizer,
             dtype=args.dtype,
             local_batch_norm=args.local_batch_norm,

@@ -1,4 +1,8 @@
-"""The cost of every strategy on a machine, before anyone rents it: `python -m layerwise.oracle MODEL --gpus N`."""
+"""The cost of every strategy on a machine, before anyone rents it: `python -m layerwise.oracle MODEL --gpus N`.
+
+`question` asks and `ask` answers; `strategies` has the named ones, `pipeline` the closed form, `limits` what holds
+each back, `report/` what is shown. It knows `search` and `cost`, and nothing of PyTorch.
+"""
 
 from layerwise.oracle.ask import Budget, ask, suggest
 from layerwise.oracle.question import Oracle, Question

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from layerwise.cli import (
     Parser,
@@ -27,7 +28,7 @@ from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
-from layerwise.machine import Profile, load
+from layerwise.machine import MAX_GPUS, Profile, load
 from layerwise.oracle.ask import Budget, ask, compare_with, plan_of, suggest
 from layerwise.oracle.names import NAMES, known
 from layerwise.oracle.question import Oracle, Question
@@ -44,9 +45,9 @@ EPILOG = """examples:
       an epoch of ImageNet under every strategy, and which to take
   python -m layerwise.oracle vgg16 --gpus 64 --max-memory 8
       64 GPUs only: every phase of an iteration; at most 8 GiB a GPU
-  python -m layerwise.oracle cosmoflow:256 --gpus 4..1024 --batch 1 \\
-      --samples 1584 --strategy data,ds,layerwise --plot cosmoflow.png
-      some strategies, and a figure
+  python -m layerwise.oracle cosmoflow:512 --gpus 4..1024 --batch 0.25 \\
+      --samples 1584 --strategy ds --profile v100 --plot cosmoflow.png
+      a sample on four GPUs each, and a figure
   python -m layerwise.oracle lenet5 --gpus 2 --profile cpu --strategy filter \\
       --plan plan.json
       a plan to run: torchrun --nproc-per-node 2 -m layerwise.run plan.json
@@ -90,12 +91,22 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--scaling", choices=["weak", "strong"], help="batch a GPU, or a step, stays (default: weak)")
     batch = g.add_mutually_exclusive_group()
     batch.add_argument(
-        "--batch", type=count, metavar="B", help="samples a GPU (weak: default 32) or a step (strong: must be given)"
+        "--batch",
+        type=_batch,
+        metavar="B",
+        help="samples a GPU (weak: default 32), 0.25 of four GPUs with one; or a step (strong: must be given)",
     )
+    batch.add_argument("--samples-per-node", type=count, metavar="B", help="--batch B/GPUs of a node, in one")
     batch.add_argument("--global-batch", type=count, metavar="B", help="--scaling strong --batch B, in one")
     g.add_argument("--input-shape", type=shape, metavar="3x224x224", help="as in layerwise search")
     g.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="its state and update (default: sgd)")
     dtype_argument(g)
+    g.add_argument(
+        "--io",
+        choices=["auto", "sample", "free", "boxes"],
+        default="auto",
+        help="as in layerwise search; default: batches come for free, and below one sample a GPU in boxes",
+    )
     g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
     g = p.add_argument_group("strategies")
     g.add_argument("--strategy", metavar="S,S", help=f"{', '.join(NAMES)} (default: all that suit the model)")
@@ -125,6 +136,8 @@ def parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Parses, asks, prints."""
     settle_machine(args)
+    if args.samples_per_node is not None:
+        args.batch = Fraction(args.samples_per_node, args.gpus_per_node or load(args.profile).gpus_per_node)
     if args.global_batch is not None:
         if args.scaling == "weak":
             raise LayerwiseError("--global-batch is of all GPUs, however many: with --scaling weak give --batch")
@@ -161,6 +174,8 @@ def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) 
     """LayerwiseError for flags that do not go together, and for files that cannot be written."""
     if args.scaling == "strong" and args.batch is None:
         raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
+    if args.scaling == "strong" and args.batch % 1:
+        raise LayerwiseError("--scaling strong: --batch B is of all GPUs together, and a whole number of samples")
     batch = (args.batch or BATCH) * (1 if args.scaling == "strong" else max(gpus, default=1))
     if batch > MAX_BATCH:
         raise LayerwiseError(f"--batch: at most {MAX_BATCH:,} samples a step of all GPUs can be planned for")
@@ -178,7 +193,9 @@ def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) 
 def _question(args: argparse.Namespace, profile: Profile, budget: Budget) -> Question:
     """The question that the flags ask about the model."""
     dims = _named(args.spatial_dims, "--spatial-dims", SPATIAL, ",") or SPATIAL
-    options = CostOptions(io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm)
+    options = CostOptions(
+        io=args.io, optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
+    )
     return Question(
         graph=fuse(load_model(args.model, 1, args.input_shape)),
         profile=profile,
@@ -202,6 +219,11 @@ def _named(
     if not names or not set(names) <= set(choices):
         raise LayerwiseError(f"{flag} {text!r}: choose from {joint.join(choices)}, joined by commas")
     return names
+
+
+def _batch(text: str) -> Fraction:
+    """Samples a GPU: a number above 0."""
+    return Fraction(positive(text)).limit_denominator(MAX_GPUS) or Fraction(1, MAX_GPUS)
 
 
 def _samples(text: str) -> int:

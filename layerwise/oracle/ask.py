@@ -12,11 +12,10 @@ from layerwise.cost.price import ANALYTIC_ERROR, unmeasured_error
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.names import counted
 from layerwise.oracle.question import Answer, Oracle
-from layerwise.oracle.runs import Compared, Run, compare
+from layerwise.oracle.runs import Compared, MeasuredRun, compare
 from layerwise.oracle.strategies import Limit, UnreachableError, applicable
-from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.plan import Plan
-from layerwise.search.find import candidate
+from layerwise.search.find import best_cap, candidate
 from layerwise.search.make_plan import make_plan
 
 
@@ -70,7 +69,7 @@ def ask(
     return Asked(tuple(gpus), single, answers, {name: oracle.limit(name, max(gpus)) for name in names}, reasons, notes)
 
 
-def compare_with(oracle: Oracle, runs: Sequence[Run]) -> list[Compared]:
+def compare_with(oracle: Oracle, runs: Sequence[MeasuredRun]) -> list[Compared]:
     """Projects every measured run at its own batch, groups and segments. LayerwiseError where a strategy cannot."""
     question = oracle.question
 
@@ -101,7 +100,7 @@ def plan_of(
         raise LayerwiseError(f"{strategy} is not a configuration for every layer, so it cannot be written as a plan")
     dims = sorted({label for config in answer.strategy.values() for label, _ in config.degrees})
     space = SearchSpace(model.devices.count, tuple(dims))
-    bucket_bytes = answer.searched.best.bucket_bytes if answer.searched else BUCKET_BYTES
+    bucket_bytes = answer.searched.best.bucket_bytes if answer.searched else best_cap(model, answer.strategy)
     best = candidate(model, strategy, answer.strategy, bucket_bytes=bucket_bytes)
     return make_plan(name, profile, model, space, best, fused=True, input_shape=input_shape)
 

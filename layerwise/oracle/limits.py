@@ -12,8 +12,8 @@ from typing import Literal
 
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
+from layerwise.oracle.phases import Projection
 from layerwise.oracle.pipeline import PipelineStage, imbalance
-from layerwise.oracle.tables import Projection
 
 FindingKind = Literal["limit", "bottleneck"]
 GRADIENTS = ("data", "spatial", "df", "ds", "grid")

@@ -15,7 +15,7 @@ from layerwise.cost.model import CostModel
 from layerwise.cost.price import held_bytes
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.oracle.tables import Phases
+from layerwise.oracle.phases import Phases
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
+from math import ceil
 from typing import Any, Literal
 
 from layerwise.config import Config, SearchSpace
@@ -15,9 +17,9 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import Profile
 from layerwise.oracle.limits import Finding, Sizes, findings, sizes_of
 from layerwise.oracle.names import NAMES
+from layerwise.oracle.phases import Phases, PricedPhases, Projection, cheapest, price_plan
 from layerwise.oracle.pipeline import PipelineStage, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.strategies import Limit, Shape, UnreachableError, Wishes, limit, shapes, strategy
-from layerwise.oracle.tables import Phases, Priced, Projection, cheapest, price_plan
 from layerwise.search.find import search
 from layerwise.search.result import SearchResult
 
@@ -30,17 +32,25 @@ class Question:
 
     graph: LayerGraph  # fused, at any batch
     profile: Profile
-    batch: int  # samples a device (weak scaling), or samples a step (strong scaling)
+    batch: int | Fraction  # samples a device (weak scaling), which may be a part of one, or a step (strong scaling)
     scaling: Scaling = "weak"  # the batch of a step grows with the devices; strong: it stays
     gpus_per_node: int | None = None
     segments: int | None = None  # of a pipelined batch, at most; None: four a stage, which hides the bubble (GPipe)
     wishes: Wishes = field(default_factory=Wishes)
-    options: CostOptions = field(default_factory=lambda: CostOptions(io="free"))
+    options: CostOptions = field(default_factory=CostOptions)
     memory_limit_bytes: float | None = None  # of a device, for plans that are searched; at most what a plan may take
 
     def batch_at(self, devices: int) -> int:
-        """Samples a step of all devices together."""
-        return self.batch * devices if self.scaling == "weak" else self.batch
+        """Samples a step of all devices together, at least one."""
+        return ceil(self.batch * devices if self.scaling == "weak" else self.batch)
+
+    def check_batch(self, devices: int) -> None:
+        """UnreachableError where so many devices together would have no whole number of samples."""
+        if self.scaling == "weak" and (self.batch * devices) % 1:
+            few = (
+                f"{float(self.batch):g} samples a GPU on {devices} of them are {float(self.batch * devices):g} samples"
+            )
+            raise UnreachableError(f"{few}, no whole number")
 
     def segments_at(self, devices: int) -> int:
         """Segments of a pipeline of so many stages."""
@@ -50,7 +60,7 @@ class Question:
 
 def batch_of(question: Question) -> str:
     """`32 samples a GPU`: what stays the same, however many devices there are."""
-    return f"{question.batch:,} samples {'a GPU' if question.scaling == 'weak' else 'a step'}"
+    return f"{float(question.batch):,g} samples {'a GPU' if question.scaling == 'weak' else 'a step'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,7 @@ class Answer:
     overlapped_s: float  # an iteration, gradients beside the backward pass; the phases' sum where nothing is simulated
     fits: bool  # within what a plan may take of a device's memory, as layerwise.run uses it
     shape: Shape | None = None  # how the devices are used, where there is a choice
-    priced: Priced | None = None  # where it is a strategy of configurations
+    priced: PricedPhases | None = None  # where it is a strategy of configurations
     stages: tuple[PipelineStage, ...] = ()
     searched: SearchResult | None = None
 
@@ -92,14 +102,16 @@ class Oracle:
         self.question = question
         self._models: dict[int, CostModel] = {}
         self._groups: dict[tuple[int, int], CostModel] = {}  # of one group alone, by its devices and batch
-        self._priced: dict[tuple[str, int], Priced] = {}
+        self._priced: dict[tuple[str, int], PricedPhases] = {}
 
     def model(self, devices: int) -> CostModel:
         """The cost model of so many devices at their batch."""
         if devices not in self._models:
-            q = self.question
+            q, options = self.question, self.question.options
             graph = q.graph.rebatch(q.batch_at(devices))
-            self._models[devices] = CostModel(graph, q.profile.device_graph(devices, q.gpus_per_node), q.options)
+            if options.io == "auto" and graph.batch >= devices:  # of inputs and outputs the time is not counted
+                options = replace(options, io="free")
+            self._models[devices] = CostModel(graph, q.profile.device_graph(devices, q.gpus_per_node), options)
         return self._models[devices]
 
     @cached_property
@@ -131,6 +143,8 @@ class Oracle:
         Raises UnreachableError where the strategy cannot use so many devices.
         """
         model, q = self.model(devices), self.question
+        if name != "serial":  # of which speed-ups are over a sample's time
+            q.check_batch(devices)
         if name == "pipeline":
             (shape,), segments = self.shapes(name, devices), q.segments_at(devices)
             stages = pipeline_stages(model, devices, segments)

@@ -29,7 +29,7 @@ ENOUGH = 4  # measurements that have quartiles
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MeasuredRun:
     """A measured run."""
 
     strategy: str
@@ -46,7 +46,7 @@ class Run:
 class Compared:
     """A run and its projection."""
 
-    run: Run
+    run: MeasuredRun
     answer: Answer
     projected_s: float  # with overlap
     abnormal: str = ""  # why it is out of line
@@ -62,14 +62,14 @@ def accuracy(projected_s: float, measured_s: float) -> float:
     return 1 - abs(projected_s - measured_s) / measured_s
 
 
-def read_runs(path: str | os.PathLike[str]) -> list[Run]:
+def read_runs(path: str | os.PathLike[str]) -> list[MeasuredRun]:
     """The runs of a file. LayerwiseError names the run and the field that is missing or wrong."""
     document = Field(f"measured file {os.fspath(path)!r}", "", read_json(path, "measured file"))
     runs = document if isinstance(document.value, list) else document.members(("runs",))["runs"]
     return [_run(run) for run in runs.items()]
 
 
-def _run(run: Field) -> Run:
+def _run(run: Field) -> MeasuredRun:
     given = run.members(("strategy", "gpus", "batch"), ("iteration_s", "epoch_s", "samples", *FOR))
     named = given["strategy"].text()
     try:
@@ -91,7 +91,9 @@ def _run(run: Field) -> Run:
     fence = _fence(times)
     slow = len([time for time in times if time > fence])
     inside, segments = (counts.get(key) for key in FOR)
-    return Run(name, counts["gpus"], counts["batch"], statistics.median(times), inside, segments, len(times), slow)
+    return MeasuredRun(
+        name, counts["gpus"], counts["batch"], statistics.median(times), inside, segments, len(times), slow
+    )
 
 
 def _seconds(field: Field) -> float:
@@ -109,7 +111,7 @@ def _fence(values: Sequence[float]) -> float:
     return max(third + FENCE * (third - first), MUCH * statistics.median(values))
 
 
-def compare(pairs: Sequence[tuple[Run, Answer]]) -> list[Compared]:
+def compare(pairs: Sequence[tuple[MeasuredRun, Answer]]) -> list[Compared]:
     """Runs, each beside its projection; abnormal ones are slower against it than the other runs of their strategy are.
 
     That is what congestion by others does: the projection knows of the training's own traffic only.

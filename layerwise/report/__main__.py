@@ -10,7 +10,7 @@ from layerwise.plan import load_plan
 from layerwise.quantities import parse_bytes_range
 from layerwise.report.html import check_charts
 from layerwise.search.curve import Point, memory_curve
-from layerwise.search.limit.variants import OFFERS
+from layerwise.search.priced.variants import OFFERS
 from layerwise.search.rebuild import memory_limit, rebuild
 from layerwise.search.report.page import Planned, plan_report
 from layerwise.search.report.traces import read_trace
@@ -42,12 +42,12 @@ def main(args: argparse.Namespace) -> None:
     check_files({"--out": args.html})
     if args.html is not None:
         check_charts()
+    limits = None if args.memory_curve is None else parse_bytes_range(args.memory_curve, "--memory-curve")
     plan = load_plan(args.plan)
     measured = None if args.measured is None else read_trace(args.measured)
     model, space = rebuild(plan, args.model, args.profile)
     curve: list[Point] = []
-    if args.memory_curve is not None:
-        limits = parse_bytes_range(args.memory_curve, "--memory-curve")
+    if limits is not None:
         curve = memory_curve(model, space, *limits, offer=OFFERS, points=POINTS)
     present(plan_report(Planned(plan, model, space, memory_limit(plan, model)), measured, curve), args)
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
+from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.schedule.schedule import samples
 
@@ -29,17 +30,21 @@ class Batch:
         training: bool | None = None,
         alike: RankComparison | None = None,
         step: int = 0,
+        gradients: GradientReducer | None = None,
     ) -> None:
         """fed: this rank's samples. given: `batch=`, or None. sizes: what all ranks must have alike, if anything.
 
         as_planned: each must feed its share of the batch, because the plan moves samples between ranks. training: the
-        mode, where all must have one. alike: what else the ranks compare in a training `step` (0: none).
+        mode, where all must have one. alike: what else the ranks compare in a training `step` (0: none). gradients: of
+        whose last backward pass the ranks tell each other.
         """
         self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
         self._agreement: tuple[int, slice] | None = None
         digest = 0 if sizes is None else hash(sizes)  # of whole numbers: alike in all processes
-        self._told = comm.tell((fed, given or 0, digest, int(bool(training)), *(alike.numbers(step) if alike else ())))
-        self._alike = alike
+        report = 0 if gradients is None else gradients.report
+        told = fed, given or 0, digest, int(bool(training)), report
+        self._told = comm.tell((*told, *(alike.numbers(step) if alike else ())))
+        self._alike, self._gradients = alike, gradients
 
     @property
     def total(self) -> int:
@@ -59,7 +64,7 @@ class Batch:
 
     def _checked(self) -> tuple[int, slice]:
         rows = self._told()
-        counts, given, sizes, modes = (list(column) for column in zip(*(row[:4] for row in rows), strict=True))
+        counts, given, sizes, modes, reports = (list(column) for column in zip(*(row[:5] for row in rows), strict=True))
         if len(set(modes)) > 1:
             which = [rank for rank, training in zip(self._comm.members.ranks, modes, strict=True) if training]
             raise LayerwiseError(
@@ -67,7 +72,9 @@ class Batch:
                 "train() or eval() on all of them"
             )
         if self._alike is not None:
-            self._alike.check([row[4:] for row in rows])
+            self._alike.check([row[5:] for row in rows])
+        if self._gradients is not None:
+            self._gradients.hear(reports)
         if len(set(given)) > 1:
             reported = ", ".join(f"batch={number}" if number else "no batch=" for number in given)
             raise LayerwiseError(

@@ -77,8 +77,7 @@ class Inputs:
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns each layer's box, constants too, on the device. LayerwiseError for a wrong shape or element type."""
         fed = {
-            layer.name: self._checked(schedule, layer.name, x.to(self.options.device))
-            for layer, x in zip(self._layers, inputs, strict=True)
+            layer.name: self._checked(schedule, layer.name, x) for layer, x in zip(self._layers, inputs, strict=True)
         }
         for name, value in self._constants.items():
             shape = schedule.graph[name].out.shape
@@ -89,6 +88,8 @@ class Inputs:
         spec = schedule.graph[name].out
         own = schedule.places[name].owned.each[self.comm.rank]
         wanted = spec.shape if own is None else own.shape
+        if self.plan.io == "boxes" and own is not None and tuple(x.shape) == spec.shape:
+            x = x[own.slices()]  # of the whole batch, which stays where it is
         if tuple(x.shape) != wanted:
             raise LayerwiseError(f"input {name!r} must have shape {wanted} on this rank, not {tuple(x.shape)}")
         if x.dtype not in self._types[name]:
@@ -96,7 +97,7 @@ class Inputs:
                 f"input {name!r} is {dtype_name(x.dtype)}, but the model was made parallel for "
                 f"{dtype_name(self._types[name][0])}: give x.to({self._types[name][0]})"
             )
-        return x.to(schedule.options.element_type(spec.dtype, schedule.graph))
+        return x.to(self.options.device, schedule.options.element_type(spec.dtype, schedule.graph))
 
 
 def _constant(network: Network, name: str) -> Tensor:

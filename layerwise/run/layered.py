@@ -1,12 +1,11 @@
-"""LayeredModule: a plan that is run layer by layer."""
+"""LayeredRun: a plan that is run layer by layer."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Never, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +17,33 @@ from layerwise.importers.load import Network
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
+from layerwise.run import in_full
+from layerwise.run.base import Function, Run
 from layerwise.run.batch import Batch
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.reducer import Gradients
 from layerwise.run.execute.working_parameters import WorkingParameters
-from layerwise.run.facade import SplitFacade
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
-from layerwise.run.guards.original import OriginalModel
-from layerwise.run.guards.refusals import Places, check_frozen, check_unwritten, check_values, versions
-from layerwise.run.guards.shared import Trained
+from layerwise.run.guards.reached import Reached, check_reached
+from layerwise.run.guards.refusals import Structure, Unchanged, check_frozen, check_places, check_unwritten, versions
 from layerwise.run.guards.values import check_folded
-from layerwise.run.local_tensor import Version
+from layerwise.run.local_tensor import Version, is_dtensor
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.outputs import returned
+from layerwise.run.parallel import become, leave
 from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
-from layerwise.run.state.tree import without_memory
+from layerwise.run.state.tree import allow_calls, refuse_calls, skeleton, without_memory
 
 
-class LayeredModule(SplitFacade):
+class LayeredRun(Run):
     """One rank's part of a planned network, of which it goes through all layers.
+
+    The model's own layers have this rank's tensors, and compute nothing: what is asked of them is refused.
 
     With io "free" (a batch smaller than the number of ranks) each rank gives the global batch and gets the full
     outputs, and all must compute the same loss of them; a model that returns its loss gathers no others. With io
@@ -51,22 +53,24 @@ class LayeredModule(SplitFacade):
     have their boxes as tensors, for element-wise use only.
     """
 
-    def __init__(self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
-        super().__init__(network.graph, plan, comm, options)
+    _state: State
+    _network: Network  # without the memory of its parameters
+
+    def __init__(self, model: nn.Module, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
+        super().__init__(model, network.graph, plan, comm, options)
         self._executors: dict[tuple[object, ...], Executor] = {}
         boxes = parameter_boxes(self.layer_graph, places(self.layer_graph, plan))
         shared_out = shardings(self.layer_graph, plan)
         held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
-        self._hold(State(network, held, plan.device_order, comm, options))
-        # For other sizes, copies, and other element types.
-        self._network = without_memory(network, self._state.types, self._state.extra)
+        self._network = without_memory(network)  # for other sizes, copies, and other element types
+        self._state = State(network, held, plan.device_order, comm, options, model)  # the model has them from here on
+        self._applying = False  # whether a function sees full parameters now
         self._shapes = Shapes(self._network, plan, comm, options)
-        self._arguments = self._shapes.arguments
+        self.arguments = self._shapes.arguments
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
-        self._places = Places(self._wrapped_model)
+        self._places = Structure(model, buffers=True)
         self._folded = self._state.values(network.graph.folded)
-        self._original, self._trained = OriginalModel(), Trained()
         self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.rank_schedule
         # With io sample a rank's loss is the mean over its own samples: the mean over the ranks is the global one.
@@ -80,15 +84,51 @@ class LayeredModule(SplitFacade):
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
-        # Until the first step: values that nn.init gives a part of a parameter are not those that it gives all of it.
-        self._initial = versions(every) if self.has_cut else {}
         self._outside: dict[str, OutsideGradients] = {}
         if comm.size > 1:
             for name, p in every.items():
                 if p.requires_grad:
                     self._outside[name] = OutsideGradients(self, name)
                     take_hooks(p, self._outside[name])
-        self._made = True
+        self.unkept = network.written
+        self._enter()
+
+    def _enter(self) -> None:
+        self._reached = Reached(self.model)
+        become(self.model, self)
+        refuse_calls(self.model, self.unkept)
+        self._unchanged = Unchanged(self.model)
+
+    def _leave(self) -> None:
+        allow_calls(self.model)
+        leave(self.model)
+
+    def keep(self) -> None:
+        self._state.tree.keep()
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        own: Any = self.own_class
+
+        def save_pretrained(model: Any, *args: Any, **named: Any) -> Any:
+            """Has rank 0 write the full model; every rank calls it."""
+            return in_full.write(model._layerwise._state, lambda: own.save_pretrained(model, *args, **named))
+
+        return {"save_pretrained": save_pretrained} if hasattr(own, "save_pretrained") else {}
+
+    def apply(self, apply: Callable[[Function], object], fn: Function) -> None:
+        """Calls `fn` with full parameters, in which initial values at random are one device's: those of rank 0 count.
+
+        It takes the memory of the full model for the moment. LayerwiseError where parameters have gradients, or `fn`
+        replaces some.
+        """
+        if self._applying or self.comm.size == 1:
+            apply(fn)
+            return
+        self._applying = True
+        try:
+            in_full.apply(self._state, lambda: apply(fn))
+        finally:
+            self._applying = False
 
     def _executor(self, batch: int, shaped: Shaped, differentiated: frozenset[str] = frozenset()) -> Executor:
         """Returns the executor of so many samples of all ranks. differentiated: inputs whose gradient is wanted."""
@@ -137,7 +177,7 @@ class LayeredModule(SplitFacade):
         check_hooks_of_all()
         self._working.check_hooks()
         self._check_parameters()
-        batch = None if self._arguments.takes("batch") else named.pop("batch", None)
+        batch = None if self.arguments.takes("batch") else named.pop("batch", None)
         shapes = self._shapes if self.training else self._shapes.of_call(inputs, named)
         inputs = shapes.tensors_of(inputs, named)
         total, shaped = self._agreed(shapes, inputs, batch)
@@ -156,9 +196,10 @@ class LayeredModule(SplitFacade):
         samples, sizes = shapes.inputs.fed_samples(inputs), shapes.sizes
         if self.plan.io != "boxes":
             sizes = shapes.sizes_of(inputs)
-        alike, step = self._comparison, (self.steps_done + 1) * self.training
+        step = (self.steps_done + 1) * self.training
         alike_in = (*sizes, shapes.called) if shapes.called else sizes
-        fed = Batch(self.plan, self.comm, samples, batch, alike_in, training=self.training, alike=alike, step=step)
+        agreement = partial(Batch, self.plan, self.comm, samples, batch, alike_in, training=self.training, step=step)
+        fed = agreement(alike=self._comparison, gradients=self._reducer)
         return fed.total, shapes.at(sizes, training=self.training)
 
     def _run(
@@ -166,8 +207,6 @@ class LayeredModule(SplitFacade):
     ) -> Any:
         """Returns the outputs of this rank's boxes of the inputs. scales: of the outputs' gradients."""
         seed = combine(self.runtime_options.seed, self.steps_done)
-        if self.training or torch.is_grad_enabled():  # a step may follow
-            self._initial = {}
         if self.training:
             self.steps_done += 1
             self._state.count()
@@ -201,19 +240,16 @@ class LayeredModule(SplitFacade):
 
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
-        self._places.check()
+        check_places(self._places)
         check_folded(self._folded)
-        self._trained.check()
-        self._original.check(training=self.training)
+        check_reached(self._reached)
         self._unchanged.check(training=self.training)
-        check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)
 
     def _backward_begins(
         self, graph: LayerGraph, versions_then: Mapping[str, Version], has_gradient: Sequence[bool]
     ) -> None:
         """Begins a backward pass at the outputs of a call. versions_then: versions of its parameters."""
-        self._original.make_stale()
         check_unwritten(self._reducer.parameters, versions_then)
         self.begin_backward()
         self._working.unused.reach(graph, has_gradient)
@@ -225,18 +261,16 @@ class LayeredModule(SplitFacade):
         self._working.finish(gradients)
         super()._finish(gradients, differentiable=differentiable)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
-        self._initial = {}
+    def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._note_device(fn)
         check_folded(self._folded)
         self._state.apply(fn)
         self._working.renew()
-        self._places = Places(self._wrapped_model)
+        self._places = Structure(self.model, buffers=True)
         self._folded = self._state.values(self.layer_graph.folded)
         dtype = fn(torch.zeros((), dtype=self.dtype, device=self.device)).dtype
         if dtype != self.dtype:
             self._retype(dtype)
-        return self
 
     def _retype(self, dtype: torch.dtype) -> None:
         """Gives the parameters another element type. LayerwiseError where the model has several."""
@@ -245,7 +279,6 @@ class LayeredModule(SplitFacade):
         self._state.options = self.runtime_options
         self._shapes = Shapes(self._network, self.plan, self.comm, self.runtime_options)
         self._executors.clear()
-        self._reducer.forget()
 
     def compile(self, **settings: Any) -> None:
         """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
@@ -253,88 +286,43 @@ class LayeredModule(SplitFacade):
         for executor in self._executors.values():
             executor.compile(settings)
 
-    def replaces(self, original: nn.Module) -> None:
-        """Notes the model that this module was made of, in whose place it is trained."""
-        if self._network.module is not original:  # else it is traced again, as it cannot be copied
-            self._original = OriginalModel(original, self.parameters())
-        self._trained = Trained(original, original.named_parameters())
-
-    def train(self, mode: bool = True) -> Self:
-        """Sets the mode, whatever that of the model is that this was made of."""
-        self._original.take_modes()
-        return super().train(mode)
-
-    def _may_change(self) -> None:
-        """Notes that the loop may write to parameters."""
-        self._initial = {}
-        self._original.make_stale()
-
-    def _initialised(self) -> None:
-        self._original.make_stale()
-        self._initial = versions(self._reducer.parameters) if self._initial else {}
-
     def shards(self) -> list[Shard]:
-        self._places.check()
-        self._may_change()
+        check_places(self._places)
         return super().shards()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        self._places.check()
+        check_places(self._places)
         return super().full_state_dict()
 
-    @property
-    def module(self) -> UnwrappedModule:
-        """Returns this one, where DistributedDataParallel's users look for their model."""
-        return UnwrappedModule.of(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
-        """Returns a module of the same values on the same ranks; every rank copies alike."""
+    def copied(self, memo: dict[int, Any]) -> nn.Module:
+        model = self.model
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
         check_folded(self._folded)
-        copied = LayeredModule(self._network, self.plan, self.comm, self.runtime_options)
-        memo[id(self)] = copied
-        copied.load_state_dict(self.state_dict())
-        copied._folded = copied._state.values(copied.layer_graph.folded)
-        for original, copy_of_it in zip(self.parameters(), copied.parameters(), strict=True):
+        self._leave()
+        try:
+            copied = skeleton(model, memo)
+        finally:
+            self._enter()
+        if copied is None:
+            raise LayerwiseError("the model cannot be copied: copy it before it is made parallel")
+        memo[id(model)] = copied
+        run = LayeredRun(copied, self._network, self.plan, self.comm, self.runtime_options)
+        run.keep()
+        copied.load_state_dict(model.state_dict())
+        run._folded = run._state.values(run.layer_graph.folded)
+        for original, copy_of_it in zip(model.parameters(), copied.parameters(), strict=True):
             copy_of_it.requires_grad_(original.requires_grad)
-        copied.steps_done, copied._initial = self.steps_done, {}
-        copied._forward_hooks.update(self._forward_hooks)
-        copied._forward_pre_hooks.update(self._forward_pre_hooks)
-        return copied.train(self.training)
+        run.steps_done = self.steps_done
+        return copied
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns tensors by the model's names; DTensors where the plan splits them, which dcp saves."""
-        if args or kwargs.get("destination") is not None:
-            raise LayerwiseError(
-                "the parallel module is inside another module, whose state dict cannot have it: save its own"
-            )
-        self._places.check()
-        return {prefix + name: tensor for name, tensor in self._state.state_dict().items()}
+    def restore(self) -> None:
+        shards = in_full.fill(self._state, self.device)
+        for p in shards.values():
+            if is_dtensor(p):
+                p.retire()  # type: ignore[attr-defined]
+        self._state.tree.let_go()
+        self._leave()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a full state dict, also one of DTensors."""
-        self._may_change()
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)
-
-
-class UnwrappedModule(LayeredModule):
-    """A view of a parallel module that has no `module`, so that code which unwraps models comes to an end."""
-
-    __slots__ = ("_wrapped",)
-    _wrapped: LayeredModule
-
-    @classmethod
-    def of(cls, wrapped: LayeredModule) -> UnwrappedModule:
-        """Returns one that shares all attributes with `wrapped`."""
-        view = cls.__new__(cls)
-        object.__setattr__(view, "__dict__", wrapped.__dict__)
-        object.__setattr__(view, "_wrapped", wrapped)  # whose modules know it by a weak reference
-        return view
-
-    @property
-    def module(self) -> Never:
-        raise AttributeError("module")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
-        return copy.deepcopy(self._wrapped, memo).module

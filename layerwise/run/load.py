@@ -20,16 +20,17 @@ from layerwise.graph.samples import check_samples
 from layerwise.importers.load import Network, load_network, network_of, planned_call
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
+from layerwise.run.base import Run
 from layerwise.run.compiling import settings_of
-from layerwise.run.data_parallel.module import DataParallelModule, Facts
+from layerwise.run.data_parallel.module import DataRun, Facts
 from layerwise.run.data_parallel.replacements import replacements
-from layerwise.run.guards.hooks import check_modules, check_traced, without_hooks
-from layerwise.run.layered import LayeredModule
+from layerwise.run.guards.hooks import check_modules, check_plain, check_traced, without_hooks
+from layerwise.run.layered import LayeredRun
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.model_state import settle_values
-from layerwise.run.state.tree import collect
+from layerwise.run.state.tree import Before, Names, collect, skeleton
 
 
 def load(
@@ -80,9 +81,9 @@ def load(
 
     Examples:
         >>> import layerwise
-        >>> model, x = nn.Linear(4, 2), torch.randn(8, 4)
-        >>> plan = layerwise.parallelize(model, x, verbose=False).plan
-        >>> load(plan, model, example_inputs=(x,))(x).shape
+        >>> x = torch.randn(8, 4)
+        >>> plan = layerwise.parallelize(nn.Linear(4, 2), x, verbose=False).plan
+        >>> load(plan, nn.Linear(4, 2), example_inputs=(x,))(x).shape
         torch.Size([8, 2])
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
@@ -102,9 +103,10 @@ def load(
     if isinstance(model, nn.Module):
         if example_inputs is None:
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
+        check_plain(model)
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            imported = network_of(model, positional, plan.batch, plan.model, named)
+            imported = network_of(model, positional, plan.batch, plan.model, named, shared=plan.shared)
             network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
@@ -138,34 +140,46 @@ def build_module(
         raise LayerwiseError(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
-    module = _module(network, graph, plan, comm, options)
-    if isinstance(module, LayeredModule) or not network.itself:
-        collect(network.module)
-    if weights is not None:
-        module.load_state_dict(weights)
-    return module
-
-
-def _module(network: Network, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> ParallelModule:
-    """Returns the network's own module where it can run the plan, else one that goes through the plan's layers."""
     to_replace = replacements(network, graph, plan, comm.size, options)
-    if to_replace is None:
+    layers = to_replace is None
+    if layers:
         check_traced(graph)
         if plan.io == "sample":
             check_samples(graph)
-        itself = network.module if network.itself else None
-        if itself is not None:
-            check_modules(itself)
-        layered = LayeredModule(replace(network, graph=graph), plan, comm, options)
-        if itself is not None:
-            layered.replaces(itself)
-        return layered
-    assert network.module is not None
-    module = network.module if network.itself else copy.deepcopy(network.module)
-    settle_values(module, network, graph, options)
-    assert network.arguments is not None
-    facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments)
-    return DataParallelModule(module, facts)
+        if network.itself and network.module is not None:
+            check_modules(network.module)
+    module = _place_of(network, layers=layers)
+    before = Before(module)
+    try:
+        if to_replace is None:
+            run: Run = LayeredRun(module, replace(network, graph=graph), plan, comm, options)
+        else:
+            settle_values(module, network, graph, options)
+            assert network.arguments is not None
+            run = DataRun(module, Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments))
+        if weights is not None:
+            run.load_state_dict(weights)
+    except BaseException:
+        before.put_back()
+        raise
+    run.keep()
+    if layers or not network.itself:
+        collect(network.module)
+    return module  # type: ignore[return-value]
+
+
+def _place_of(network: Network, *, layers: bool) -> nn.Module:
+    """Returns the module that is to be made parallel: the network's own, a copy of it, or names, of a file."""
+    if network.module is None:
+        return Names()
+    if network.itself:
+        return network.module
+    copied = skeleton(network.module) if layers else copy.deepcopy(network.module)
+    if copied is None:
+        raise LayerwiseError(
+            "the model cannot be copied: give it as it is to be trained, and it is made parallel itself"
+        )
+    return copied
 
 
 def serial(plan: Plan) -> Plan:

@@ -1,240 +1,100 @@
-"""ParallelModule: a plan as an nn.Module, with the habits of DistributedDataParallel."""
+"""ParallelModule: what a model's class is a subclass of, too, once it is parallel."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import Parameter, Signature, ismethod
 from typing import Any, NoReturn, Self
 
-import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm, Group, TrafficKind
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
-from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.read.arguments import Arguments
-from layerwise.plan import Plan
-from layerwise.run.execute.predicted_bytes import predicted_bytes
-from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.local_tensor import local_tensor
-from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
-from layerwise.run.schedule.schedule import Schedule, samples
-from layerwise.run.shapes import Sized, Sizes
-from layerwise.run.state.model_state import ModelState
-from layerwise.run.state.state import Shard, State
-from layerwise.trace import Spans, Trace
+from layerwise.importers.torch.read.arguments import signature_of
+from layerwise.run.base import Function, Run
+from layerwise.run.guards.refusals import unsupported
 
-SHARED_NAMES = {"device", "dtype", "module", "training"}  # that say the same of the model and of the parallel one
+OWN = "_layerwise"  # the one attribute of a model that is parallel
+# What such a model has of its run, beside what is its own: a name that it has itself is read by `layerwise.of(model)`.
+PUBLIC = frozenset(
+    (
+        *("plan", "comm", "layer_graph", "device", "dtype", "trace", "steps_done", "rank_schedule"),
+        *("share", "no_sync", "full_state_dict", "clip_grad_norm_", "shards", "predicted_bytes"),
+        *("read_boxes", "output_boxes", "sized"),
+    )
+)
 
 
 class ParallelModule(nn.Module):
-    """One rank's part of a planned network.
+    """A model that is parallel: `parallelize` makes its class one of this and of its own.
 
     With io "sample" each rank calls it with its own samples (`share` says which) and gets their outputs; its loss is
     the mean over these, and the backward pass makes gradients of the mean over the global batch. Every rank must call
-    forward and backward alike.
-
-    There are two of them: `DataParallelModule` calls the model as the user wrote it, where the plan splits samples
-    only, and `LayeredModule` goes through the plan's layers.
+    forward and backward alike. All that is not the model's own is in its `Run`, and read by `PUBLIC` names, too.
     """
 
-    _state: State | ModelState
-    _wrapped_model: nn.Module  # whose tensors and modules are this one's; what this has not itself is read from it, too
-    _arguments: Arguments  # how the model is called
-    _reducer: GradientReducer
-    _plain = False  # whether it does nothing but call the model
-    has_cut = False  # whether some rank holds not all of some parameter that is trained
+    _layerwise: Run
 
-    def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
-        super().__init__()
-        self.plan, self.comm, self.runtime_options, self.layer_graph = plan, comm, options, graph
-        self.device, self.dtype = options.device, options.dtype
-        self._spans = Spans()
-        self.steps_done = 0  # training forwards done: the random numbers of each step follow from it
-        self._synchronise = True
-        self._parameters_on = options.device  # where the loop has brought the parameters
-        self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Returns a plain module of the model's own class, as `model[:2]` of a Sequential asks for one."""
+        own: Any = cls.__mro__[2]
+        made = own.__new__(own, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
 
-    def _share(self, model: nn.Module) -> None:
-        """Makes this its model. LayerwiseError where a name of its own would be read from this one."""
-        kinds = (vars(kind) for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
-        registered = model._modules.keys() | model._parameters.keys() | model._buffers.keys()
-        public = {name for name in set().union(vars(model), *kinds) if not name.startswith("_")}
-        names = (set(dir(type(self))) | vars(self).keys()) - set(dir(nn.Module)) - SHARED_NAMES
-        if hidden := sorted((registered | public) & names):
-            raise LayerwiseError(
-                f"{hidden[0]!r} of the model has the name of something of the parallel module, which would be read in "
-                "its place: give it another name"
-            )
-        self.__dict__["_wrapped_model"] = model  # not registered: its modules are this one's
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-
-    @property
-    def training(self) -> bool:
-        """Returns the model's mode."""
-        return self._wrapped_model.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_wrapped_model" in self.__dict__:  # nn.Module sets it when it is made, too
-            self._wrapped_model.training = mode
-
-    def train(self, mode: bool = True) -> Self:
-        """Sets the mode as the model's own class does."""
-        self._wrapped_model.train(mode)
-        return self
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Keeps from the model's class that it has a subclass, which a registry of classes would know it by."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped_model":
-            raise AttributeError(name)
-        return getattr(self._wrapped_model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "_made" not in self.__dict__:
-            super().__setattr__(name, value)
-        else:
-            self._set(name, value)
-
-    def _set(self, name: str, value: Any) -> None:
-        """Sets an attribute that is not this class's own."""
-        setattr(self._wrapped_model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(self._wrapped_model, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._wrapped_model[index]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self._wrapped_model)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the model and all modules in it, by path."""
-        yield from self._wrapped_model.named_modules(*args, **kwargs)
-
-    @property
-    @abstractmethod
-    def rank_schedule(self) -> Schedule:
-        """Returns this rank's schedule at the plan's batch."""
-
-    @property
-    def trace(self) -> Trace | None:
-        """Returns the trace that collects spans of what this rank does, where one is set."""
-        return self._spans.trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        self._spans.trace = trace
-        self._traced()
-
-    def _traced(self) -> None:
-        """Is called when another trace was set, or none."""
-
-    def _prepare(self, kind: TrafficKind, groups: set[Group]) -> None:
-        self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
-
-    def share(self, batch: int | None = None) -> slice:
-        """Returns the samples of a global batch that this rank feeds.
-
-        Args:
-            batch: Samples of all ranks together. None: the plan's.
-
-        Examples:
-            >>> import layerwise
-            >>> layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False).share()
-            slice(0, 8, None)
-        """
-        return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
-
-    def begin_backward(self) -> None:
-        """Begins a backward pass, which `_finish` ends. Called once more within it, nothing happens."""
-        number = torch._C._current_graph_task_id()
-        if self._pass is None or self._pass[0] != number:
-            gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
-            self._pass = number, gradients
-            self._begun()
-            finish = partial(self._finish, gradients, differentiable=torch.is_grad_enabled())
-            torch.autograd.Variable._execution_engine.queue_callback(_End(finish, self._failed))
-
-    def pass_gradients(self) -> Gradients:
-        """Returns those of the backward pass that runs, which begins here unless it has begun."""
-        self.begin_backward()
-        assert self._pass is not None
-        return self._pass[1]
-
-    @abstractmethod
-    def _begun(self) -> None:
-        """Is called when a backward pass has begun."""
-
-    def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
-        """Ends a backward pass. differentiable: it was asked for a graph of the gradients (`create_graph=True`)."""
-        self._pass = None
-        with torch.no_grad():
-            gradients.finish()
-            if differentiable and self.comm.size > 1:
-                gradients.refuse_derivatives()
-            gradients.call_hooks()
-
-    def _failed(self) -> None:
-        """Is called when an error has ended a backward pass."""
-        self._pass = None
-
-    @property
-    def summed(self) -> bool:
-        """True if all gradients that parameters have now are sums over the ranks."""
-        return self._synchronise and not self._reducer.local
-
-    def predicted_bytes(self, batches: int = 1) -> dict[TrafficKind, float | None]:
-        """Returns the bytes that the plan says all ranks together send in a step, at this module's element types.
-
-        Every rank calls this.
-
-        Args:
-            batches: Of a step; all but the last are within no_sync().
-
-        Returns:
-            Bytes by kind of traffic; None where the plan says nothing of it.
-        """
-        planned = dict(self.plan.predicted)
-        if self.runtime_options.local_batch_norm != uses_local_batch_norm(self.plan):
-            planned.pop("statistics_bytes", None)  # of other statistics
-        if "sync_bytes" in planned:
-            planned.setdefault("gather_bytes", 0.0)  # plans of version 1 share nothing out
-        types = planned_types(self.plan, self.layer_graph)
-        return predicted_bytes(planned, self.plan.strategy, types, self.rank_schedule, self._reducer, batches)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Returns a context whose backward passes leave gradients unsynchronised; the next one outside sums all."""
-        before, self._synchronise = self._synchronise, False
         try:
-            yield
-        finally:
-            self._synchronise = before
+            return super().__getattr__(name)
+        except AttributeError:
+            run: Run | None = self.__dict__.get(OWN)
+            if run is not None and name in PUBLIC:
+                found = getattr(run, name)
+                return _held_by(self, found) if ismethod(found) else found
+            if run is not None and name in run.unkept:
+                what, instead = f"{name!r} of the parallel module", "let the model return what its forward pass keeps"
+                raise AttributeError(str(unsupported(what, instead))) from None
+            raise
+
+    def compile(self, **settings: Any) -> None:
+        """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
+        self._layerwise.compile(**settings)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a full state dict, also one of DTensors or of lazy tensors. assign: on one device."""
+        return self._layerwise.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def apply(self, fn: Function) -> Self:
+        """Calls `fn` on the model's modules, in PyTorch's order, with full parameters in them; every rank calls it."""
+        self._layerwise.apply(super().apply, fn)  # type: ignore[arg-type]
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._layerwise.apply_to_tensors(fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._layerwise.copied(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._layerwise.pickled()
 
     @property
     def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
-        if self._plain:
+        if self._layerwise.plain:
             raise AttributeError("_initialize_hook")
         raise LayerwiseError(  # it would trace what communicates
             "torch.compile of the parallel module is not supported: give parallelize compile=True, which compiles what "
             "each rank computes by itself, or call the module's own compile()"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """LayerwiseError: a pickle has no ranks."""
+    def join_hook(self, **_: Any) -> NoReturn:  # what torch.distributed's Join asks a module for
+        """LayerwiseError: a rank that has no batch left cannot stand in for its part of the model."""
         raise LayerwiseError(
-            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
+            "torch.distributed.algorithms.Join is not supported: all ranks take part in every batch. Give each as many "
+            "(drop_last=True, or a DistributedSampler), or give parallelize the DataLoader, which does"
         )
 
     @property
@@ -244,99 +104,79 @@ class ParallelModule(nn.Module):
             "ranks' parts of parameters with rank 0's; for replicas of a group give parallelize the 2-D mesh"
         )
 
-    def _note_device(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Notes where `to()` and the like bring the parameters."""
-        self._parameters_on = fn(torch.zeros((), device=self._parameters_on)).device
 
-    def _check_device(self) -> None:
-        """LayerwiseError where the parameters are not where the run is."""
-        if self._parameters_on != self.device:
-            raise LayerwiseError(
-                f"the parameters are on {self._parameters_on}, and the parallel module runs on {self.device}: bring "
-                f"them back with .to({str(self.device)!r}), or give parallelize the model where it is to run"
-            )
+def _held_by(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a run's method, which keeps the model alive until it is called."""
 
-    def read_boxes(self) -> dict[str, Box]:
-        """Returns the box of each input that this rank is to be given: with io "boxes" what its layers need."""
-        return self.rank_schedule.input_boxes()
+    @wraps(method)
+    def call(*args: Any, **named: Any) -> Any:
+        return getattr(of(model), method.__name__)(*args, **named)
 
-    def output_boxes(self) -> tuple[Box | None, ...]:
-        """Returns the box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
-        sink, graph = self.rank_schedule.graph.layers[-1], self.rank_schedule.graph
-        pairs = zip(sink.inputs, self.rank_schedule.sinks, strict=True)
-        return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
-
-    @abstractmethod
-    def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
-        """Returns how samples whose inputs have these shapes are computed, in evaluation without gradients.
-
-        It is traced and cut once, and remembered. LayerwiseError where the model takes no such input, or the plan's
-        degrees do not suit it.
-        """
-
-    def shards(self) -> list[Shard]:
-        """Returns every parameter and buffer that this rank holds; their tensors may be written to."""
-        return self._state.shards()
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
-        return self._state.full_state_dict()
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scales all gradients so that the norm of the full model's is at most `max_norm`; returns what it was.
-
-        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it.
-
-        Args:
-            max_norm: The largest norm that is left as it is.
-            norm_type: The p of the p-norm, above 0, also inf.
-            error_if_nonfinite: Whether a norm that is nan or infinite is refused.
-
-        Returns:
-            The norm of all gradients before, a tensor without dimensions.
-
-        Raises:
-            LayerwiseError: The norm is refused, or `norm_type` is not above 0.
-
-        Examples:
-            >>> import layerwise
-            >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
-            >>> model(torch.ones(8, 4)).sum().backward()
-            >>> round(float(model.clip_grad_norm_(1.0)), 3)  # 8 in each of 2 x 5 places
-            25.298
-        """
-        if not float(norm_type) > 0:
-            raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
-        norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
-        parameters = self._state.parameters()
-        gradients = {name: local_tensor(p.grad) for name, p in parameters.items() if p.grad is not None}
-        first_here = [g for name, g in gradients.items() if self._state.sharing(name)[:1] == (self.comm.rank,)]
-        if first_here:
-            each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in first_here]
-            norms[self.comm.rank] = torch.linalg.vector_norm(torch.stack(each), norm_type)
-        if self.comm.size > 1:
-            self.comm.all_reduce(norms, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
-        norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise LayerwiseError(f"the norm of the gradients is {float(norm)}: they are not clipped")
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in gradients.values():
-            gradient *= scale.to(gradient.dtype)
-        return norm
+    return call
 
 
-class _End:
-    """The callback of a backward pass's end: autograd calls it, or lets go of it where an error has ended the pass."""
+def of(model: nn.Module) -> Run:
+    """Returns what a parallel model has beside its own: its plan, this rank's state, its passes.
 
-    def __init__(self, finish: Callable[[], None], fail: Callable[[], None]) -> None:
-        self._finish, self._fail = finish, fail
-        self._called = False
+    Args:
+        model: What `parallelize` has returned. It has the public names of this itself, unless its class has them.
 
-    def __call__(self) -> None:
-        self._called = True
-        self._finish()
+    Raises:
+        LayerwiseError: The model is not parallel.
 
-    def __del__(self) -> None:
-        if not self._called:
-            self._fail()
+    Examples:
+        >>> import layerwise, torch
+        >>> layerwise.of(layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)).plan.gpus
+        1
+    """
+    run: Run | None = vars(model).get(OWN)
+    if run is None:
+        raise LayerwiseError(f"the {type(model).__name__} is not parallel: give what layerwise.parallelize returns")
+    return run
+
+
+def restore(model: nn.Module) -> None:
+    """Makes a parallel model as it was before, with its full values of now, on every rank; every rank calls it.
+
+    Args:
+        model: What `parallelize` has returned. Its parameters are new objects where the plan splits layers.
+
+    Raises:
+        LayerwiseError: The model is not parallel.
+
+    Examples:
+        >>> import layerwise, torch
+        >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+        >>> restore(model)
+        >>> type(model) is nn.Linear
+        True
+    """
+    of(model).restore()
+
+
+def become(model: nn.Module, run: Run) -> None:
+    """Makes the model parallel: its class is one of ParallelModule and its own. LayerwiseError where it cannot be."""
+    own, arguments = type(model), signature_of(model).parameters.values()
+    run.own_class, run.own_forward = own, model.__dict__.pop("forward", None)
+
+    def forward(self: Any, *inputs: Any, **named: Any) -> Any:
+        return self._layerwise.forward(*inputs, **named)
+
+    forward.__doc__ = own.forward.__doc__
+    forward.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *arguments])  # type: ignore[attr-defined]
+    names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    model.__dict__[OWN] = run
+    try:
+        kind: Any = type(own)
+        model.__class__ = kind(own.__name__, (ParallelModule, own), {**names, **run.methods()})
+    except TypeError as error:
+        leave(model)
+        raise LayerwiseError(f"a model of class {own.__name__} cannot be made parallel in place: {error}") from error
+
+
+def leave(model: nn.Module) -> None:
+    """Gives the model its class back."""
+    run = model.__dict__.pop(OWN)
+    model.__class__ = run.own_class
+    if run.own_forward is not None:
+        model.__dict__["forward"] = run.own_forward

@@ -113,7 +113,7 @@ class Shapes:
         self._traced = planned and (module is None or module.training)  # the mode of this network
         self._modes = module is not None and _may_ask_its_mode(module)
         self._known = {(self.sizes, self._traced): first}
-        self._module = module
+        self._module, self._shared = module, network.shared or None
         self._inputs_without_gradient = network.inputs_without_gradient
         self.arguments = network.arguments or Arguments.of_inputs(layer.name for layer in self._layers)
         # What all ranks must call alike, beside the sizes: of other arguments, which they are.
@@ -229,7 +229,13 @@ class Shapes:
             boxes = "no rank holds a whole sample" if self.plan.io == "boxes" else None
             with left_unproven(boxes):
                 network = network_of(
-                    self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode
+                    self._skeleton,
+                    examples,
+                    self.plan.batch,
+                    self.plan.model,
+                    named,
+                    trusted=same_mode,
+                    shared=self._shared,
                 )
             why = network.inputs_without_gradient or self._inputs_without_gradient
             network = replace(network, inputs_without_gradient=why)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from layerwise.cli import (
     check_files,
@@ -37,13 +36,10 @@ from layerwise.report.content import Picture, Report
 from layerwise.report.figures import check_plot, save_plot
 from layerwise.report.html import check_charts
 from layerwise.search.baselines import NAMES, baselines, named_strategy
-from layerwise.search.export import constrained, export_costs
+from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.fixed import fixed_layers
 from layerwise.search.flags import parser
-from layerwise.search.limit.additive import Costs
-from layerwise.search.limit.variants import Configs
-from layerwise.search.limit.within import LimitedSearch
 from layerwise.search.make_plan import make_plan, write_timeline
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report.found import found, priced
@@ -84,7 +80,8 @@ def main(args: argparse.Namespace) -> None:
     result, tried = _searched(model, space, limit, offer, args)
     seconds |= result.seconds
     if args.export_costs is not None:
-        _export(model, configurations(model, space, baselines(model, space)), result, args)
+        configs = configurations(model, space, baselines(model, space))
+        export_costs(model.tables(configs), args.export_costs, args.model)
     shown = found(result, args.model, seconds, every_layer=args.layers, memory=args.memory, tried=tried)
     _deliver(model, space, result, shown, args)
     if args.out is not None and names_code(args.model) and not args.json:
@@ -95,9 +92,8 @@ def main(args: argparse.Namespace) -> None:
 
 def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostModel:
     """The network on the devices, with the assumptions that the flags make."""
-    io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
     kind: StepKind = "inference" if args.inference else "training"
-    options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
+    options = CostOptions(args.link_model, args.sync, args.io, args.optimizer, args.dtype, args.local_batch_norm, kind)
     raw = load_model(args.model, batch, args.input_shape)
     return CostModel(raw if args.no_fuse else fuse(raw), devices, options)
 
@@ -132,15 +128,6 @@ def _twice(args: argparse.Namespace, devices: DeviceGraph) -> DeviceGraph | None
         return load(args.profile).device_graph(2 * devices.count, args.gpus_per_node)
     except LayerwiseError:
         return None
-
-
-def _export(model: CostModel, configs: Configs, result: SearchResult, args: argparse.Namespace) -> None:
-    """--export-costs: the tables, with the limit and what may save memory where the limit binds."""
-    tables, rows = model.tables(configs), list[Costs]()
-    if result.within is not None and result.within.prices:
-        with progress_bar("searching for rows that bind", quiet=args.json) as progress:
-            tables, rows = constrained(LimitedSearch(model, configs, offer=result.offer), result.within, progress)
-    export_costs(tables, args.export_costs, args.model, rows, result.memory_bytes)
 
 
 def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> None:

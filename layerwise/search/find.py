@@ -1,13 +1,14 @@
-"""The search: prune, build the tables, eliminate, and improve the step with overlap, and choose by it among what
-was found and all baselines.
+"""The search, in three stages, each a function of plain data: tables of what can be chosen (`price`), elimination
+(`choose`; for a price of memory where that is short, `choose_within`), and moves on the simulated step (`improve`).
+
+The plan is the fastest by simulated step of what the stages found and of all baselines.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import filterfalse
 from typing import Literal
 
@@ -21,13 +22,44 @@ from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import baselines as named_baselines
 from layerwise.search.baselines import cuts_classes, of_all_classes
-from layerwise.search.limit.limited import Least
-from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
-from layerwise.search.limit.within import LimitedSearch, Within
 from layerwise.search.overlap.polish import GAIN, Effort, overlapped
+from layerwise.search.priced.limited import Least, LimitedSearch, Within
+from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.result import Candidate, SearchResult, preferred, timeline_s
 from layerwise.search.solve.eliminate import Optimum
-from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
+from layerwise.search.solve.narrow import Narrowed, exact_optimum, narrow, strategy_of
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What can be chosen, and the tables of what bounds leave of it."""
+
+    model: CostModel
+    space: SearchSpace
+    configs: Configs  # of every layer
+    free: Mapping[str, dict[str, Config]]  # baselines, as people have them
+    named: Mapping[str, dict[str, Config]]  # and with the space's fixed layers
+    narrowed: Narrowed
+    limit: float  # bytes of a device
+    offer: tuple[str, ...]  # of OFFERS: what may save memory
+    memory_bytes: float  # of search tables
+    progress: Progress | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # by what was done, as far as it was
+
+    def candidate(self, strategy: Strategy, name: str = "layerwise", bucket_bytes: int = BUCKET_BYTES) -> Candidate:
+        """A strategy, priced."""
+        return candidate(self.model, name, strategy, self.limit, bucket_bytes)
+
+    def took(self, what: str, started: float) -> None:
+        """Adds the seconds since `started`."""
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - started
+
+    def limited(self, offer: Iterable[str]) -> LimitedSearch:
+        """The search under a limit, with these that may save memory."""
+        fixed, memory_bytes = dict(self.space.fixed), self.memory_bytes
+        return LimitedSearch(
+            self.model, self.configs, offer=offer, fixed=fixed, memory_bytes=memory_bytes, progress=self.progress
+        )
 
 
 def search(
@@ -44,69 +76,167 @@ def search(
     """The best strategy over `space` of which a step's memory is at most `memory_limit_bytes` on every device.
 
     memory_limit_bytes: by default what a device has. Where it leaves the best strategy out, what is offered (of
-    `limit.variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
+    `priced.variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
     `memory_bytes` bounds search tables. Fixed layers of the space keep their configuration, also in baselines.
     `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
     """
-    limit, fixed = _limit(model, space, memory_limit_bytes), dict(space.fixed)
-    started = time.perf_counter()
+    limit = _limit(model, space, memory_limit_bytes)
+    priced = price(model, space, limit, tuple(offer), memory_bytes, progress)
+    known = {name: priced.candidate(s, _title(priced, name)) for name, s in priced.named.items()}
+    if not known["data"].timeline.total_s:
+        raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
+    chosen = choose(priced, known)
+    if objective == "additive" or all(len(these) == 1 for these in priced.configs.values()):
+        effort = "quick"
+    known, untuned = tuned(priced, known) if effort != "quick" else (known, [])
+    found, bound_s = improve(priced, effort, [chosen.best, *known.values()], fits=False)
+    unlimited = best = (
+        chosen.best if objective == "additive" else decide([chosen.best, *found], known, heed_memory=False)
+    )
+    within, least, every = None, None, [chosen.best, *untuned, *found]
+    if not best.fits:
+        within, least = choose_within(priced, [c.strategy for c in every])
+        fitting = [priced.candidate(strategy) for strategy in within.strategies]
+        if fitting:
+            optimum = replace(chosen.optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s)
+            chosen = Chosen(fitting[0], optimum, within.configurations)
+        every = [*fitting, *every]
+        begin = [c for c in [*every, *known.values()] if c.fits]
+        found, bound_s = improve(priced, effort, begin, fits=True) if begin else ([], None)
+        every += found
+        best = chosen.best if objective == "additive" else decide(every, known)
+    best = next((c for c in known.values() if c.key == best.key), best)
+    sizes = [len(these) for these in priced.configs.values()]
+    counts = {"largest": max(sizes), "total": sum(sizes), "kept": chosen.kept}
+    # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
+    simulated = tuple({c.key: c for c in [*every, *reversed(known.values())]}.values())
+    compared = {
+        name: known[name]
+        if priced.named[name] == strategy
+        else priced.candidate(strategy, name, BUCKET_BYTES if effort == "quick" else best_cap(model, strategy))
+        for name, strategy in priced.free.items()
+    }
+    return SearchResult(
+        best=best,
+        additive=chosen.best,
+        baselines=compared,
+        optimum=chosen.optimum,
+        seconds=priced.seconds,
+        configurations=counts,
+        simulated=simulated,
+        memory_bytes=int(limit),
+        offer=priced.offer,
+        unlimited=unlimited,
+        within=within,
+        least=least,
+        overlap_bound_s=bound_s,
+    )
+
+
+def price(
+    model: CostModel,
+    space: SearchSpace,
+    limit: float,
+    offer: tuple[str, ...],
+    memory_bytes: float = 2**31,
+    progress: Progress | None = None,
+) -> Priced:
+    """The first stage: what every layer can be, and tables of what bounds leave of it."""
+    started, fixed = time.perf_counter(), dict(space.fixed)
     free = named_baselines(model, space)
     named = {name: strategy | fixed for name, strategy in free.items()}
     model.learn(list(named.values()))
-    configs, hand = configurations(model, space, named), list(named.values())
-    solved = _solved(model, configs, hand, memory_bytes, progress, started)
-    pool = _Pool(
+    configs = configurations(model, space, named)
+    narrowed = narrow(model, configs, list(named.values()), progress)
+    priced = Priced(model, space, configs, free, named, narrowed, limit, offer, memory_bytes, progress)
+    priced.seconds["tables"] = time.perf_counter() - started - narrowed.bounding_s
+    priced.seconds["search"] = narrowed.bounding_s
+    return priced
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What elimination chose: the best by equation 1, and its proof."""
+
+    best: Candidate
+    optimum: Optimum
+    kept: int  # configurations that were left after bounds, of all layers
+
+
+def choose(priced: Priced, known: Mapping[str, Candidate]) -> Chosen:
+    """The second stage: the optimum of equation 1, whatever memory it needs. known: baselines, which it may be."""
+    started, narrowed = time.perf_counter(), priced.narrowed
+    small, optimum = exact_optimum(priced.model, narrowed.tables, narrowed.upper_s, priced.memory_bytes)
+    priced.took("search", started)
+    best = priced.candidate(strategy_of(small.configs, optimum.choice))
+    if not optimum.proven:  # a baseline may be better than what elimination came to
+        best = min([best, *known.values()], key=lambda c: c.price.step_time_s)
+        optimum = replace(optimum, cost_s=min(optimum.cost_s, best.price.step_time_s))
+    return Chosen(best, optimum, sum(map(len, narrowed.tables.configs.values())))
+
+
+def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Least[Strategy] | None]:
+    """The second stage where memory is short: the strategies that fit; where none was found, the least memory.
+
+    known: strategies to begin with, beside the baselines.
+    """
+    started, limit, offer = time.perf_counter(), priced.limit, priced.offer
+    known = [*known, *priced.named.values()]
+    searching, least = priced.limited(offer), None
+    within = searching.under(limit, known)
+    if not within.strategies:
+        least = searching.least(known, limit)
+        for one in offer if len(offer) > 1 else ():  # a smaller space is searched more closely
+            if least.lower_bound_bytes <= limit < least.bytes:
+                fewer = priced.limited([one]).least(known, limit)
+                least = replace(least, best=fewer.best, bytes=fewer.bytes) if fewer.bytes < least.bytes else least
+        if least.bytes <= limit:
+            within, least = searching.under(limit, [*known, least.best]), None
+    priced.took("limit", started)
+    return within, least
+
+
+def tuned(priced: Priced, known: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], list[Candidate]]:
+    """Baselines in the buckets that each is fastest with, as what is found has; and those that had others before."""
+    sizes = {name: best_cap(priced.model, c.strategy) for name, c in known.items()}
+    other = [name for name, c in known.items() if sizes[name] != c.bucket_bytes]
+    better = {name: priced.candidate(known[name].strategy, known[name].name, sizes[name]) for name in other}
+    before = [replace(known[name], name=f"{known[name].name} in DistributedDataParallel's buckets") for name in other]
+    return {**known, **better}, before
+
+
+def improve(
+    priced: Priced, effort: Effort, known: Sequence[Candidate], *, fits: bool
+) -> tuple[list[Candidate], float | None]:
+    """The third stage: what moves on the simulated step come to, with the best buckets, and a bound of all steps.
+
+    known: what moves begin with. fits: only what fits into memory is looked for.
+    """
+    if effort == "quick":
+        return [], None
+    started, model, known = time.perf_counter(), priced.model, sorted(known, key=timeline_s)
+    cap = best_cap(model, known[0].strategy)
+    forms = Forms.of(model.graph, model.devices.count, priced.offer, dict(priced.space.fixed))
+    better = overlapped(
         model,
-        limit,
-        tuple(offer),
-        effort,
-        memory_bytes,
-        baselines={
-            name: candidate(model, name if free[name] == strategy else f"{name}, but for fixed layers", strategy, limit)
-            for name, strategy in named.items()
-        },
-        found=[candidate(model, "layerwise", solved.strategy, limit)],
-        seconds=dict(solved.seconds),
+        Variants.of(priced.configs, forms) if fits else Variants.grouped(priced.configs),
+        [c.strategy for c in known],
+        lambda strategy: timeline(model, strategy, bucket_bytes=cap).total_s,
+        effort=effort,
+        fits=lambda strategy: not fits or float(peak_bytes(model, strategy).max()) <= priced.limit,
+        memory_bytes=priced.memory_bytes,
     )
-    if not pool.baselines["data"].timeline.total_s:
-        raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
-    additive, optimum = pool.found[0], solved.optimum
-    if not optimum.proven:  # a baseline may be better than what the search came to
-        additive = min(pool.everyone, key=lambda c: c.price.step_time_s)
-        optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
-    by_time = objective == "timeline"
-    chosen = any(len(these) > 1 for these in configs.values())  # else all layers are fixed
-    improves, bound_s = by_time and chosen and effort != "quick", None
-    if improves:  # also where none of them fits: what the limit costs is told of the best without it
-        bound_s = pool.improve(Variants.grouped(configs), pool.everyone, fits=False)
-    unlimited = best = choose(pool.found, pool.baselines, heed_memory=False) if by_time else additive
-    kept, within, least = solved.kept, None, None
-    if not best.fits:
-        searching = partial(LimitedSearch, model, configs, fixed=fixed, memory_bytes=memory_bytes, progress=progress)
-        within, least = pool.search_under_limit(searching, hand)
-        kept = within.configurations
-        if within.strategies:
-            additive = pool.found[0]  # by step time
-            optimum = replace(optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s)
-        if improves:
-            fitting = [c for c in pool.everyone if c.fits]
-            forms = Forms.of(model.graph, model.devices.count, pool.offer)
-            bound_s = pool.improve(Variants.of(configs, forms), fitting, fits=True) if fitting else None
-        best = choose(pool.found, pool.baselines) if by_time else additive
-    best = next((c for c in pool.baselines.values() if c.key == best.key), best)
-    sizes = [len(these) for these in configs.values()]
-    counts = {"largest": max(sizes), "total": sum(sizes), "kept": kept}
-    # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
-    simulated = tuple({c.key: c for c in [*pool.found, *reversed(pool.baselines.values())]}.values())
-    # What people would do without fixed layers.
-    compared = {
-        name: pool.baselines[name] if named[name] == strategy else candidate(model, name, strategy, limit)
-        for name, strategy in free.items()
-    }
-    return SearchResult(
-        best, additive, compared, optimum, pool.seconds, counts, simulated, int(limit), pool.offer, unlimited,
-        within, least, bound_s,
-    )  # fmt: skip
+    found = [
+        priced.candidate(strategy, bucket_bytes=size)
+        for strategy in better.strategies
+        for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy)))
+    ]
+    priced.took("overlap", started)
+    return found, better.lower_bound_s or None
+
+
+def _title(priced: Priced, name: str) -> str:
+    return name if priced.free[name] == priced.named[name] else f"{name}, but for fixed layers"
 
 
 def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | None) -> float:
@@ -121,107 +251,7 @@ def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | Non
     return limit
 
 
-@dataclass(frozen=True, slots=True)
-class Solved:
-    """The optimum without a memory limit: a strategy, and its proof."""
-
-    strategy: dict[str, Config]
-    optimum: Optimum
-    kept: int  # configurations that were left after pruning, of all layers
-    seconds: Mapping[str, float]
-
-
-@dataclass
-class _Pool:
-    """The strategies among which a search chooses, simulated: those that it has found, and the baselines."""
-
-    model: CostModel
-    limit: float  # bytes of a device
-    offer: tuple[str, ...]
-    effort: Effort
-    memory_bytes: float  # of search tables
-    baselines: dict[str, Candidate]
-    found: list[Candidate]
-    seconds: dict[str, float]  # by what was done
-
-    @property
-    def everyone(self) -> list[Candidate]:
-        return [*self.found, *self.baselines.values()]
-
-    def improve(self, space: Variants, known: Sequence[Candidate], *, fits: bool) -> float | None:
-        """Adds what moves come to, with the best buckets. Returns the lower bound of all steps, if any."""
-        model, started, known = self.model, time.perf_counter(), sorted(known, key=timeline_s)
-        cap = best_cap(model, known[0].strategy)
-
-        def step_s(strategy: Strategy) -> float:
-            return timeline(model, strategy, bucket_bytes=cap).total_s
-
-        def within_limit(strategy: Strategy) -> bool:
-            return not fits or float(peak_bytes(model, strategy).max()) <= self.limit
-
-        strategies = [c.strategy for c in known]
-        better = overlapped(
-            model, space, strategies, step_s, effort=self.effort, fits=within_limit, memory_bytes=self.memory_bytes
-        )
-        for strategy in (*better.strategies, self.baselines["data"].strategy):
-            for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy))):
-                self.found.append(candidate(model, "layerwise", strategy, self.limit, size))
-        self.seconds["overlap"] = self.seconds.get("overlap", 0.0) + time.perf_counter() - started
-        return better.lower_bound_s or None
-
-    def search_under_limit(
-        self, searching: Callable[..., LimitedSearch], hand: Sequence[Strategy]
-    ) -> tuple[Within, Least[Strategy] | None]:
-        """Puts what fits first. hand: strategies to begin with, beside those that were found."""
-        started, begin = time.perf_counter(), [c.strategy for c in self.found] + list(hand)
-        within, least = _limited(searching, self.offer, self.limit, begin)
-        fitting = [candidate(self.model, "layerwise", strategy, self.limit) for strategy in within.strategies]
-        self.found = [*fitting, *self.found]
-        self.seconds["limit"] = time.perf_counter() - started
-        return within, least
-
-
-def _solved(
-    model: CostModel,
-    configs: Configs,
-    hand: Sequence[Mapping[str, Config]],
-    memory_bytes: float,
-    progress: Progress | None,
-    started: float,
-) -> Solved:
-    """The optimum without a memory limit. started: when, for the seconds that tables took."""
-    narrowed = narrow(model, configs, hand, progress)
-    tables, built = narrowed.tables, time.perf_counter()
-    small, found = exact_optimum(model, tables, narrowed.upper_s, memory_bytes)
-    searching = time.perf_counter() - built + narrowed.bounding_s
-    seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
-    return Solved(strategy_of(small.configs, found.choice), found, sum(map(len, tables.configs.values())), seconds)
-
-
-def _limited(
-    searching: Callable[..., LimitedSearch],
-    offer: Sequence[str],
-    limit: float,
-    known: Sequence[Mapping[str, Config]],
-) -> tuple[Within, Least[Strategy] | None]:
-    """The strategies that fit; where none was found, the least memory, and what fits if that does."""
-    search = searching(offer=offer)
-    within = search.under(limit, known)
-    if within.strategies:
-        return within, None
-    least = search.least(known)
-    for one in offer if len(offer) > 1 else ():  # a smaller space is searched more closely
-        if least.lower_bound_bytes <= limit < least.bytes:
-            smaller = searching(offer=[one])
-            fewer = smaller.least(known)
-            least = replace(least, best=fewer.best, bytes=fewer.bytes) if fewer.bytes < least.bytes else least
-            known = [*known, *smaller.under(limit, [fewer.best]).strategies]
-    if least.bytes <= limit:
-        return search.under(limit, [*known, least.best]), None
-    return within, least
-
-
-def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, heed_memory: bool = True) -> Candidate:
+def decide(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, heed_memory: bool = True) -> Candidate:
     """The best by `preferred`; data parallelism where that gains no more than the model's error."""
     everyone = [baselines["data"], *optima, *(c for name, c in baselines.items() if name != "data")]
     best = preferred(everyone) if heed_memory else min(everyone, key=timeline_s)

@@ -26,7 +26,7 @@ from layerwise.report.html import fragment
 from layerwise.report.text import text
 from layerwise.search.baselines import baseline
 from layerwise.search.capacity import STEP, Limits, Tried, largest_side, least_devices
-from layerwise.search.limit.variants import OFFERS, Forms, Strategy
+from layerwise.search.priced.variants import OFFERS, Forms, Strategy
 from layerwise.search.remedies import least_plan
 
 LARGEST_SIDE, LARGEST_LENGTH, LARGEST_BATCH = 4096, 2**17, 2**20
@@ -49,7 +49,7 @@ class FitQuestion:
         graph: Its fused layers at the batch.
         profile: The machine; how its devices are linked does not matter.
         gpus: Numbers of devices.
-        options: What the cost model assumes; `io` "sample" is "free" where there are fewer samples than devices.
+        options: What the cost model assumes.
         limit_bytes: That a plan may take of a device.
         sizes: The model at other sizes of its inputs; None: it has one.
         space: What may be split.
@@ -70,10 +70,7 @@ class FitQuestion:
 
     def model(self, graph: LayerGraph, gpus: int) -> CostModel:
         """The model on so many devices."""
-        options = self.options
-        if options.io == "sample" and graph.batch < gpus:
-            options = replace(options, io="free")
-        return CostModel(graph, self.devices(gpus), options)
+        return CostModel(graph, self.devices(gpus), self.options)
 
     def data(self, model: CostModel, form: tuple[bool, States]) -> Strategy:
         """Data parallelism, all layers in a form."""

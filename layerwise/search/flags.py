@@ -16,8 +16,8 @@ from layerwise.cli import (
 )
 from layerwise.importers.load import HELP
 from layerwise.importers.with_loss import LOSSES
-from layerwise.search.limit.variants import OFFERS
 from layerwise.search.overlap.polish import EFFORTS
+from layerwise.search.priced.variants import OFFERS
 
 EPILOG = """examples:
   python -m layerwise.search vgg16 --gpus 16
@@ -32,7 +32,8 @@ EPILOG = """examples:
       the quickest answer for one volume
   python -m layerwise.search vgg16 --gpus 4 --profile p100 --link-model sum \\
       --sync parameter-server --io free --objective additive
-      the ICML 2018 paper's own choices (its table 5)
+      one reading of the ICML 2018 paper's cost model (its table 5); with
+      --link-model connection another (its figure 3)
 
 Two times are given. The step time is equation 1, t_C + t_X + t_S summed over
 layers: it is what is minimised and proven. The time with overlap is a
@@ -111,21 +112,23 @@ def _cost_flags(g: Flags) -> None:
     )
     g.add_argument(
         "--link-model",
-        choices=["port", "sum"],
+        choices=["port", "sum", "connection"],
         default="port",
-        help="time of the busiest port, or all bytes over bandwidth (the paper's)",
+        help="time of the busiest port; all bytes over bandwidth; or every device's own connection, all at once and "
+        "without latency (two readings of the paper)",
     )
     g.add_argument(
         "--sync",
         choices=["all-reduce", "parameter-server"],
         default="all-reduce",
-        help="how gradients are added (parameter-server: the paper's)",
+        help="how gradients are added (parameter-server: as in the paper; a plan is run with all-reduces)",
     )
     g.add_argument(
         "--io",
-        choices=["sample", "free", "boxes"],
-        help="each device feeds and gets its own samples, or batches come for free, or each reads the boxes that it "
-        "needs (default: sample, if each has one)",
+        choices=["auto", "sample", "free", "boxes"],
+        default="auto",
+        help="each device feeds and gets its own samples, or the whole batch, or the boxes that it needs (default: "
+        "sample if each has one, else boxes if the network has a loss or one output, else free)",
     )
     g.add_argument(
         "--local-batch-norm", action="store_true", help="statistics of each device's own samples, as DDP has them"
@@ -154,8 +157,7 @@ def _output_flags(g: Flags) -> None:
     g.add_argument(
         "--export-costs",
         metavar="FILE.cfn",
-        help="write the whole cost tables as a toulbar2 problem; under a limit that binds this takes many searches "
-        "more, over all forms of all layers, and can take far longer than the search itself",
+        help="write the whole cost tables, without a memory limit, as a toulbar2 problem",
     )
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from layerwise.chrome import CATEGORIES, RankSpans, Row, chrome_trace
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel
-from layerwise.cost.price import basis
+from layerwise.cost.price import basis, sync_lines
 from layerwise.cost.timeline.simulate import UPDATE, step_spans
 from layerwise.files import write_text
 from layerwise.partition.buckets import BUCKET_BYTES
@@ -41,7 +41,7 @@ def make_plan(
         batch=model.graph.batch,
         gpus=model.devices.count,
         gpus_per_node=model.devices.devices_per_node,
-        io=model.options.io,
+        io=model.feeding.io,
         fused=fused,
         strategy={layer: best.strategy[layer] for layer in inner},
         predicted={
@@ -60,6 +60,7 @@ def make_plan(
             "compute_time": basis(model, best.price).as_dict(),
             "links": "as stated" if model.devices.links is None else dict(model.devices.links.conditions),
             "cost_options": asdict(model.options),
+            **({"gradients": said} if (said := " ".join(sync_lines(model))) else {}),
             **({} if model.mixed_precision is None else {"mixed_precision": model.mixed_precision}),
             "dims": list(space.dims),
             "powers_of_two": space.powers_of_two,

@@ -19,8 +19,8 @@ from layerwise.plan import Plan
 from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.fixed import fixed_layers
-from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
+from layerwise.search.priced.variants import OFFERS
 
 CHOICES = {name: get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync", "kind")}
 
@@ -62,7 +62,7 @@ def replan(
     raw, devices, options, space = _searched(replace(plan, gpus=gpus, gpus_per_node=gpus_per_node), model, profile)
     plan.check(plan.layers(raw))
     if options.io == "sample" and plan.batch < gpus:
-        options = replace(options, io="free")
+        options = replace(options, io="auto")
     cost = CostModel(fuse(raw) if plan.fused else raw, devices, options)
     limit, offer = memory_limit(plan, cost), offered(plan)
     result = search(cost, space, memory_limit_bytes=limit, offer=offer)

@@ -11,9 +11,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
-from layerwise.search.limit.limited import Least
-from layerwise.search.limit.variants import OFFERS, Strategy
-from layerwise.search.limit.within import LimitedSearch
+from layerwise.search.priced.limited import Least, LimitedSearch
+from layerwise.search.priced.variants import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,9 @@ def remedies(
     more_devices: DeviceGraph | None = None,
     with_k: str = "k in --dims",
 ) -> list[Remedy]:
-    """Remedies, each with its least memory: more choices, k, twice the devices, half the batch.
+    """Remedies with their least memory, in the order of what they cost, up to the first that makes a plan fit.
+
+    Inputs as boxes, shared states, recomputation, k, twice the devices, half the batch.
 
     more_devices: twice as many as now, where they are known. with_k: what is said of letting contractions be split.
     """
@@ -42,34 +43,39 @@ def remedies(
     tried: list[Remedy] = []
     for what, other, searched, choices in _others(model, space, offered, more_devices, with_k):
         try:
-            least = least_plan(other, searched, choices).bytes
+            least = least_plan(other, searched, choices, limit_bytes).bytes
         except LayerwiseError:  # such as fewer samples than a layer can have
             continue
         tried.append(Remedy(what, least, least <= limit_bytes))
+        if tried[-1].fits:
+            break
     return tried
 
 
 def _others(
     model: CostModel, space: SearchSpace, offered: tuple[str, ...], more_devices: DeviceGraph | None, with_k: str
 ) -> Iterator[tuple[str, CostModel, SearchSpace, tuple[str, ...]]]:
-    left_out = [choice for choice in OFFERS if choice not in offered]
-    if left_out:
-        yield f"--offer {','.join(OFFERS)}", model, space, OFFERS
+    if model.asked.io == "free":
+        yield "--io boxes", CostModel(model.original, model.devices, replace(model.asked, io="boxes")), space, offered
+    if "shard" not in offered:
+        offered = (*offered, "shard")
+        yield f"--offer {','.join(offered)}", model, space, offered
+    if "recompute" not in offered:
+        offered = ("recompute", *offered)
+        yield f"--offer {','.join(offered)}", model, space, offered
     if "k" not in space.dims:
         yield with_k, model, replace(space, dims=(*space.dims, "k")), offered
     if more_devices is not None:
-        bigger = CostModel(model.original, more_devices, model.options)
+        bigger = CostModel(model.original, more_devices, model.asked)
         yield f"{more_devices.count} GPUs", bigger, replace(space, devices=more_devices.count), offered
     batch = model.graph.batch // 2
     if batch:
-        io = model.options.io
-        options = replace(model.options, io=io if io != "sample" or batch >= model.devices.count else "free")
-        smaller = CostModel(model.original.rebatch(batch), model.devices, options)
+        smaller = CostModel(model.original.rebatch(batch), model.devices, model.asked)
         yield f"a global batch of {batch}", smaller, space, offered
 
 
-def least_plan(model: CostModel, space: SearchSpace, offer: tuple[str, ...]) -> Least[Strategy]:
-    """Returns the plan that was found to need the least memory."""
+def least_plan(model: CostModel, space: SearchSpace, offer: tuple[str, ...], wanted: float = 0.0) -> Least[Strategy]:
+    """Returns the plan that was found to need the least memory; wanted: see `LimitedSearch.least`."""
     named = baselines(model, space)
     search = LimitedSearch(model, configurations(model, space, named), offer=offer)
-    return search.least(list(named.values()))
+    return search.least(list(named.values()), wanted)

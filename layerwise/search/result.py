@@ -18,9 +18,8 @@ from layerwise.report.content import Report, described
 from layerwise.report.html import fragment
 from layerwise.report.picture import draw
 from layerwise.report.text import plain
-from layerwise.search.limit.limited import Least
-from layerwise.search.limit.variants import Strategy
-from layerwise.search.limit.within import Within
+from layerwise.search.priced.limited import Least, Within
+from layerwise.search.priced.variants import Strategy
 from layerwise.search.solve.eliminate import Optimum
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class SearchResult:
     # nothing of their memory.
     simulated: tuple[Candidate, ...]
     memory_bytes: int  # that a device may take at most
-    offer: tuple[str, ...]  # what might save memory, of `limit.variants.OFFERS`
+    offer: tuple[str, ...]  # what might save memory, of `priced.variants.OFFERS`
     unlimited: Candidate  # `best`, if memory did not matter
     within: Within | None  # what the search under the limit found, where `unlimited` does not fit
     least: Least[Strategy] | None  # what needs the least memory, where nothing was found to fit

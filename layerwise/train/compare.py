@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 ARITHMETIC = {  # --dtype: the type of parameters, and autocast's
     "float64": (torch.float64, None),
@@ -66,7 +66,7 @@ class Outcome:
 
 def outcome(module: ParallelModule, losses: Sequence[float]) -> Outcome:
     """Gathers what this module holds after its last step; every rank of the module calls this."""
-    return Outcome(losses, whole_gradients(module), module.full_state_dict())
+    return Outcome(losses, whole_gradients(module), of(module).full_state_dict())
 
 
 def whole_gradients(module: ParallelModule) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def whole_gradients(module: ParallelModule) -> dict[str, Tensor]:
         with torch.no_grad():
             for p, value in values:
                 p.copy_(torch.zeros_like(value) if p.grad is None else p.grad)
-        return module.full_state_dict()
+        return of(module).full_state_dict()
     finally:
         with torch.no_grad():
             for p, value in values:

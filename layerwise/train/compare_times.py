@@ -15,7 +15,7 @@ from layerwise.plan import Plan
 from layerwise.quantities import units
 from layerwise.report.content import Column, Table, Value, filled
 from layerwise.run.execute.reducer import WAITING
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.trace import Trace, clock_offset
 
 WARM = 2  # steps that are left out: buffers, connections, kernels that are chosen at the first call
@@ -102,13 +102,13 @@ def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float]
         times = {rank: spans[name][WARM:] for rank, spans in enumerate(ranks) if spans.get(name, ())[WARM:]}
         if times:
             parts.setdefault((layer, part), []).append(_together(times, alone=part == "compute_s"))
-    return _comparison(module.plan, median(seconds[WARM:]), parts)
+    return _comparison(of(module).plan, median(seconds[WARM:]), parts)
 
 
 def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
     """The layer and part that a span of this rank is of, by its category and name."""
     yield f"sync {WAITING}", ("", "exposed_sync_s")
-    for scheduled in module.rank_schedule.layers:
+    for scheduled in of(module).rank_schedule.layers:
         name = scheduled.layer.name
         for suffix in ("", " (backward)"):
             yield f"compute {name}{suffix}", (name, "compute_s")

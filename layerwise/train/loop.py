@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 from layerwise.comm.base import TrafficKind
 from layerwise.plan import Plan
 from layerwise.run.local_tensor import local_tensor
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.trace import now_s
 from layerwise.train.data import StepSampler
 
@@ -162,28 +162,28 @@ class Trainer(Generic[LocalBatch]):
     def _step(self, number: int, batches: Sequence[tuple[int, LocalBatch]]) -> _Local:
         module = self.module
         samples = sum(size for size, _ in batches)
-        before = module.comm.sent.copy()
+        before = of(module).comm.sent.copy()
         losses = []
-        start = now_s(module.device)
+        start = now_s(of(module).device)
         module.train()
         self.optimizer.zero_grad()
         for i, (size, local) in enumerate(batches):
-            with nullcontext() if i + 1 == len(batches) else module.no_sync():
+            with nullcontext() if i + 1 == len(batches) else of(module).no_sync():
                 loss = self.objective.loss(local, size)
                 (loss * self._weight(size, samples)).backward()  # type: ignore[no-untyped-call]
-            part = module.share(size)
-            local_samples = size if module.plan.io != "sample" else part.stop - part.start
+            part = of(module).share(size)
+            local_samples = size if of(module).plan.io != "sample" else part.stop - part.start
             losses.append((loss.detach(), self._weight(local_samples, samples)))
         if self.skip and not self._finite([loss for loss, _ in losses]):
             self.skipped.append(number + 1)
         else:
             if self.clip is not None:
-                module.clip_grad_norm_(self.clip)
+                of(module).clip_grad_norm_(self.clip)
             self.optimizer.step()
-        seconds = now_s(module.device) - start
+        seconds = now_s(of(module).device) - start
         if samples == self.sampler.batch * self.sampler.accumulate:
             self.full += 1
-            self.sent.update(module.comm.sent - before)
+            self.sent.update(of(module).comm.sent - before)
         return _Local(number, samples, losses, seconds)
 
     def _finite(self, losses: Sequence[Tensor]) -> bool:
@@ -192,7 +192,7 @@ class Trainer(Generic[LocalBatch]):
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         largest = get_total_norm([v for v in values if v.numel()], inf)  # the sum of squares could overflow
-        return all(self.module.comm.all_gather_object(all(bool(value.isfinite()) for value in (*losses, largest))))
+        return all(of(self.module).comm.all_gather_object(all(bool(value.isfinite()) for value in (*losses, largest))))
 
     def _weight(self, part: int, total: int) -> float:
         """The weight of some samples' loss in that of all; a loss that is a sum needs none."""
@@ -202,12 +202,12 @@ class Trainer(Generic[LocalBatch]):
         """Every rank's losses and times, in one round of messages."""
         module = self.module
         row = [pace_s, [local.summary() for local in waiting]]
-        paces, summaries = zip(*module.comm.all_gather_object(row), strict=True)
+        paces, summaries = zip(*of(module).comm.all_gather_object(row), strict=True)
         self.pace_s = max(paces)
         steps = []
         for local, ranks in zip(waiting, zip(*summaries, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
-            loss = losses[0] if module.plan.io != "sample" else sum(losses)
+            loss = losses[0] if of(module).plan.io != "sample" else sum(losses)
             epoch = self.sampler.epoch(local.number)
             steps.append(Step(local.number + 1, epoch + 1, local.samples, loss, max(seconds)))
         return steps

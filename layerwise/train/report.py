@@ -89,6 +89,8 @@ def beginning(plan: Plan, *, data: str, training: str) -> Table:
     if "timeline_s" in predicted:
         seconds, profile = units(predicted["timeline_s"], "s"), plan.provenance.get("profile")
         rows.append(("predicted", f"{seconds} a step, on the machine of the profile {profile}"))
+    if isinstance(said := plan.provenance.get("gradients"), str):
+        rows.append(("gradients", said))
     return facts([*rows, ("data", data), ("training", training)])
 
 

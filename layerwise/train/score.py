@@ -19,7 +19,7 @@ from layerwise.importers.with_loss import parted
 from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.load import build_module
 from layerwise.run.outputs import without_classes
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.data import Data
 from layerwise.train.sources import Batch, NumberedSamples, read
 from layerwise.train.task import TrainingTask, task
@@ -43,10 +43,10 @@ class TaskObjective:
 
     def __post_init__(self) -> None:
         """LayerwiseError where some rank's box of the output has not all classes, so that no loss is taken of it."""
-        if self.module.plan.io != "boxes" or self.task.has_loss:
+        if of(self.module).plan.io != "boxes" or self.task.has_loss:
             return
-        shape = self.module.layer_graph.layers[-1].specs[0].shape
-        if any(box is not None and box.shape[1] != shape[1] for box in self.module.rank_schedule.sinks[0]):
+        shape = of(self.module).layer_graph.layers[-1].specs[0].shape
+        if any(box is not None and box.shape[1] != shape[1] for box in of(self.module).rank_schedule.sinks[0]):
             raise LayerwiseError(
                 f"the plan splits dimension 1 of the output, of which the loss needs all {shape[1]}: end the model in "
                 "its loss (--loss ce), or search with --io free"
@@ -61,9 +61,11 @@ class TaskObjective:
         """This rank's samples of each batch, or its boxes of it."""
         module = self.module
         for numbers in batches:
-            inputs_read, target = full_or_boxes(module, self.task, self.samples, numbers[module.share(len(numbers))])
-            inputs, left = self.task.feed(inputs_read, target, module.runtime_options.dtype)
-            yield tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
+            inputs_read, target = full_or_boxes(
+                module, self.task, self.samples, numbers[of(module).share(len(numbers))]
+            )
+            inputs, left = self.task.feed(inputs_read, target, of(module).runtime_options.dtype)
+            yield tuple(x.to(of(module).device) for x in inputs), None if left is None else left.to(of(module).device)
 
     def loss(self, local: Fed, batch: int) -> Tensor:
         """LayerwiseError where the network refuses a batch of this size."""
@@ -78,17 +80,17 @@ class TaskObjective:
         outputs = tensors(self.module(*inputs, batch=batch))
         if target is None:
             return outputs[self.task.answer].mean()
-        if self.module.plan.io == "boxes":
+        if of(self.module).plan.io == "boxes":
             return self._loss_of_boxes(outputs[0], target)
         return torch.stack([cross_entropy(out, target) for out in outputs]).sum()
 
     def _loss_of_boxes(self, out: Tensor, target: Tensor) -> Tensor:
         """The mean over the positions of all ranks' boxes of the output, on every rank."""
         module = self.module
-        total = prod(module.layer_graph.layers[-1].specs[0].shape)
+        total = prod(of(module).layer_graph.layers[-1].specs[0].shape)
         local = cross_entropy(out, target) * (out.numel() / total) if out.numel() else out.sum()
         # One type on all ranks: those without a box do not know what the loss makes of 16 bits.
-        return sum_of_losses(local.to(torch.promote_types(module.dtype, torch.float32)), module.comm)
+        return sum_of_losses(local.to(torch.promote_types(of(module).dtype, torch.float32)), of(module).comm)
 
 
 @contextmanager
@@ -107,17 +109,17 @@ def evaluating(module: ParallelModule) -> Iterator[None]:
 
 def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's samples of each batch of `count`, and which of them count: the last is filled up with sample 0."""
-    size = module.plan.batch
+    size = of(module).plan.batch
     for first in range(0, count, size):
-        numbers = torch.arange(first, first + size)[module.share(size)]
+        numbers = torch.arange(first, first + size)[of(module).share(size)]
         yield torch.where(numbers < count, numbers, 0), numbers < count
 
 
 def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedSamples, numbers: Tensor) -> Batch:
     """Reads what this rank needs of the samples that it shares in (`ParallelModule.share`): all, or its boxes."""
-    if module.plan.io != "boxes":
+    if of(module).plan.io != "boxes":
         return samples.batch(numbers)
-    boxes = list(module.read_boxes().values())
+    boxes = list(of(module).read_boxes().values())
     if task.target is not None:
         boxes.append(boxes.pop(task.slot))
     else:
@@ -127,8 +129,8 @@ def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedS
 
 def target_box(module: ParallelModule) -> Box:
     """The part of a target of classes that belongs to this rank's box of the output; nothing where it has none."""
-    (box,) = module.output_boxes()
-    return without_classes(box or Box.full((0,) * len(module.layer_graph.layers[-1].specs[0].shape)))
+    (box,) = of(module).output_boxes()
+    return without_classes(box or Box.full((0,) * len(of(module).layer_graph.layers[-1].specs[0].shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,35 +161,35 @@ def evaluate(module: ParallelModule, data: Data) -> Score | None:
     training_task, held_out = data.task, data.held_out
     if held_out is None or training_task.has_loss:
         return None
-    counts = torch.zeros(3, training_task.classes, dtype=torch.float64, device=module.device)
-    gathered = module.plan.io == "free"  # then every rank has all of it
+    counts = torch.zeros(3, training_task.classes, dtype=torch.float64, device=of(module).device)
+    gathered = of(module).plan.io == "free"  # then every rank has all of it
     with evaluating(module):
         for numbers, real in filled_batches(module, held_out.count):
             inputs_read, target = full_or_boxes(module, training_task, held_out, numbers)
             target[~real[_target_samples(module)]] = -1
-            inputs, left = training_task.feed(inputs_read, target, module.runtime_options.dtype)
+            inputs, left = training_task.feed(inputs_read, target, of(module).runtime_options.dtype)
             assert left is not None
-            out = tensors(module(*(x.to(module.device) for x in inputs)))[0]
-            if not gathered or module.comm.rank == 0:
-                counts += _counted(out, left.to(module.device), training_task)
-    if module.comm.size > 1:
-        module.comm.all_reduce(counts, tuple(range(module.comm.size)), "io", "held-out counts").wait()
+            out = tensors(module(*(x.to(of(module).device) for x in inputs)))[0]
+            if not gathered or of(module).comm.rank == 0:
+                counts += _counted(out, left.to(of(module).device), training_task)
+    if of(module).comm.size > 1:
+        of(module).comm.all_reduce(counts, tuple(range(of(module).comm.size)), "io", "held-out counts").wait()
     return Score(*counts.cpu().long().unbind())
 
 
 def held_out_loss(module: ParallelModule, data: Data) -> float | None:
     """The mean of the model's own loss over held-out batches; None where it has none, or no batch is held out."""
-    training_task, held_out, size = data.task, data.held_out, module.plan.batch
+    training_task, held_out, size = data.task, data.held_out, of(module).plan.batch
     if held_out is None or not training_task.has_loss or held_out.count < size:
         return None
     objective, count = TaskObjective(module, training_task, held_out), held_out.count // size
     batches = [torch.arange(i * size, (i + 1) * size) for i in range(count)]
     with evaluating(module):
         loss = sum(float(objective.loss(local, size)) for local in objective.read(batches))
-    share = module.share(size)
-    weight = 1.0 if objective.summed or module.plan.io != "sample" else (share.stop - share.start) / size
-    everyone: list[float] = module.comm.all_gather_object(loss * weight)
-    total = everyone[0] if module.plan.io != "sample" else sum(everyone)
+    share = of(module).share(size)
+    weight = 1.0 if objective.summed or of(module).plan.io != "sample" else (share.stop - share.start) / size
+    everyone: list[float] = of(module).comm.all_gather_object(loss * weight)
+    total = everyone[0] if of(module).plan.io != "sample" else sum(everyone)
     return total / count
 
 
@@ -196,7 +198,7 @@ def predicting(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data
 
     None where the network is another. Every rank calls this.
     """
-    plan, (model, loss) = module.plan, parted(module.plan.model)
+    plan, (model, loss) = of(module).plan, parted(of(module).plan.model)
     if loss is None:
         return None
     network = load_network(*planned_call(model, None, plan.batch, plan.provenance))
@@ -207,8 +209,8 @@ def predicting(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data
     without = replace(plan, model=model, digest=graph.digest, strategy=strategy, predicted={}, predicted_layers={})
     if plan.io == "free":
         without = replace(without, io="boxes")  # with which outputs stay where they are
-    predictor = build_module(without, network, module.comm, replace(module.runtime_options, compile=None))
-    predictor.load_state_dict(module.full_state_dict())
+    predictor = build_module(without, network, of(module).comm, replace(of(module).runtime_options, compile=None))
+    predictor.load_state_dict(of(module).full_state_dict())
     return predictor, replace(data, task=task(graph))
 
 
@@ -219,7 +221,7 @@ def _of_all_classes(config: Config) -> Config:
 
 def _target_samples(module: ParallelModule) -> slice:
     """The samples, of those that this rank shares in, that its target is of."""
-    return target_box(module).slices()[0] if module.plan.io == "boxes" else slice(None)
+    return target_box(module).slices()[0] if of(module).plan.io == "boxes" else slice(None)
 
 
 def _counted(out: Tensor, target: Tensor, training_task: TrainingTask) -> Tensor:

@@ -22,6 +22,7 @@ from layerwise.importers.load import Network, load_network, planned_call
 from layerwise.plan import Plan
 from layerwise.run.load import build_module
 from layerwise.run.options import RuntimeOptions, plan_digest
+from layerwise.run.parallel import of
 from layerwise.tensorfile import fingerprint, weights_file
 from layerwise.trace import Trace
 from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
@@ -77,7 +78,7 @@ class Session:
         self.trainer = self._trainer(comm, network)
         self.module = self.trainer.module
         if trace is not None:
-            self.module.trace = Trace(device=comm.device)
+            of(self.module).trace = Trace(device=comm.device)
         self._single = alone(comm, lambda: self._trainer(SoloComm(comm.device), network)) if compare else None
 
     def _trainer(self, comm: Comm, network: Network) -> Trainer[Fed]:
@@ -142,7 +143,7 @@ class Session:
         if self.folder is None or done == self.saved:
             return None
         if self.on_nan != "ignore":
-            finite = all(bool(shard.tensor.isfinite().all()) for shard in self.module.shards() if shard.trainable)
+            finite = all(bool(shard.tensor.isfinite().all()) for shard in of(self.module).shards() if shard.trainable)
             if not all(self.comm.all_gather_object(finite)):
                 self._stop(done, "a parameter is no finite number")
         self.saved, progress = done, {"steps": done, PER_EPOCH: self.sampler.per_epoch, **self._facts()}
@@ -162,13 +163,13 @@ class Session:
     def finish(self) -> Result:
         """Accuracy, bytes, comparison, trace; the same on every rank, but for the comparison, which is rank 0's."""
         resident = max(self.comm.all_gather_object(peak_resident_bytes()))  # before the comparison's
-        trace, self.module.trace = self.module.trace, None
+        trace, of(self.module).trace = of(self.module).trace, None
         if trace is not None and self._trace_to is not None:
             trace.write(self._trace_to, self.comm)
         sent = self._sent()
         planned = outcome(self.module, [step.loss for step in self.steps]) if self._compare else None
         compare = None if planned is None else alone(self.comm, lambda: self._difference(planned))
-        predicted = self.module.predicted_bytes(self.sampler.accumulate)
+        predicted = of(self.module).predicted_bytes(self.sampler.accumulate)
         lost = held_out_loss(self.module, self.data)
         score = evaluate(*(predicting(self.module, self.data) or (self.module, self.data)))
         return Result(
@@ -187,7 +188,7 @@ class Session:
         losses = [step.loss for step in self._single.run(self.first + len(self.steps), self.first)]
         module = self._single.module
         single = outcome(module, losses)
-        trained = {name for s in module.shards() if s.trainable for name in (s.name, *s.aliases)}
+        trained = {name for s in of(module).shards() if s.trainable for name in (s.name, *s.aliases)}
         return difference(single, planned, trained)
 
     def data_text(self) -> str:

@@ -12,7 +12,7 @@ from layerwise.arguments import Count, Natural, Seed, checked
 from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput, Crop, Intensity, classes_of, generator
 from layerwise.volumes.sources import source_of
 
@@ -65,8 +65,8 @@ class BoxLoader:
         workers: Natural = 0,
         prefetch: Count = 2,
     ) -> None:
-        specs = [layer.out for layer in model.layer_graph.layers if layer.role is Role.INPUT]
-        boxes = model.read_boxes()
+        specs = [layer.out for layer in of(model).layer_graph.layers if layer.role is Role.INPUT]
+        boxes = of(model).read_boxes()
         if len(sources) != len(boxes):
             raise LayerwiseError(f"the model takes {len(boxes)} inputs ({', '.join(boxes)}), not {len(sources)}")
         opened = [
@@ -82,16 +82,16 @@ class BoxLoader:
         if unknown:
             raise LayerwiseError(f"flip={flip!r}: {unknown[0]!r} is none of {', '.join(there) or 'no dimensions'}")
         (self.samples,) = counts
-        self.batch, self.shuffle, self.seed, self.epoch, self._done = model.plan.batch, shuffle, seed, 0, 0
+        self.batch, self.shuffle, self.seed, self.epoch, self._done = of(model).plan.batch, shuffle, seed, 0, 0
         if self.samples < self.batch:
             raise LayerwiseError(f"{self.samples} samples are no batch of {self.batch}")
         described = zip(boxes.items(), specs, opened, strict=True)
         inputs = tuple(
-            BoxInput(name, spec, box, source, classes_of(model.layer_graph, name))
+            BoxInput(name, spec, box, source, classes_of(of(model).layer_graph, name))
             for (name, box), spec, source in described
         )
         self._reading = BatchReader(inputs, crop, flip, intensity, seed)
-        self._workers, self._prefetch, self._pinned = workers, prefetch, model.device.type == "cuda"
+        self._workers, self._prefetch, self._pinned = workers, prefetch, of(model).device.type == "cuda"
 
     def __len__(self) -> int:
         return self.samples // self.batch

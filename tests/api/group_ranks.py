@@ -109,7 +109,7 @@ def fitted(comm: Comm) -> dict[str, Tensor]:
     optimizer, loss = sgd(model), nn.CrossEntropyLoss()
     how = keywords({"verbose": False, "progress": False, "profile": "cpu", "strategy": SPLIT[0]})
     made = fit(model, data(2 * BATCH), loss, optimizer, batch=BATCH, shuffle=False, device_mesh=mesh()["domain"], **how)
-    return made.module.full_state_dict()
+    return made.state_dict()
 
 
 def measured(comm: Comm) -> tuple[str, list[dict[str, Any]]]:

@@ -51,6 +51,15 @@ def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[f
     return losses, whole, {name: dict(c.degrees) for name, c in model.plan.strategy.items()}, back
 
 
+def predicted_within_inference_mode(comm: Comm, how: dict[str, Any]) -> Tensor:
+    """What the model gives where all but its building is within torch.inference_mode()."""
+    model, (x, _) = network(SEED).eval(), data(BATCH).tensors
+    with torch.inference_mode():
+        local = x.clone()[comm.rank * (BATCH // comm.size) :][: BATCH // comm.size]
+        out: Tensor = parallelize(model, local, inference=True, **keywords(how, comm=comm))(local)
+    return out.clone()
+
+
 @once()
 def refused(comm: Comm, how: dict[str, Any]) -> str:
     """The message of the LayerwiseError."""
@@ -84,6 +93,37 @@ def fitted_in_part(comm: Comm) -> dict[str, Tensor]:
     held = [name for name, _ in made.module.named_parameters() if name.startswith("7.")]
     assert len(made.optimizer.param_groups[0]["params"]) == len(held)
     return made.state_dict()
+
+
+class Volumes(nn.Module):
+    """A convolution in space, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.conv(x), y)
+
+
+def loss_of_volumes(comm: Comm) -> tuple[str, list[float], float]:
+    """The io, losses of steps that are fed the whole batch and then boxes, and a rank's share of the input."""
+    torch.manual_seed(1)
+    x, y = torch.randn(1, 1, 8, 4, 4, dtype=torch.float64), torch.randint(2, (1, 8, 4, 4))
+    model = parallelize(
+        Volumes().double(),
+        (x, y),
+        **keywords({"batch": 1, "strategy": {"conv": {"d": comm.size}}}, comm=comm),
+    )
+    optimizer, losses, boxes = sgd(model), [], model.read_boxes()
+    for number in range(3):
+        feeds = (x, y) if number < 2 else tuple(v[boxes[name].slices()] for name, v in (("x", x), ("y", y)))
+        optimizer.zero_grad()
+        loss = model(*feeds)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model.plan.io, losses, boxes["x"].volume / x.numel()
 
 
 def whole_batch(comm: Comm) -> str:

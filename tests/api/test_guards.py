@@ -1,8 +1,5 @@
 """Guards: an optimizer over the wrong parameters is refused; loops that are right go on."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -32,41 +29,37 @@ def test_an_optimizer_of_before_raises_at_its_step() -> None:
     assert step(module, late) > step(module, late)
 
 
-def test_the_original_may_be_trained_by_itself() -> None:
+def test_parameters_of_before_are_used_by_nothing() -> None:
     model = Layered()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    layerwise.parallelize(model, X, **QUIET)
-    assert step(model, optimizer) > step(model, optimizer)
-
-
-def test_the_original_says_that_it_has_the_values_of_before() -> None:
-    """Also a part of it, and where the parallel module is gone; before a step it is compared, copied, planned again."""
-    model = Layered()
-    module = layerwise.parallelize(model, X, **QUIET)
-    torch.testing.assert_close(module(X), model(X))
-    layerwise.parallelize(model, X, **QUIET)
-    before = copy.deepcopy(model)
-    step(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    trained = module.full_state_dict()
-    del module
-    part = next(model.children())
-    uses = [model.state_dict, part.state_dict, lambda: model(X), lambda: copy.deepcopy(model)]
-    uses += [lambda: pickle.dumps(model), lambda: layerwise.parallelize(model, X, **QUIET)]
-    for use in uses:
-        with pytest.raises(LayerwiseError, match="has kept its values of before training"):
+    early = list(model.parameters())
+    nn.functional.cross_entropy(layerwise.parallelize(model, X, **QUIET)(X), Y).backward()
+    for use in (
+        lambda: nn.utils.clip_grad_norm_(early, 1.0),
+        lambda: early[0].numel(),
+        lambda: torch.autograd.grad(model(X).sum(), early),
+        lambda: torch._foreach_mul_([next(model.parameters()).detach(), early[0]], 2.0),
+        lambda: model(X).sum().backward(inputs=early),
+    ):
+        with pytest.raises(LayerwiseError, match="a parameter was used that is the model's no more"):
             use()
-    assert before.state_dict().keys() == trained.keys()
-    layerwise.parallelize(before, X, **QUIET)
-    model.load_state_dict(trained)
+
+
+def test_a_parallel_model_is_made_plain_before_it_is_made_parallel_again() -> None:
+    model, kind = Layered(), type(Layered())
+    layerwise.parallelize(model, X, **QUIET)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    trained, out = model.full_state_dict(), model.eval()(X)
+    with pytest.raises(LayerwiseError, match="is parallel already"):
+        layerwise.parallelize(model, X, **QUIET)
+    with pytest.raises(LayerwiseError, match="is parallel already"):
+        layerwise.parallelize(nn.Sequential(model), X, **QUIET)
+    layerwise.restore(model)
+    assert type(model) is kind
+    assert all(type(p) is nn.Parameter for p in model.parameters())
     torch.testing.assert_close(model.state_dict(), trained)
-    torch.testing.assert_close(layerwise.parallelize(model, X, **QUIET)(X), model(X))
-
-
-def test_the_originals_gradients_are_not_clipped_in_place_of_the_others() -> None:
-    model = Layered()
-    module = layerwise.parallelize(model, X, **QUIET)
-    nn.functional.cross_entropy(module(X), Y).backward()
-    with pytest.raises(LayerwiseError, match="build the optimizer over the returned model's parameters, and clip"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    model.load_state_dict(module.full_state_dict())
-    assert all(p.grad is None for p in model.parameters())
+    torch.testing.assert_close(model(X), out)
+    with pytest.raises(LayerwiseError, match="is not parallel"):
+        layerwise.restore(model)
+    layerwise.parallelize(model, X, **QUIET)
+    torch.testing.assert_close(model(X), out)

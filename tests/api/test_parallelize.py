@@ -14,8 +14,8 @@ from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from tests.api.keywords import keywords, quiet
-from tests.api.ranks import trained
-from tests.api.script import BATCH, apart, data, network, plain, sgd, step, train
+from tests.api.ranks import loss_of_volumes, trained
+from tests.api.script import BATCH, SEED, apart, data, network, plain, sgd, step, train
 from tests.comm.launch import ROOT, torchrun
 from tests.comm.pool import run_ranks
 
@@ -117,6 +117,15 @@ def test_fewer_samples_than_ranks_are_fed_whole() -> None:
         assert message == "free"
 
 
+def test_where_the_loss_is_in_the_model_a_rank_takes_its_boxes_of_the_whole_batch() -> None:
+    """Or it is given these alone: the losses are one device's, and no rank holds all of the batch."""
+    expected = loss_of_volumes(SoloComm())[1]
+    for io, losses, least in run_ranks(2, "tests.api.ranks:loss_of_volumes"):
+        assert io == "boxes"
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert least < 1
+
+
 def test_an_exported_program_trains_from_its_weights() -> None:
     """It begins with the module's values and learns what that learns."""
     example = data().tensors[0][:BATCH]
@@ -178,6 +187,20 @@ def test_wrong_models() -> None:
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     with pytest.raises(LayerwiseError, match=r"bring (them|what it is given) to (one|that) type|torch\.export fails"):
         layerwise.parallelize(mixed, torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("how", [{"strategy": "data"}, {"strategy": {"5": {"c": 2}, "7": {"k": 2}}}])
+def test_a_model_is_made_parallel_within_inference_mode(how: dict[str, object]) -> None:
+    wanted = network(SEED).eval()(data(BATCH).tensors[0])
+    found = run_ranks(2, "tests.api.ranks:predicted_within_inference_mode", how)
+    assert float((torch.cat(found) - wanted).abs().max()) <= 1e-9
+
+
+def test_a_model_that_was_built_within_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        built = nn.Linear(4, 2)
+    with pytest.raises(LayerwiseError, match=r"'weight' was made within torch.inference_mode\(\): build the model"):
+        layerwise.parallelize(built, torch.zeros(2, 4), verbose=False)
 
 
 def test_a_plan_for_more_ranks_than_there_are(tmp_path: Path) -> None:

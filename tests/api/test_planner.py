@@ -80,7 +80,8 @@ def test_memory() -> None:
 
 def test_where_no_plan_fits_the_least_memory_is_said() -> None:
     with pytest.raises(
-        LayerwiseError, match=r"no plan fits into the 100 kB of a device: every plan needs at least .* \(proven\)"
+        LayerwiseError,
+        match=r"no plan fits into the 100 kB of a device: the least that was found needs .*, and no plan needs",
     ) as raised:
         planned(None, replace(REQUEST, memory_bytes=1e5), model="lenet5")
     assert ": use more ranks or a smaller batch, or give a larger memory_limit= if" in str(raised.value)
@@ -126,7 +127,13 @@ def test_what_is_said() -> None:
     assert "as fast as data parallelism, which does not fit into memory: " in said(planned(None, little))
     assert "(SLOWER)" in said(planned("model", batch=2048))
     few = said(planned(None, batch=2))
-    assert "2 samples for 4 ranks: every rank is to be given the whole batch" in few
+    assert "2 samples for 4 ranks: every rank is to be given the whole batch (io free)" in few
+    inside = said(planned(None, batch=2, model="unet3d:16+dice"))
+    assert (
+        "every rank is to be given the whole batch (io boxes), and takes its boxes of it: its loss is in the" in inside
+    )
+    boxes = said(planned(None, replace(REQUEST, io="boxes"), batch=2))
+    assert "every rank is to be given the boxes of it that its layers need (io boxes)" in boxes
     assert "planned with float32's" in said(planned(None, replace(REQUEST, dtype=torch.bfloat16)))
     assert "the only plan there is" in said(planned(None, ranks=1))
 

@@ -1,6 +1,7 @@
-"""The paper's depth-first search."""
+"""Depth-first searches, bounded and exhaustive."""
 
 import time
+from math import prod
 
 import pytest
 from hypothesis import given
@@ -15,16 +16,17 @@ from tests.search.tables import complete_tables, exhaustive, random_tables
 @examples(100)
 @given(random_tables(nodes=6))
 def test_depth_first_search_finds_the_optimum(t: CostTables) -> None:
-    found = depth_first(t, limit_s=60)
-    assert found.finished
-    assert found.cost_s == pytest.approx(exhaustive(t).cost_s)
-    assert found.strategies >= 1
+    every, bounded = (depth_first(t, limit_s=60, bounded=b) for b in (False, True))
+    assert every.finished
+    assert bounded.finished
+    assert every.cost_s == bounded.cost_s == pytest.approx(exhaustive(t).cost_s)
+    assert 1 <= bounded.strategies <= every.strategies == prod(map(len, t.configs.values()))
 
 
 def test_depth_first_search_gives_up_in_time() -> None:
     t = complete_tables(12, 8)
     started = time.perf_counter()
-    found = depth_first(t, limit_s=0.1)
+    found = depth_first(t, limit_s=0.1, bounded=True)
     assert 0.1 <= found.seconds <= time.perf_counter() - started < 2
     assert not found.finished
     assert 0 < found.cost_s < sum(cost.max() for cost in (*t.node.values(), *t.transfer.values()))

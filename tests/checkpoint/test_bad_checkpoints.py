@@ -17,8 +17,8 @@ from layerwise.checkpoint import latest, load, reader, save
 from layerwise.checkpoint.shards import file_name, write_shards
 from layerwise.checkpoint.step_folders import find
 from layerwise.comm.solo import SoloComm
+from layerwise.commands.export import export
 from layerwise.errors import LayerwiseError
-from layerwise.export import export
 from layerwise.geometry import Box
 from layerwise.run.state.state import Shard
 from tests.checkpoint.runs import OPTIMIZERS, alone, refused, saved, train

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layerwise import checkpoint
 from layerwise.comm.base import Comm
-from layerwise.export import export
+from layerwise.commands.export import export
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.plan import Plan

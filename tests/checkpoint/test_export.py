@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from layerwise import tensorfile
 from layerwise.__main__ import dispatch
 from layerwise.checkpoint import save
+from layerwise.commands.export import export
 from layerwise.errors import LayerwiseError
-from layerwise.export import export
 from tests.comm.thread import ThreadComm, run_threads
 from tests.run.cut_modules import CutModule, cutting
 

@@ -18,7 +18,7 @@ def test_nothing_is_broken_here(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_broken_is_named_in_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("layerwise.doctor.LITTLE", float("inf"))  # as in a container with too little
+    monkeypatch.setattr("layerwise.commands.doctor.LITTLE", float("inf"))  # as in a container with too little
     began = time.monotonic()
     assert run_main(dispatch, ["doctor", "--timeout", "0.2"]) == 1
     assert time.monotonic() - began < 20

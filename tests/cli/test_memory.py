@@ -27,7 +27,7 @@ def free_bytes(run: Run) -> float:
 
 def test_a_plan_within_a_limit(run: Run, here: Path) -> None:
     limit = int(0.6 * free_bytes(run))
-    flags = (*WIDE, "--memory-limit", str(limit), "--out", "p.json", "--export-costs", "c.cfn")
+    flags = (*WIDE, "--memory-limit", str(limit), "--out", "p.json")
     found = json.loads(run(*flags, "--memory", "--json"))
     assert found["memory_limit_bytes"] == limit
     assert found["fits"]
@@ -35,16 +35,6 @@ def test_a_plan_within_a_limit(run: Run, here: Path) -> None:
     assert found["least_memory_bytes"] is None
     assert sum(found["memory_by_kind"]["data"].values()) == pytest.approx(found["baselines"]["data"]["memory_bytes"])
     assert {(type(row["recompute"]), row["states"]) for row in found["layers"].values()} > set()
-    costs = (here / "c.cfn").read_text()
-    rows = [f["params"] for f in json.loads(costs)["functions"].values() if f.get("type") == "knapsackv"]
-    assert rows
-    for row in rows:
-        weights = dict[int, list[int]]()
-        for variable, _, weight in row["weightedvalues"]:
-            weights.setdefault(variable, []).append(weight)
-        assert all(min(of) == 0 for of in weights.values())
-        assert sum(map(max, weights.values())) > row["capacity"]
-    assert "recompute" in costs
     provenance = json.loads((here / "p.json").read_text())["provenance"]
     assert provenance["memory_limit_bytes"] == limit
     assert provenance["offer"] == ["recompute", "shard"]
@@ -75,7 +65,7 @@ def test_a_limit_below_the_least_is_refused(run: Run, refuse: Run, here: Path) -
     asked = (*MLP, "--memory-limit", "1kB", "--out", "p.json", "--export-costs", "c.cfn")
     for flags in (asked, (*asked, "--json")):
         said = refuse(*flags)
-        assert "--memory-limit 1kB: no plan fits into the 1.00 kB of a device: every plan needs at least" in said
+        assert "--memory-limit 1kB: no plan fits into the 1.00 kB of a device: the least that was found needs" in said
         assert "(proven). Nothing that was tried makes one fit" in said
         assert not list(here.iterdir())
 

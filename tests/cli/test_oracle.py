@@ -43,6 +43,27 @@ def test_a_batch_of_all_gpus_together_is_given_as_to_search(run: Run, refuse: Ru
     assert "with --scaling weak give --batch" in refuse(*asked, *whole, "--scaling", "weak")
 
 
+def test_a_sample_on_several_gpus(run: Run, refuse: Run) -> None:
+    """Below one sample a GPU inputs are boxes, and a number of GPUs with a part of a sample has no answer."""
+    asked = ("oracle", "cosmoflow:64", "--profile", "v100", "--gpus", "2,4,16", "--strategy", "spatial,ds", "--json")
+    found = json.loads(run(*asked, "--batch", "0.25"))
+    assert found == json.loads(run(*asked, "--samples-per-node", "1"))
+    assert [(a["strategy"], a["gpus"], a["batch"]) for a in found["answers"]] == [("spatial", 4, 1), ("ds", 16, 4)]
+    reasons = {(u["strategy"], u["gpus"]): u["why"] for u in found["unreachable"]}
+    assert reasons["spatial", 2] == "0.25 samples a GPU on 2 of them are 0.5 samples, no whole number"
+    boxes, free = (
+        json.loads(run(*asked, "--batch", "0.25", "--io", io))["answers"][0]["memory_bytes"] for io in ("boxes", "free")
+    )
+    assert found["answers"][0]["memory_bytes"] == boxes < free
+    said = " ".join(run(*asked[:-1], "--batch", "0.25").split())
+    assert (
+        "only the boxes of the inputs that its layers need (io boxes), since 4 samples are fewer than 16 devices"
+        in said
+    )
+    assert "a whole number of samples" in refuse(*asked, "--scaling", "strong", "--batch", "0.25")
+    assert "'0' is not a number above 0" in refuse(*asked, "--batch", "0")
+
+
 def test_answers_for_programs(run: Run) -> None:
     found = json.loads(run(*LENET, "--gpus", "1,4", "--json", "--samples", "6400", "--optimizer", "adam"))
     answers = {(a["strategy"], a["gpus"]): a for a in found["answers"]}

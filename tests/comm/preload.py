@@ -13,9 +13,9 @@ import torch.optim
 import torch.utils.data
 
 import layerwise.api.fit
+import layerwise.commands.run
 import layerwise.measure.__main__
 import layerwise.search.__main__
-import layerwise.train.command
 import tests.comm.pool
 from layerwise.importers.load import network_of
 

@@ -8,7 +8,7 @@ import torch
 from layerwise.comm.base import Members
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import read_environment, start
-from layerwise.comm.verdict import Sign, gone_text, unpack
+from layerwise.comm.verdict import Sign, gone_text
 from layerwise.errors import LayerwiseError
 from tests.comm.launch import launch
 
@@ -92,10 +92,6 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sign(waits_for: str = "", since_s: float = 0.1, *, step: int | None = 3, ended: bool = False) -> Sign:
     return Sign(100.0, step, "conv1", waits_for, since_s, ended)
-
-
-def test_signs_are_what_was_packed() -> None:
-    assert unpack(sign("conv2").pack().encode()) == sign("conv2")
 
 
 def test_what_is_said_of_ranks_that_are_gone() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from layerwise.comm import together
 from layerwise.comm.base import Comm
-from layerwise.comm.together import patiently
+from layerwise.comm.together import alone, patiently
 from layerwise.errors import LayerwiseError
 from tests.comm.thread import run_threads
 
@@ -40,3 +40,30 @@ def test_no_rank_is_taken_for_stuck(fails: bool, monkeypatch: pytest.MonkeyPatch
     else:
         assert run_threads(2, run) == [(0, [0, 1]), (10, [0, 1])]
     assert met.count(0) > 5
+
+
+def test_rank_0_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "BEAT_S", 0.02)
+    ranks: list[int] = []
+
+    def run(comm: Comm) -> str | None:
+        def work() -> str:
+            ranks.append(comm.rank)
+            return "result"
+
+        return alone(comm, work)
+
+    assert run_threads(3, run) == ["result", None, None]
+    assert ranks == [0]
+
+
+def test_what_fails_on_rank_0_is_heard_of_everywhere() -> None:
+    def work() -> None:
+        raise LayerwiseError("out of luck")
+
+    def run(comm: Comm) -> str:
+        with pytest.raises(LayerwiseError) as error:
+            alone(comm, work)
+        return str(error.value)
+
+    assert run_threads(2, run) == ["rank 0: out of luck"] * 2

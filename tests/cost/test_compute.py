@@ -1,16 +1,21 @@
 """Times of layers: by hand, as they were measured, and fitted to what was measured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.compute.measured import LAYER, fitted, groups, held_out_error, latest, step_name, update_name
-from layerwise.cost.compute.roofline import ComputeTime, compute_time
+from layerwise.cost.compute.roofline import OPTIMIZERS, UPDATED, ComputeTime, compute_time
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import basis, describe, measured_share, model_error, price, unmeasured_error, warnings
 from layerwise.graph.builder import GraphBuilder
@@ -145,7 +150,7 @@ def test_tiles_and_waves_by_hand() -> None:
 def test_the_optimizer_reads_and_writes_its_state() -> None:
     layer = one(TensorSpec((8, 16), ("n", None)), Linear(12))
     parameters = 4 * (12 * 16 + 12)
-    for optimizer, touched in (("sgd", 3), ("momentum", 5), ("adam", 7)):
+    for optimizer, touched in (("sgd", 3), ("momentum", 8), ("adam", 18)):
         found = times(layer, MEMORY, {}, {"n": 8}, {"c": 4}, {"k": 4}, optimizer=optimizer)
         biased = 4 * (12 * 4 + 3)  # of k, a quarter of the weights and, after the scatter, of the biases
         assert found.update == pytest.approx(
@@ -240,10 +245,10 @@ def test_the_likest_cells_that_were_measured_are_fitted_to() -> None:
     pool = both('{"op":{"kind":"pool"}}', 0, one)
     assert pool is not None
     assert 1e-5 + 2e-4 < pool < 1e-5 + 8e-4  # like all of them
-    assert both("update sgd", 0, one) is None
+    assert both(update_name("sgd"), 0, one) is None
     assert fitted({FIT_CONV: dict(list(slow.items())[:3])})(FIT_CONV, 0, one) is None  # three cells for three factors
     assert groups(FIT_CONV) == (FIT_CONV, "conv+relu", "conv", "all")
-    assert groups("update sgd") == ("update sgd",)
+    assert groups(update_name("sgd")) == (update_name("sgd"),)
 
 
 def test_the_error_is_of_cells_held_out() -> None:
@@ -392,3 +397,40 @@ def test_other_conditions_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None
     assert "torch 2.11.0+cu128, and here is 2.13.0+cpu" in said
     (said,) = warnings(model_of(LayerTimes(replace(WHERE, device="another"))))
     assert "measured on another" in said
+
+
+class Passes(TorchDispatchMode):
+    """Counts the tensors of `size` elements that operations read and write."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = self.full(args)
+        if not func.is_view:
+            writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+            self.count += len({x.data_ptr() for x in read}) + ((writes and bool(read)) or len(self.full(out)))
+        return out
+
+    def full(self, values: Any) -> list[Tensor]:
+        """Those of the parameters' size."""
+        return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.numel() == self.size]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_is_priced_by_what_pytorch_reads_and_writes(name: str, foreach: bool) -> None:
+    p = nn.Parameter(torch.randn(1000))
+    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "sgd": lambda: torch.optim.SGD([p], 0.1, foreach=foreach),
+        "momentum": lambda: torch.optim.SGD([p], 0.1, momentum=0.9, foreach=foreach),
+        "adam": lambda: torch.optim.Adam([p], foreach=foreach),
+    }
+    optimizer = made[name]()
+    for _ in range(2):  # states are made in the first
+        p.grad = torch.randn(1000)
+        with torch.no_grad(), Passes(1000) as passes:
+            optimizer.step()
+    assert passes.count == UPDATED[name]

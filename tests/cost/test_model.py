@@ -32,7 +32,7 @@ from layerwise.ops.tensor.along import Concat
 from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
 from layerwise.ops.tensor.view import Reshape
 from layerwise.search.find import search
-from layerwise.search.limit.variants import OFFERS, Forms
+from layerwise.search.priced.variants import OFFERS, Forms
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.cost.test_price import NETWORKS, random_strategy
@@ -152,11 +152,11 @@ def test_edges_alike_but_for_their_element_type_are_not_alike() -> None:
 
 def test_a_quick_table_is_a_lower_bound_of_the_exact_one() -> None:
     """Close to it, but not it; and neither is mistaken for the other afterwards."""
-    model = CostModel(residual(), brute.machine((2, 4, 12), ports=(1, 2, 4)))
+    model = CostModel(residual(), brute.machine((2, 4, 12), ports=(1, 2, 4)), CostOptions(io="sample"))
     configs = configurations(model, most=60)
     few = telling_devices(model.devices)
     quick, exact = model.tables(configs, watched=few).transfer, model.tables(configs).transfer
-    alone = CostModel(model.graph, model.devices).tables(configs).transfer
+    alone = CostModel(model.graph, model.devices, model.options).tables(configs).transfer
     for edge, found in exact.items():
         assert (found == alone[edge]).all()
         assert (quick[edge] <= found * (1 + 1e-9)).all()

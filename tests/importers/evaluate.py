@@ -14,9 +14,9 @@ from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.registry import Operand
-from layerwise.importers.torch.build import _Importer
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
+from layerwise.importers.torch.program import _Importer
 from layerwise.ops.base import Role
 from layerwise.ops.fused import local_stages, needed_box, run_stages
 from layerwise.ops.random import combine

@@ -28,6 +28,7 @@ from layerwise.inference.predict import Predicted, _named, answer, predict
 from layerwise.inference.windows import LEAST, profile, starts
 from layerwise.plan import Plan
 from layerwise.run.load import load
+from layerwise.run.parallel import of
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
@@ -270,7 +271,8 @@ def test_one_rank_without_memory_ends_all(tmp_path: Path) -> None:
     def rank(comm: Comm) -> Predicted:
         module = module_of(comm)
         if comm.rank == 1:
-            sized = module.sized
+            run = of(module)
+            sized = run.sized
 
             def short(*args: Any) -> Any:
                 def fail(given: object) -> Any:
@@ -278,7 +280,7 @@ def test_one_rank_without_memory_ends_all(tmp_path: Path) -> None:
 
                 return replace(sized(*args), run=fail)
 
-            module.__dict__["sized"] = short
+            vars(run)["sized"] = short
         return predict(module, volumes(), tmp_path / "a", progress=False)
 
     with pytest.raises(CommError, match="rank 1 ran out of memory"):
@@ -292,7 +294,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         ([np.full((1, 16, 16, 16), np.nan)], tmp_path / "a", {}, "no finite numbers"),
         (volumes(), tmp_path / "a.txt", {}, "predict makes .npy files"),
         (volumes(), tmp_path / "a.npy", {}, "makes an array of shape"),
-        (volumes(), tmp_path / "a", {"overlap": 1.0}, "overlap must be in"),
+        (volumes(), tmp_path / "a", {"overlap": 1.0}, "overlap is 1.0; it must be at least 0"),
         (volumes(), tmp_path / "a", {"mirror": "s"}, "'s' is none of d, h, w"),
         (volumes(), tmp_path / "a", {"window": (4, 4)}, "must have an extent for each of d, h, w"),
         (volumes(), tmp_path / "a", {"reduce": "max"}, "argmax, softmax, sigmoid or a function"),

@@ -14,8 +14,26 @@ import torch
 
 import layerwise
 from layerwise.comm.base import Comm
-from tests.inference.test_nnunet import ARCHITECTURE, RESAMPLING
 
+ARCHITECTURE = {
+    "network_class_name": "dynamic_network_architectures.architectures.unet.PlainConvUNet",
+    "arch_kwargs": {
+        "n_stages": 2, "features_per_stage": [4, 8], "conv_op": "torch.nn.modules.conv.Conv3d", "kernel_sizes": [3, 3],
+        "strides": [1, 2], "n_conv_per_stage": [1, 1], "n_conv_per_stage_decoder": [1], "conv_bias": True,
+        "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d", "norm_op_kwargs": {"eps": 1e-5, "affine": True},
+        "dropout_op": None, "dropout_op_kwargs": None,
+        "nonlin": "torch.nn.LeakyReLU", "nonlin_kwargs": {"inplace": True},
+    },
+    "_kw_requires_import": ["conv_op", "norm_op", "dropout_op", "nonlin"],
+}  # fmt: skip
+RESAMPLING = {
+    f"resampling_fn_{what}{suffix}": value
+    for what, order in (("data", 3), ("probabilities", 1))
+    for suffix, value in (
+        ("", "resample_data_or_seg_to_shape"),
+        ("_kwargs", {"is_seg": False, "order": order, "order_z": 0, "force_separate_z": None}),
+    )
+}
 DATASET, PATCH, STAGES = "Dataset004_Blobs", [16, 16, 16], 4
 RESAMPLED_SEGMENTATION = {
     "resampling_fn_seg": "resample_data_or_seg_to_shape",
@@ -88,7 +106,7 @@ def train(comm: Comm, folder: str, results: str, layers: bool, resumed: str = ""
 
     class Seeded(base):  # type: ignore[misc]
         keywords = {  # noqa: RUF012
-            "verbose": False, "strategy": {"*": {"w": 2}}, "options": layerwise.ParallelOptions(measure_s=0),
+            "verbose": False, "strategy": {"network.*": {"w": 2}}, "options": layerwise.ParallelOptions(measure_s=0),
         }  # fmt: skip
 
         def get_dataloaders(self) -> Any:

@@ -78,13 +78,13 @@ def attributes(setting: Setting) -> Numbers:
 
 
 @row
-def module_attribute(setting: Setting) -> Numbers:
-    """`model.module`, as DistributedDataParallel has it"""
+def unwrapped(setting: Setting) -> Numbers:
+    """unwrapping: `getattr(model, "module", model)`, as timm and others have it"""
     model = setting.net()
     inner: Any = model
     for _ in range(2):  # timm and others look until there is none
         inner = getattr(inner, "module", inner)
-    assert not hasattr(inner, "module")
+    assert inner is model
     train(setting, model)
     again = copy.deepcopy([model, inner])[1]
     again.load_state_dict(inner.state_dict())
@@ -382,53 +382,19 @@ def fully_shard_of_a_holder(setting: Setting) -> Numbers:
 
 @row
 def given_model(setting: Setting) -> Numbers:
-    """the given model, used after training"""
-    given = Net()
-    train(setting, setting.parallel(given))
-    return whole(given)
-
-
-@row
-def given_model_loaded(setting: Setting) -> Numbers:
-    """calls of the given model before training"""
+    """the given model: it is the returned one"""
     given = Net()
     model = setting.parallel(given)
-    (x, _), *_ = setting.batches()
-    first = given.eval()(x)
-    given.train()
-    train(setting, model)
-    if setting.comm is not None:
-        given.load_state_dict(model.full_state_dict())
-    return {"rows.first": first, "rows.last": given.eval()(x), **whole(copy.deepcopy(given))}
-
-
-@row
-def given_other_values(setting: Setting) -> Numbers:
-    """`net.load_state_dict(...)` of the given model"""
-    given, other = Net(), Net(1)
-    model = setting.parallel(given)
-    given.head.load_state_dict(other.head.state_dict())
-    (x, _), *_ = setting.batches()
-    return {"rows.outputs": model.eval()(x)}
-
-
-@row
-def given_written(setting: Setting) -> Numbers:
-    """writes into parameters of the given model"""
-    given = Net()
-    model = setting.parallel(given)
+    assert model is given
+    assert isinstance(given, Net)
+    given.head.load_state_dict(Net(1).head.state_dict())
     torch.manual_seed(1)
-    nn.init.normal_(given.head.weight)
-    return train(setting, model)
-
-
-@row
-def given_frozen(setting: Setting) -> Numbers:
-    """`net.hidden.requires_grad_(False)` of the given model"""
-    given = Net()
-    model = setting.parallel(given)
+    nn.init.normal_(given.second.weight)
     given.hidden.requires_grad_(False)
-    return train(setting, model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    optimizer = SGD([p for p in given.parameters() if p.requires_grad], lr=0.1)
+    numbers = train(setting, model, optimizer)
+    (x, _), *_ = setting.batches()
+    return {**numbers, "rows.out": given.eval()(x)}
 
 
 @row

@@ -31,7 +31,6 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "split": "was asked for by torch.autograd.grad or by inputs= of backward()",
     },
     "transformed": dict.fromkeys(("data", "split"), "was called within a transform of torch.func"),
-    "part_written": {"split": "such as p[0], was written to, and would stay as it is"},
     "some_inputs": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
     "some_inputs_twice": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
     "torch_save_by_one_rank": {"split": "alone, as torch.save(model.state_dict()) writes them"},
@@ -41,7 +40,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "another_momentum": {"split": "'momentum' of module 'norm', which was set after the model was made parallel,"},
     "part_replaced": {
         "data": "the model has other parameters or layers than when it was made parallel",
-        "split": "setting 'head' of the parallel module is not supported where a plan splits layers",
+        "split": "the parallel module's parameters, buffers or layers are others than it was made with",
     },
     "part_called": {"split": "a call or a hook of one of the model's layers is not supported"},
     "statistics_again": {"split": "'momentum' of module 'norm', which was set after"},
@@ -49,35 +48,25 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "hooks_of_all": {"split": "a hook of all modules, by register_module_forward_hook and the like, is not supported"},
     "forward_hooks_of_before": {"split": "has a forward hook, which would not be called in training"},
     "unlike_modes": dict.fromkeys(("data", "split"), "is in training mode on ranks 0 and in evaluation mode on the"),
-    "initialise_at_random": {"split": "random numbers were asked for of a parameter that the plan splits"},
     "kept_loss": {"split": "'balance' of the parallel module is not supported where a plan splits layers"},
     "checkpointed": {"split": "torch.utils.checkpoint around the parallel module is not supported"},
-    "noise": {"split": "random numbers were asked for of a parameter that the plan splits"},
     "checkpointed_norm": {"split": "moves running statistics of batch norms twice a step"},
     "function": {"split": "has an autograd function, Reversed, with a backward pass of its own"},
     "hook_inside": {"split": "registers a hook of a gradient in its forward"},
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
-    "ddp_of_a_holder": {
-        "data": "DistributedDataParallel is around a module that holds the parallel one",
-        "split": "Attempted to flatten multiple dimensions"  # PyTorch's own words
-        if torch.__version__.startswith("2.11.")
-        else "parameters that the plan splits were to be sent",
-    },
+    "ddp_of_a_holder": dict.fromkeys(
+        ("data", "split"), "DistributedDataParallel is around a module that holds the parallel one"
+    ),
     "fully_shard_of_a_holder": {
         "data": "leave fully_shard out",
         "split": "" if torch.__version__.startswith("2.11.") else "leave fully_shard out",  # there PyTorch's words
     },
-    "given_model": {"split": "has kept its values of before training: call what parallelize returned"},
     "buffer_loaded": {"split": "buffer 'mean' was given other values after the model was made parallel"},
-    "given_buffer": {"split": "of the model that parallelize was given, changed since"},
     "shared_layers": dict.fromkeys(("data", "split"), "make one module of both models, and make that parallel"),
     "weights_of_losses": {
         "data": "was given a gradient that is another one on every rank",
         "split": "a parameter that the model's forward pass does not read was used outside of it",
     },
-    "given_other_values": {"split": "were written to or frozen since"},
-    "given_written": {"split": "were written to or frozen since"},
-    "given_frozen": {"split": "were written to or frozen since"},
     "ddp_around": dict.fromkeys(("data", "split"), "stands in DistributedDataParallel's place"),
 }
 

@@ -213,16 +213,6 @@ def same_buffers(setting: Setting) -> Numbers:
 
 
 @row
-def given_buffer(setting: Setting) -> Numbers:
-    """writes into buffers of the given model"""
-    given = Normalised()
-    model = setting.parallel(given)
-    train(setting, model)
-    given.heat.fill_(2.0)
-    return train(setting, model)
-
-
-@row
 def buffer_loaded(setting: Setting) -> Numbers:
     """loading other values of a buffer that is computed with, or a number"""
     model = setting.parallel(Normalised())

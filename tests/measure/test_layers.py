@@ -134,7 +134,7 @@ def test_the_profile_has_every_cell(profile: Path, capsys: pytest.CaptureFixture
     assert times.conditions.device == found.processor.name
     assert times.conditions.dtype == "float32"
     assert set(times.made) >= {"date", "machine", "python", "layerwise"}
-    assert {"runtime layer", "runtime copy", "runtime step sgd", "update sgd"} < set(times.cells)
+    assert {"runtime layer", "runtime copy", "runtime step sgd", "update by sgd"} < set(times.cells)
     assert all(t.samples >= 5 and t.forward_s >= 0 for cells in times.cells.values() for t in cells.values())
     assert [level.name for level in found.levels] == ["node", "cluster"]  # of the profile it began with
 

@@ -18,7 +18,7 @@ from layerwise.machine import load
 from layerwise.oracle.limits import Finding, Sizes, findings
 from layerwise.oracle.pipeline import imbalance, pipeline_stages
 from layerwise.oracle.question import Answer, Oracle, Question
-from layerwise.oracle.runs import Run, accuracy, compare, mean_accuracy, read_runs
+from layerwise.oracle.runs import MeasuredRun, accuracy, compare, mean_accuracy, read_runs
 
 
 @cache
@@ -146,7 +146,7 @@ def written(folder: Path, value: object) -> Path:
 def test_an_epoch_is_its_iterations(tmp_path: Path) -> None:
     run = {"strategy": "ds", "gpus": 8, "batch": 64, "epoch_s": 100.0, "samples": 6400, "inside": 4}
     (found,) = read_runs(written(tmp_path, {"runs": [run]}))
-    assert found == Run("ds", 8, 64, 1.0, inside=4)
+    assert found == MeasuredRun("ds", 8, 64, 1.0, inside=4)
 
 
 def test_several_iterations_are_their_median_and_outliers_are_counted(tmp_path: Path) -> None:
@@ -203,13 +203,13 @@ def test_long_names_of_hybrids(tmp_path: Path) -> None:
 def test_times_without_spread_have_no_outliers(tmp_path: Path) -> None:
     (found,) = read_runs(written(tmp_path, [GOOD | {"iteration_s": [1, 1, 1, 1, 1.0001]}]))
     assert found.slow == 0
-    runs = [Run("data", 2, 64, seconds) for seconds in (1.0, 1.0, 1.0, 1.0, 1.0001)]
+    runs = [MeasuredRun("data", 2, 64, seconds) for seconds in (1.0, 1.0, 1.0, 1.0, 1.0001)]
     assert not any(c.abnormal for c in compare([(run, answered(1.0)) for run in runs]))
 
 
 @pytest.mark.parametrize(("slow", "flagged"), [(5, False), (6, True)])
 def test_a_run_is_flagged_for_more_than_a_few_slow_iterations(slow: int, flagged: bool) -> None:
-    run = Run("data", 2, 64, 1.0, iterations=100, slow=slow)
+    run = MeasuredRun("data", 2, 64, 1.0, iterations=100, slow=slow)
     assert bool(compare([(run, answered(1.0))])[0].abnormal) is flagged
 
 
@@ -219,10 +219,10 @@ def answered(seconds: float) -> Answer:
 
 def test_a_congested_run_is_flagged_and_a_biased_projection_is_not() -> None:
     """All runs take 1.3 times their projection; the one that takes 4 times is abnormal."""
-    runs = [Run("data", gpus, 32 * gpus, 1.3 + gpus / 1000) for gpus in (1, 2, 4, 8, 16)]
+    runs = [MeasuredRun("data", gpus, 32 * gpus, 1.3 + gpus / 1000) for gpus in (1, 2, 4, 8, 16)]
     pairs = [(run, answered(1.0)) for run in runs]
     assert [c.abnormal for c in compare(pairs)] == [""] * 5
-    found = compare([*pairs, (Run("data", 32, 1024, 4.0), answered(1.0))])
+    found = compare([*pairs, (MeasuredRun("data", 32, 1024, 4.0), answered(1.0))])
     assert [bool(c.abnormal) for c in found] == [False] * 5 + [True]
     assert "4.00× its projection" in found[-1].abnormal
     assert mean_accuracy(found)["data"] == pytest.approx(sum(c.accuracy for c in found) / 6)

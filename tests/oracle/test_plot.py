@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from layerwise.oracle.ask import Asked
+from layerwise.oracle.phases import Phases, Projection
 from layerwise.oracle.question import Answer, Question
 from layerwise.oracle.report.plot import draw, draw_phases
-from layerwise.oracle.runs import Compared, Run
+from layerwise.oracle.runs import Compared, MeasuredRun
 from layerwise.oracle.strategies import Limit
-from layerwise.oracle.tables import Phases, Projection
 
 pytest.importorskip("matplotlib")
 WEAK = cast(Question, SimpleNamespace(scaling="weak", batch=32))
@@ -55,7 +55,7 @@ def test_all_strategies_on_one_axis_with_the_ideal_line() -> None:
 
 def test_a_run_is_joined_to_its_own_projection() -> None:
     projected = answer("data", 2, 128, 2.0)
-    run = Compared(Run("data", 2, 128, 2.5), projected, 2.0, "congestion?")
+    run = Compared(MeasuredRun("data", 2, 128, 2.5), projected, 2.0, "congestion?")
     epoch, speed = draw(WEAK, asked(()), SAMPLES, "net", [run]).axes
     assert [list(line.get_ydata()) for line in epoch.lines[1:5]] == [[12.5, 10.0], [12.5], [10.0], [12.5]]
     assert list(speed.lines[1].get_ydata()) == [1.6, 2.0]

@@ -18,6 +18,7 @@ from layerwise.plan import Plan
 from layerwise.program import Program, program
 from layerwise.program.instructions import Begin, Compute, Fill, Move
 from layerwise.run.load import load
+from layerwise.run.parallel import of
 from layerwise.trace import Trace
 from tests.comm.thread import run_threads
 from tests.run.plans import SMALL, Case, random_plan, recomputed, small
@@ -61,7 +62,7 @@ def test_a_step_is_its_program(name: str, recompute: bool) -> None:
 def names_of_spans(plan: Plan, given: Case, comm: Comm) -> list[str]:
     """What a rank computes and transfers in one step, in the order in which that begins."""
     model = load(plan, given.network, comm=comm, dtype=torch.float64)
-    model.trace = Trace()
+    of(model).trace = Trace()
     loss(model(given.inputs[0][model.share()])).backward()
     spans = sorted((span.start_s, span.name) for span in model.trace.spans() if span.category in WHAT)
     return [name for _, name in spans]
@@ -97,5 +98,5 @@ def buckets_of(plan: Plan, given: Case, comm: Comm) -> list[list[str]]:
     """The layers whose gradients are in each bucket of a rank, in the order in which these are begun."""
     model = load(plan, given.network, comm=comm, dtype=torch.float64)
     owner = {p: layer.name for layer in model.layer_graph.layers for p, _ in layer.own_parameters()}
-    buckets = sorted(model._reducer.buckets, key=lambda bucket: bucket.gathered)
+    buckets = sorted(of(model)._reducer.buckets, key=lambda bucket: bucket.gathered)
     return [list(dict.fromkeys(owner[p] for p in bucket.names)) for bucket in buckets]

@@ -60,6 +60,7 @@ class CutModule:
     held: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._layerwise = self  # as `layerwise.of` looks for it
         self.held = {}
         for name, boxes in self.cut.items():
             box = boxes[self.comm.rank]

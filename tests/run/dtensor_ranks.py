@@ -2,16 +2,20 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerwise.comm.base import Comm
 from layerwise.config import NOT_DEGREES
@@ -208,6 +212,15 @@ def storage_refusal(comm: Comm, cuts: Cuts) -> str:
         return str(error)
 
 
+def sent_by_hand(comm: Comm, cuts: Cuts) -> str:
+    """What a loop is told that sums split parameters over the ranks itself."""
+    try:
+        dist.all_reduce(made(comm, cuts).get_parameter("first.weight").detach())
+    except LayerwiseError as error:
+        return str(error)
+    return ""
+
+
 def scaled(comm: Comm | None, cuts: Cuts, bad: int) -> tuple[list[float], dict[str, Tensor]]:
     """With GradScaler; in one step a gradient is infinite, of which rank `bad` has a part."""
     model = made(comm, cuts) if comm is not None else net_again()
@@ -358,48 +371,80 @@ def scale_on_one_rank(comm: Comm | None) -> dict[str, Tensor]:
 
 
 def beside(comm: Comm, cuts: Cuts) -> None:
-    """Parameters beside tensors of a rank's own: averages of weights that are kept in plain tensors; refused where
-    gradients are wanted, and where a parameter would be written to.
-    """
+    """Parameters beside tensors of a rank's own: what is read is plain, and a rank's own; what is written is alike."""
     model = made(comm, cuts)
     full = model.full_state_dict()
     for name, p in model.named_parameters():
-        kept = torch.zeros_like(full[name])
+        kept, own = torch.zeros_like(full[name]), torch.full_like(full[name], float(comm.rank))
         with torch.no_grad():
             assert torch.equal(kept.lerp_(p, 0.5), 0.5 * full[name])
-            assert torch.equal(kept + p, 1.5 * full[name])
-        with pytest.raises(LayerwiseError, match="and a tensor of this rank's own"):
-            _ = kept * p
-        with torch.no_grad(), pytest.raises(LayerwiseError, match="to write to it give load_state_dict the values"):
-            p.add_(kept)
-        with pytest.raises(LayerwiseError, match="make another"):
-            p.norm().add_(torch.ones(()))
-        with pytest.raises(LayerwiseError, match="with a number that is another on each rank"):
-            _ = torch.tensor(float(comm.rank)) * p
-        for act in (p.detach().numpy, p.tolist):
-            with pytest.raises(LayerwiseError, match=r"take p.full_tensor\(\), which every rank calls"):
-                act()
+            assert torch.equal(own + p, own + full[name])
+            assert p.tolist() == full[name].tolist() == p.numpy().tolist()
+            p.add_(kept).sub_(kept)
+            torch._foreach_mul_([p], [torch.full_like(kept, 1.0)])
+            for write in (Tensor.add_, Tensor.copy_, lambda p, x: torch._foreach_add_([p], [x])):
+                if own.numel() > 1:
+                    with pytest.raises(LayerwiseError, match="a tensor that is another one on each rank"):
+                        write(p, own)
+        with pytest.raises(LayerwiseError, match="a tensor that is another one on each rank"):
+            p.detach().mul_(torch.tensor(float(comm.rank)))
+        p.grad = None
+        (own * p).sum().backward()
+        assert isinstance(p.grad, DTensor)
+        assert torch.equal(p.grad.full_tensor(), torch.full_like(kept, (comm.size - 1) / 2))
+        p.grad = None
         number = p.norm()
-        copied = copy.deepcopy({"a": torch.ones(2), "n": number.detach()})["n"]
-        assert all(isinstance(x, DTensor) for x in (copied, torch.tensor(2.0) * p.square()))
-        before = number.item()
-        number -= torch.tensor(float(comm.rank))
-        number *= torch.tensor(2.0)
         assert type(number) is Tensor
-        assert number.item() == pytest.approx(2 * (before - comm.rank))
+        number -= torch.tensor(float(comm.rank))
+        assert number.item() == pytest.approx(float(full[name].norm()) - comm.rank)
+        assert type(p.square()) is type(p)
+        assert type(p[0]) is not type(p)
 
 
-def replaced(comm: Comm, cuts: Cuts) -> list[str]:
-    """What is said of p.data = x, as `vector_to_parameters` writes it, where nobody calls the module any more."""
-    model, said = made(comm, cuts), []
+def messages(comm: Comm, cuts: Cuts) -> dict[str, int]:
+    """How many collectives optimizers and clipping ask for."""
+    model, counts = made(comm, cuts), dict[str, int]()
+
+    def count(what: str, act: Callable[[], object]) -> None:
+        names = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")
+        with ExitStack() as stack, CollectivesMode() as functional:
+            mocks = [
+                stack.enter_context(mock.patch(f"torch.distributed.{n}", wraps=getattr(torch.distributed, n)))
+                for n in names
+            ]
+            act()
+        counts[what] = sum(one.call_count for one in mocks) + functional.count
+
+    for kind, how in (("adamw", {"foreach": True}), ("loop", {"foreach": False}), ("fused", {"fused": True})):
+        optimizer = torch.optim.AdamW(model.parameters(), **how)
+        model(X[0][model.share()]).square().mean().backward()
+        count(kind, optimizer.step)
+    count("clipping", lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    count("a gather", lambda: [p.full_tensor() for p in model.parameters()])
+    return counts
+
+
+class CollectivesMode(TorchDispatchMode):
+    """Counts PyTorch's functional collectives."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "_c10d_functional" and "wait" not in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def replaced(comm: Comm, cuts: Cuts) -> None:
+    """p.data = x, as `vector_to_parameters` writes it."""
+    model = made(comm, cuts)
+    before = model.full_state_dict()
     with torch.no_grad():
         for p in model.parameters():
             p.data = p.data * 0.5
-    for ask in (model.state_dict, model.full_state_dict, model.shards):
-        with pytest.raises(LayerwiseError) as raised:
-            ask()
-        said.append(str(raised.value))
-    return said
+            with pytest.raises(LayerwiseError, match="with another shape or type: give load_state_dict the values"):
+                p.data = p.data.float()
+    after = model.full_state_dict()
+    assert all(torch.equal(after[name], before[name] * 0.5) for name, _ in model.named_parameters())
 
 
 def moved(comm: Comm, cuts: Cuts) -> None:

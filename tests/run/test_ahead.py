@@ -22,6 +22,7 @@ from layerwise.plan import Plan, parse_strategy
 from layerwise.program.instructions import Begin
 from layerwise.run.execute.autograd import IssuedTransfer
 from layerwise.run.load import load
+from layerwise.run.parallel import of
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.schedule.work import LayerWork
 from layerwise.trace import Trace
@@ -151,7 +152,7 @@ def test_what_is_needed_later_travels_beside_computation() -> None:
 
     def rank(comm: Comm) -> tuple[set[str], dict[str, set[str]]]:
         made = load(plan, network, comm=comm, dtype=torch.float64)
-        made.trace = Trace()
+        of(made).trace = Trace()
         made(samples[made.share()]).square().mean().backward()
         spans = made.trace.spans()
         computed = [span for span in spans if span.category == "compute"]

@@ -85,7 +85,7 @@ def test_casts_are_kept(case: str) -> None:
             if here.grad is not None and there.grad is not None:
                 assert here.grad.dtype == there.grad.dtype
                 torch.testing.assert_close(here.grad, there.grad, rtol=1e-6 if dtype != BF16 else 0.02, atol=1e-6)
-    network = network_of(model, (x,), 4, "test")
+    network = network_of(plain, (x,), 4, "test")
     for seed in range(2):
         plan = random_plan(fuse(network.graph), 2, seed, "sample")
 

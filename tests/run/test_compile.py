@@ -15,7 +15,7 @@ from layerwise.ops.base import Role
 from layerwise.ops.nn.linear import Linear
 from layerwise.run.execute.segments import segments
 from layerwise.run.load import load
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.trace import Trace
 from tests.comm.pool import run_ranks
 from tests.comm.thread import run_threads
@@ -249,7 +249,7 @@ def test_mixed_precision() -> None:
 
 def test_a_trace_has_a_span_a_segment() -> None:
     model = layers_of(QUICK)
-    trace = model.trace = Trace()
+    trace = of(model).trace = Trace()
     model(IMAGES[0]).sum().backward()
     names = [span.name for span in trace.spans() if span.category == "compute"]
     assert names == ["conv … head", "conv … head (backward)"]

@@ -66,6 +66,12 @@ def test_saving_a_split_state_dict_by_accelerate_says_what_to_do() -> None:
     assert all(instead in said for said in run_ranks(ranks, f"{HERE}storage_refusal", cuts))
 
 
+def test_a_collective_of_the_loops_own_says_what_to_do() -> None:
+    ranks, cuts = PLANS["filters"]
+    instead = "by a collective of the loop's own, which is not needed (their gradients are summed, and p.full_tensor()"
+    assert all(instead in said for said in run_ranks(ranks, f"{HERE}sent_by_hand", cuts))
+
+
 UNEVEN: dtensor_ranks.Cuts = [{"k": 2}, {"c": 2}, {"c": 2}, {}]  # three input channels, and a layer on one rank
 
 
@@ -142,9 +148,15 @@ def test_a_mask_is_where_a_number_is_put() -> None:
         assert not is_mask(x, places, value, *more)
 
 
-def test_other_memory_is_noticed_when_parameters_are_asked_for() -> None:
-    for said in run_ranks(2, f"{HERE}replaced", PLANS["filters"][1]):
-        assert all("p.data = x was written of a parameter that the plan splits" in one for one in said)
+def test_optimizers_gather_nothing_and_clipping_sends_one_number_a_parameter_at_once() -> None:
+    for counts in run_ranks(2, f"{HERE}messages", PLANS["filters"][1]):
+        assert isinstance(counts, dict)
+        assert counts.pop("a gather") > 0
+        assert counts == {"adamw": 0, "loop": 0, "fused": 0, "clipping": 1}
+
+
+def test_other_values_by_data() -> None:
+    run_ranks(2, f"{HERE}replaced", PLANS["filters"][1])
 
 
 @pytest.mark.parametrize("name", ["mixed", "states"])

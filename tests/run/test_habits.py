@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.importers.load import network_of
+from layerwise.importers.load import Network, network_of
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from tests.comm.thread import run_threads
@@ -87,6 +87,15 @@ def test_ranks_that_feed_as_many_samples_as_each_other(fed: int) -> None:
 
     for found in on_ranks(network, rank, 2):
         equal(found, gradients(single))
+
+
+@pytest.mark.parametrize("network", [mlp()[1], layered_mlp()[1]], ids=["data", "split"])
+def test_join_is_refused_with_what_to_do(network: Network) -> None:
+    """As Join asks each of its modules for it."""
+    for text in refused(network, lambda made: made.join_hook()):
+        assert text.startswith(
+            "torch.distributed.algorithms.Join is not supported: all ranks take part in every batch."
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

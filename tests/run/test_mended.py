@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from layerwise.config import Config
 from layerwise.importers.load import Network
-from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule
-from tests.comm.thread import ThreadComm, run_threads
-from tests.run.own_modules import IMAGES, Net, alone, calm, loss, net, same_on_ranks, state_and_gradients
+from tests.run.own_modules import IMAGES, alone, calm, loss, net, same_on_ranks, state_and_gradients
 from tests.run.plans import difference
 from tests.run.small_modules import on_ranks, plan_of, refused, traced
 
@@ -39,30 +37,6 @@ def test_channels_last_and_a_fused_optimizer(degrees: dict[str, int]) -> None:
         for name, value in single.items():
             # Adam magnifies rounding where a gradient is zero, as of a bias before a batch norm.
             assert difference(found[name], value) <= 1e-6, name
-
-
-def own(change: Callable[[nn.Module, Network, ThreadComm], object]) -> list[str]:
-    """What each of two ranks says to a call after `change` of its own module, which is run as it is."""
-    module = Net(0.0).double()
-    network = traced(module, IMAGES[0])
-
-    def rank(comm: ThreadComm) -> str:
-        made = load(plan_of(network, 2), network, comm=comm, dtype=torch.float64)
-        change(made.module, network, comm)
-        with pytest.raises(Exception, match="model") as raised:
-            made(IMAGES[0][made.share()])
-        return str(raised.value)
-
-    return run_threads(2, rank)
-
-
-def test_a_model_that_was_made_parallel_once_more_says_so() -> None:
-    def change(module: nn.Module, network: Network, comm: ThreadComm) -> None:
-        example = (IMAGES[0],)
-        load(plan_of(network, 2), module, comm=comm, dtype=torch.float64, example_inputs=example)
-
-    for text in own(change):
-        assert text == "the model was made parallel once more: call what that call returned"
 
 
 @pytest.mark.parametrize("degrees", [{"n": 2}, {"h": 2}], ids=str)
@@ -91,7 +65,7 @@ def test_ranks_without_a_batch_norm_may_have_unlike_shapes() -> None:
     def rank(made: ParallelModule) -> Tensor:
         out: Tensor = made(IMAGES[0][made.share()][..., : 5 + made.comm.rank])
         out.square().mean().backward()
-        return made.module[0].weight.grad
+        return made[0].weight.grad
 
     one, two = on_ranks(network, rank, 2)
     torch.testing.assert_close(one, two, rtol=0, atol=0)

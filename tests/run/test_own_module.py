@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,20 +14,20 @@ from torch import Tensor, nn
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
-from layerwise.run.data_parallel.module import DataParallelModule
-from layerwise.run.layered import LayeredModule
+from layerwise.run.data_parallel.module import DataRun
+from layerwise.run.layered import LayeredRun
 from layerwise.run.load import load
-from layerwise.run.parallel import ParallelModule
-from tests.run.own_modules import BATCH, IMAGES, Net, alone, calm, loss, net
+from layerwise.run.parallel import ParallelModule, of
+from tests.run.own_modules import BATCH, IMAGES, alone, calm, loss, net
 from tests.run.plans import difference
 from tests.run.small_modules import on_ranks, plan_of, traced
 
 
 def test_data_plans_are_run_by_the_module_itself() -> None:
     _, network = net()
-    assert isinstance(alone(), DataParallelModule)
-    assert on_ranks(network, lambda made: type(made), 2) == [DataParallelModule] * 2
-    assert on_ranks(network, lambda made: type(made), 2, plan_of(network, 2, {"h": 2})) == [LayeredModule] * 2
+    assert isinstance(of(alone()), DataRun)
+    assert on_ranks(network, lambda made: type(of(made)), 2) == [DataRun] * 2
+    assert on_ranks(network, lambda made: type(of(made)), 2, plan_of(network, 2, {"h": 2})) == [LayeredRun] * 2
 
 
 def test_forwards_in_training_are_counted_on_one_device_too() -> None:
@@ -51,14 +52,25 @@ def test_a_model_that_was_moved_away_is_refused_until_it_is_back() -> None:
             assert "are on meta, and the parallel module runs on cpu" in text
 
 
-def test_names_of_the_models_own_that_would_be_hidden_are_refused() -> None:
-    model = nn.Linear(4, 4)
-    network = traced(model, torch.randn(BATCH, 4))
-    model.graph = "mine"  # type: ignore[assignment]
-    assert load(plan_of(network, 1), network, comm=SoloComm(), dtype=torch.float32).graph == "mine"
-    model.plan = "mine"  # type: ignore[assignment]
-    with pytest.raises(LayerwiseError, match="'plan' of the model has the name of something of the parallel module"):
-        load(plan_of(network, 1), network, comm=SoloComm(), dtype=torch.float32)
+class Planner(nn.Linear):
+    """Has names that a parallel model has, too."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.plan = "mine"
+
+    def share(self) -> str:
+        """Of its own."""
+        return "shared"
+
+
+def test_names_of_the_models_own_are_its_own() -> None:
+    network = traced(Planner(), torch.randn(BATCH, 4))
+    made: Any = load(plan_of(network, 1), network, comm=SoloComm(), dtype=torch.float32)
+    assert (made.plan, made.share()) == ("mine", "shared")
+    assert (of(made).plan.gpus, of(made).share()) == (1, slice(0, BATCH))
+    with pytest.raises(LayerwiseError, match="the Planner is not parallel"):
+        of(Planner())
 
 
 class Functional(nn.Module):
@@ -110,7 +122,7 @@ class Other(nn.Dropout):
 def test_what_cannot_be_replaced_is_run_layer_by_layer(module: nn.Module) -> None:
     network = traced(module.double(), torch.randn(4, 4).double())
     for ranks in (1, 2):
-        assert on_ranks(network, lambda made: type(made), ranks) == [LayeredModule] * ranks
+        assert on_ranks(network, lambda made: type(of(made)), ranks) == [LayeredRun] * ranks
 
 
 def test_on_one_device_it_is_plain_pytorch_bit_by_bit() -> None:
@@ -142,7 +154,7 @@ def test_parameters_are_the_users_own() -> None:
     module = copy.deepcopy(calm()[0])
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     made = load(plan_of(calm()[1], 1), module, comm=SoloComm(), dtype=torch.float64, example_inputs=(IMAGES[0],))
-    assert made.module is module
+    assert made is module
     before = module.conv.weight.clone()
     loss(made(IMAGES[0])).backward()
     optimizer.step()
@@ -152,23 +164,20 @@ def test_parameters_are_the_users_own() -> None:
 def test_what_the_model_has_the_returned_one_has() -> None:
     made = alone()
     assert made.config == {"classes": 5}
-    assert made.conv is made.module.conv
     assert made.features(IMAGES[0]).shape == (BATCH, 4)
     assert [name for name, _ in made.named_modules()] == [name for name, _ in net()[0].named_modules()]
     made.temperature = 2
-    assert made.module.temperature == 2
     del made.temperature
-    assert not hasattr(made.module, "temperature")
     made.eval()
     assert not made.training
-    assert not made.module.norm.training
+    assert not made.norm.training
     made.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None)
     assert not made.head.weight.any()
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
         _ = made.nothing
     first = alone(lambda: _sequential())
-    assert first[0] is first.module[0]
     assert len(first) == 2
+    assert type(first[:1]) is nn.Sequential
 
 
 @cache
@@ -181,17 +190,9 @@ def test_copies_and_pickles() -> None:
     made = alone()
     loss(made(IMAGES[0]))
     for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert isinstance(again, DataParallelModule)
+        assert isinstance(of(again), DataRun)
         kept = copy.deepcopy(made)
         assert all(torch.equal(a, b) for a, b in zip(again(IMAGES[1]), kept(IMAGES[1]), strict=True))
-    for plain in (copy.deepcopy(made.module), pickle.loads(pickle.dumps(made.module))):
-        assert type(plain) is Net
-        torch.manual_seed(1)
-        out = plain(IMAGES[0])
-        native = Net().double()
-        native.load_state_dict(made.state_dict())
-        torch.manual_seed(1)
-        assert all(torch.equal(a, b) for a, b in zip(out, native(IMAGES[0]), strict=True))
     file = io.BytesIO()
     torch.save(made.state_dict(), file)
     assert set(made.state_dict()) == set(net()[0].state_dict())

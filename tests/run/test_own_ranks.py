@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
-from layerwise.run.data_parallel.module import DataParallelModule
-from layerwise.run.layered import LayeredModule
+from layerwise.run.data_parallel.module import DataRun
+from layerwise.run.layered import LayeredRun
 from layerwise.run.load import load
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of, restore
 from layerwise.trace import Trace
 from tests.comm.thread import run_threads
 from tests.run.own_modules import IMAGES, Net, alone, loss, net, same_on_ranks, state_and_gradients
@@ -43,7 +43,7 @@ def test_the_numbers_are_those_of_the_layers() -> None:
     single = trained(alone(), lambda x: x)
 
     def layered(made: ParallelModule) -> dict[str, Tensor]:
-        assert isinstance(made, LayeredModule)
+        assert isinstance(of(made), LayeredRun)
         trained(made, lambda x: x[made.share()])
         return made.full_state_dict()
 
@@ -134,9 +134,9 @@ def test_the_original_is_as_before_when_it_is_let_go() -> None:
     def act(comm: Any) -> bool:
         module = copy.deepcopy(net()[0])
         made = load(plan_of(net()[1], comm.size), module, comm=comm, dtype=torch.float64, example_inputs=(IMAGES[0],))
-        assert isinstance(made, DataParallelModule)
+        assert isinstance(of(made), DataRun)
         loss(made(IMAGES[0][made.share()])).backward()
-        made.release()
+        restore(made)
         loss(module(IMAGES[0])).backward()
         return not any("forward" in m.__dict__ for m in module.modules())
 
@@ -145,10 +145,10 @@ def test_the_original_is_as_before_when_it_is_let_go() -> None:
 
 def test_a_trace_has_a_span_a_layer_and_pass() -> None:
     def act(made: ParallelModule) -> tuple[list[str], list[str]]:
-        trace = made.trace = Trace()
+        trace = of(made).trace = Trace()
         for x in IMAGES[:2]:
             loss(made(x[made.share()])).backward()
-        made.trace = None
+        of(made).trace = None
         assert not made.conv._forward_hooks
         assert not made.conv._forward_pre_hooks
         spans = trace.spans()

@@ -22,6 +22,7 @@ from layerwise.machine import load as load_profile
 from layerwise.partition.blocks import AGAIN
 from layerwise.run.execute import saved as room
 from layerwise.run.load import load
+from layerwise.run.parallel import of
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.trace import Trace
 from tests.comm.thread import run_threads
@@ -163,7 +164,7 @@ def test_spans_of_a_trace_are_those_of_the_simulated_step() -> None:
 
     def rank(comm: Comm) -> set[tuple[str, str]]:
         made = load(plan, given.network, comm=comm, dtype=torch.float64)
-        made.trace = Trace()
+        of(made).trace = Trace()
         loss(made(given.inputs[0][made.share()])).backward()
         return {(span.name, span.category) for span in made.trace.spans()}
 

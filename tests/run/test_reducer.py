@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from layerwise.partition.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from layerwise.run.execute.buckets import scaled
 from layerwise.run.execute.reducer import GradientReducer
 
 
@@ -32,11 +31,3 @@ def test_buckets_are_full_at_what_the_plan_says() -> None:
     for cap in (BUCKET_BYTES, 2**19, 2**16):
         sizes[cap] = [len(b.names) for b in GradientReducer(parameters, names, groups, bucket_bytes=cap).buckets]
     assert sizes == {BUCKET_BYTES: [4, 4], 2**19: [2] * 4, 2**16: [1] * 8}
-
-
-def test_a_gradient_is_scaled_in_place_where_nothing_else_has_its_memory() -> None:
-    alone, shared = torch.ones(3), torch.ones(2, 3)
-    view = shared[0]
-    assert scaled(alone, 0.5) is alone
-    assert scaled(view, 0.5) is not view
-    assert shared.sum() == 6

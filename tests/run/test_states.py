@@ -21,9 +21,9 @@ from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.execute.buckets import GradientBucket
 from layerwise.run.execute.gathers import ParameterGather
-from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
+from layerwise.run.parallel import ParallelModule, of
 from tests.comm.thread import run_threads
 from tests.run.plans import check_equal, difference, priced, random_plan, train, trained_alone
 
@@ -73,7 +73,7 @@ def trained(comm: Comm, states: str, loop: Loop) -> tuple[object, dict[str, Tens
         share = model.share()
     told = loop(model, share)
     gradients = {name: p.grad is not None for name, p in model.named_parameters()}
-    state = model.full_state_dict() if isinstance(model, LayeredModule) else model.state_dict()
+    state = model.full_state_dict() if isinstance(model, ParallelModule) else model.state_dict()
     return told, {name: value.detach().clone() for name, value in state.items()}, gradients
 
 
@@ -140,11 +140,11 @@ def penalised_in_parts(model: nn.Module, share: slice) -> None:
         penalty.backward(retain_graph=True)
         penalty.backward()
         update.step()
-        if isinstance(model, LayeredModule):  # when its graph has been used, what was gathered for it goes
-            leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.layouts]
+        if isinstance(model, ParallelModule):  # when its graph has been used, what was gathered for it goes
+            leaves = [leaf for name, leaf in of(model)._working.now().items() if name in of(model)._working.layouts]
             tied = 8 * (6 * 6 + 6)
             there = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
-            assert there == tied or not any(parts.gathered for parts in model._working.layouts.values())
+            assert there == tied or not any(parts.gathered for parts in of(model)._working.layouts.values())
 
 
 def written_to(model: nn.Module, share: slice) -> list[float]:
@@ -160,7 +160,7 @@ def written_to(model: nn.Module, share: slice) -> list[float]:
                 for p, value in zip(model.parameters(), into, strict=True):
                     p.copy_(value)
                 whole = loss(model, share)
-                if isinstance(model, LayeredModule):
+                if isinstance(model, ParallelModule):
                     model.comm.all_reduce(whole.view(1), tuple(range(model.comm.size)), "io", "loss").wait()
                     whole = whole / model.comm.size
                 seen.append(whole.item())
@@ -246,11 +246,11 @@ def test_a_part_of_parameters_states_and_gradients_is_held() -> None:
     def run(comm: Comm, states: str) -> tuple[float, int]:
         model = load(plan(comm.size, states), network(), comm=comm, dtype=torch.float64)
         update = torch.optim.Adam(model.parameters())
-        assert isinstance(model, LayeredModule)
+        assert isinstance(model, ParallelModule)
         steps(model, model.share(), update, 0, 2)
         held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
         held += [x for one in update.state.values() for x in one.values() if x.dim()]
-        leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.layouts]
+        leaves = [leaf for name, leaf in of(model)._working.now().items() if name in of(model)._working.layouts]
         return sum(local_tensor(x).nbytes for x in held), sum(x.untyped_storage().nbytes() for x in leaves)
 
     whole, _ = run_threads(2, lambda comm: run(comm, "replicated"))[0]
@@ -288,9 +288,9 @@ def values_of_the_step_before(finish: Callable[[ParameterGather], None], self: P
 
 @breaks(GradientBucket, "put")
 def gradients_that_are_twice_too_large(
-    put: Callable[..., None], self: GradientBucket, name: str, gradient: Tensor, scale: float, zero: Tensor
+    put: Callable[..., None], self: GradientBucket, name: str, gradient: Tensor, scale: float
 ) -> None:
-    put(self, name, gradient, 2 * scale, zero)
+    put(self, name, gradient, 2 * scale)
 
 
 @breaks(GradientBucket, "summed")

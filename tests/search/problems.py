@@ -7,8 +7,9 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
+from layerwise.cost.additive import Choice, Costs
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.limit.additive import Choice, Costs, Problem
+from layerwise.search.priced.additive import Problem
 from tests.search.tables import random_tables
 
 
@@ -26,13 +27,14 @@ class Random:
 
 
 @st.composite
-def random_problems(draw: st.DrawFn, nodes: int = 5) -> Random:
-    """Any graph, up to 6 variants of 3 bases a layer, 1 to 4 rows; peaks are those of the fullest row, or above."""
+def random_problems(draw: st.DrawFn, nodes: int = 5, above: float | None = None) -> Random:
+    """Any graph, up to 6 variants of 3 bases a layer, 1 to 4 rows; peaks are the fullest row's, or `above`."""
     time = draw(random_tables(nodes=nodes, most=3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     bases = {name: len(cost) for name, cost in time.node.items()}
     base = {name: np.sort(np.r_[np.arange(b), rng.integers(0, b, rng.integers(0, b + 1))]) for name, b in bases.items()}
-    rows, whole, above = draw(st.integers(1, 4)), draw(st.booleans()), draw(st.sampled_from([0.0, 0.02, 0.3]))
+    rows, whole = draw(st.integers(1, 4)), draw(st.booleans())
+    above = draw(st.sampled_from([0.0, 0.02, 0.3])) if above is None else above
 
     def node(scale: float) -> dict[str, Floats]:
         sizes = {name: len(b) for name, b in base.items()}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from layerwise.machine import load
 from layerwise.search.capacity import STEP, Limits, Tried, largest_side, least_devices
 from layerwise.search.curve import memory_curve
 from layerwise.search.find import search
-from layerwise.search.limit.variants import OFFERS
+from layerwise.search.priced.variants import OFFERS
 from layerwise.search.remedies import remedies
 from layerwise.search.report.tables import curve_table
 
@@ -212,18 +213,20 @@ def test_a_curve_ends_at_its_least_limit() -> None:
     assert point.best is not None
 
 
-def test_remedies_are_tried_each_alone() -> None:
+def test_remedies_are_tried_in_the_order_of_their_cost_up_to_the_first_that_fits() -> None:
     model = model_of()
     least = search(model, SPACE, memory_limit_bytes=1.0).least
     assert least is not None
     tried = remedies(model, SPACE, least.bytes - 1, offer=(), more_devices=load("p100").device_graph(4))
     assert [remedy.what for remedy in tried] == [
+        "--offer shard",
         "--offer recompute,shard",
         "k in --dims",
         "4 GPUs",
-        "a global batch of 4",
     ]
-    offered, _, more, fewer = tried
-    assert offered.bytes == least.bytes
-    assert not offered.fits
-    assert all(remedy.fits == (remedy.bytes <= least.bytes - 1) for remedy in (more, fewer))
+    assert tried[1].bytes == least.bytes <= tried[0].bytes
+    assert [remedy.fits for remedy in tried] == [False, False, False, True]
+    none = [remedy.what for remedy in remedies(model, SPACE, 1.0, offer=OFFERS)]
+    assert none == ["k in --dims", "a global batch of 4"]
+    free = CostModel(model.original, model.devices, replace(model.asked, io="free"))
+    assert remedies(free, SPACE, 1.0, offer=OFFERS)[0].what == "--io boxes"

@@ -1,6 +1,6 @@
 """The search as a whole: its answer, its proof, and its choice among all candidates."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,9 +16,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import load
 from layerwise.search import find
-from layerwise.search.find import choose, search
-from layerwise.search.limit.limited import Least
-from layerwise.search.limit.within import Within
+from layerwise.search.find import decide, search
 from layerwise.search.result import Candidate
 from layerwise.search.solve import narrow
 from layerwise.search.solve.eliminate import Optimum
@@ -174,7 +172,7 @@ candidates = st.lists(st.builds(made, st.just("layerwise"), times, st.booleans()
 @examples(80)
 @given(candidates, st.builds(made, st.just("data"), times, st.booleans()), candidates)
 def test_the_choice(found: list[Candidate], data: Candidate, others: list[Candidate]) -> None:
-    best = choose(found, {"data": data} | {f"other{i}": c for i, c in enumerate(others)})
+    best = decide(found, {"data": data} | {f"other{i}": c for i, c in enumerate(others)})
     everyone = [data, *found, *others]
     allowed = [c for c in everyone if c.fits] or everyone
     assert best in allowed
@@ -201,7 +199,7 @@ def test_a_gain_within_the_models_error_is_no_reason_to_leave_data_parallelism(
     errors: tuple[float, float], gain: float, kept: bool
 ) -> None:
     data, other = made("data", 1.0, True, errors[0]), made("layerwise", 1 - gain, True, errors[1])
-    assert (choose([other], {"data": data}) is data) == kept
+    assert (decide([other], {"data": data}) is data) == kept
 
 
 def test_simulated_plans_are_told_once() -> None:
@@ -230,31 +228,3 @@ def test_where_devices_keep_boxes_of_the_output_no_plan_splits_its_classes() -> 
 
 
 LEAST = {("recompute", "shard"): 12.0, ("recompute",): 9.0, ("shard",): 11.0}  # bytes, by offer
-
-
-class OfOffer:
-    """A search under a limit whose least memory depends on what is on offer; it finds what fits only if it is told."""
-
-    def __init__(self, offer: Iterable[str]) -> None:
-        self.offer = tuple(offer)
-
-    def least(self, known: object) -> Least[dict[str, Config]]:
-        return Least({}, LEAST[self.offer], 5.0)
-
-    def under(self, limit: float, known: Sequence[Mapping[str, Config]]) -> Within:
-        return Within(limit, tuple(known), 1.0 if known else float("inf"), 0.0, (), 0)
-
-
-@pytest.mark.parametrize(("limit", "fits"), [(10.0, True), (8.0, False), (4.0, False)])
-def test_what_fits_with_less_on_offer_is_found_with_all_on_offer(limit: float, *, fits: bool) -> None:
-    asked: list[OfOffer] = []
-
-    def searching(offer: Iterable[str]) -> OfOffer:
-        asked.append(OfOffer(offer))
-        return asked[-1]
-
-    within, least = find._limited(searching, ("recompute", "shard"), limit, [])  # type: ignore[arg-type]
-    assert bool(within.strategies) == fits
-    assert (least is None) == fits
-    assert len(asked) == (1 if limit < 5 else 2 if fits else 3)  # a proven refusal asks no more
-    assert least is None or least.bytes == (12 if limit < 5 else 9)

@@ -1,6 +1,5 @@
 """Layers that the user fixes: named one by one, by a module around them, or by a pattern."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def test_layers_by_pattern(wanted: dict[str, object], found: dict[str, Config]) 
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
-    [({"clasifier": {}}, "did you mean 'classifier"), ({"features": {"h": 3}}, "h=3|devices|degree")],
+    [({"clasifier": {}}, "did you mean 'classifier"), ({"features": {"h": 5}}, "5")],
 )
 def test_what_cannot_be_fixed(wanted: dict[str, object], said: str) -> None:
     with pytest.raises(LayerwiseError, match=said):
@@ -53,7 +52,7 @@ def test_the_best_plan_with_fixed_layers_is_no_better_than_the_best_of_all() -> 
     assert found.baselines["data"].strategy == free.baselines["data"].strategy
 
 
-def test_a_plan_remembers_what_was_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_remembers_what_was_fixed(tmp_path: Path) -> None:
     """Its search is repeated with the same layers fixed; a strategy of the wrong form is refused."""
     path, asked = tmp_path / "plan.json", ["mlp:64x32x10", "--gpus", "4", "--global-batch", "8", "--profile", "cpu"]
     assert command([*asked, "--fix", "*", "n=2", "--fix", "0", "1", "--out", str(path)]) == 0
@@ -64,6 +63,5 @@ def test_a_plan_remembers_what_was_fixed(tmp_path: Path, capsys: pytest.CaptureF
     assert plan.provenance["fixed"] == {"0": {"n": 2}}
     assert rebuild(plan)[1].fixed == (("0", TWO),)
     assert replan(plan, 2, 2).strategy["0"] == TWO
-    capsys.readouterr()
-    assert command([*asked, "--fix", "0", "n2"]) != 0
-    assert "degrees are such as c=4" in json.dumps(capsys.readouterr().err)
+    with pytest.raises(LayerwiseError, match="degrees are such as c=4"):
+        command([*asked, "--fix", "0", "n2"])

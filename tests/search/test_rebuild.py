@@ -54,13 +54,13 @@ def test_a_provenance_of_something_else_is_refused(key: str, value: object) -> N
 
 
 def test_more_devices_than_samples() -> None:
-    assert replan(planned(2), 32, 4).io == "free"
+    assert replan(planned(2), 32, 4).io == "boxes"
 
 
 def test_rebuilt_prices_are_those_of_the_plan() -> None:
     plan = planned(4)
     model, space = rebuild(plan)
-    assert (model.options, space) == (OPTIONS, SearchSpace(4))
+    assert (model.options, space) == (replace(OPTIONS, io="sample"), SearchSpace(4))
     assert model.digest == plan.digest
 
 

@@ -15,6 +15,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_network
 from layerwise.plan import Plan
 from layerwise.run.load import load
+from layerwise.run.parallel import of
 from layerwise.trace import Trace
 from layerwise.train.compare_times import PARTS, Comparison, Part, _together, check, compare_times, tables
 from tests.comm.thread import ThreadComm, run_threads
@@ -77,7 +78,7 @@ def test_every_rank_gets_every_layer_that_the_plan_predicts() -> None:
 
     def train(comm: ThreadComm) -> dict[str, object]:
         module = load(plan, network, comm=comm)
-        trace = module.trace = Trace()
+        trace = of(module).trace = Trace()
         y = torch.randint(0, 10, (16,))
         x = torch.randn(16, *network.graph.layers[0].out.shape[1:])
         share = module.share(16)

@@ -11,9 +11,9 @@ from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
 from layerwise.comm.base import Comm, CommError
 from layerwise.comm.together import agree
+from layerwise.commands.run import _flags, _hushed
 from layerwise.errors import LayerwiseError
 from layerwise.tensorfile import fingerprint
-from layerwise.train.command import _flags, _hushed
 from layerwise.train.flags import parser
 from tests.comm.launch import ROOT, launch, torchrun
 from tests.comm.thread import run_threads
@@ -162,7 +162,7 @@ def test_ranks_of_which_one_saves(here: Path) -> None:
     (here / "own_flags.py").write_text(
         "import os, sys\n"
         "from layerwise.cli import run_main\n"
-        "from layerwise.train.command import main\n"
+        "from layerwise.commands.run import main\n"
         "own = ['--checkpoint', 'ck'] if os.environ['RANK'] == '0' else []\n"
         "sys.exit(run_main(main, ['two.json', '--steps', '1', *own]))\n"
     )
@@ -235,7 +235,7 @@ def test_a_difference_ends_with_1(here: Path) -> None:
         "from layerwise.cli import run_main\n"
         "from layerwise.train import compare\n"
         "compare.ALLOWED['float32'] = 1e-15\n"
-        "from layerwise.train.command import main\n"
+        "from layerwise.commands.run import main\n"
         "sys.exit(run_main(main))\n"
     )
     done = launch(["strict_run.py", "two.json", "--data", "synthetic", "--steps", "3", "--compare-single"])

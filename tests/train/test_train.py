@@ -1,8 +1,6 @@
 """Training: the numbers of plain PyTorch on one device, whatever the plan; and the comparison that says so."""
 
 import math
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -12,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm import together
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.together import alone
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
@@ -352,43 +348,3 @@ def test_largest_difference() -> None:
     for bad in (math.nan, math.inf):
         assert not largest(pairs(([1.0], [bad]), ([1.0], [2.0])))[0] <= 1
         assert not largest(pairs(([bad], [bad]), ([1.0], [1.0])))[0] <= 1
-
-
-def test_the_others_meet_rank_0_while_it_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "BEAT_S", 0.02)
-    who = []
-
-    def work() -> str:
-        who.append(threading.current_thread().name)
-        time.sleep(0.2)
-        return "result"
-
-    class Counted:
-        def __init__(self, comm: Comm) -> None:
-            self.comm, self.rank, self.times = comm, comm.rank, 0
-
-        def broadcast_text(self, text: str) -> str:
-            self.times += 1
-            return self.comm.broadcast_text(text)
-
-    def rank(comm: Comm) -> tuple[str | None, int]:
-        counted = Counted(comm)
-        return alone(counted, work), counted.times  # type: ignore[arg-type]
-
-    results = run_threads(3, rank)
-    assert [result for result, _ in results] == ["result", None, None]
-    assert len(who) == 1
-    assert len({times for _, times in results}) == 1
-    assert results[0][1] >= 4
-
-
-def test_what_fails_on_rank_0_is_heard_of_everywhere() -> None:
-    def work() -> None:
-        raise LayerwiseError("out of luck")
-
-    def rank(comm: Comm) -> str:
-        with pytest.raises(LayerwiseError) as error:
-            alone(comm, work)
-        return str(error.value)
-
-    assert run_threads(2, rank) == ["out of luck", "rank 0 failed: out of luck"]

@@ -7,7 +7,6 @@ import sys
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import layerwise
 from benchmarks.usability.images import images
@@ -29,12 +28,10 @@ def main(data: str, batch: int, file: str) -> None:
         nn.ReLU(),
         nn.Linear(128, 10),
     )
-    loader = DataLoader(train, batch, shuffle=True)
-    test_loader = DataLoader(test, batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     loss = nn.functional.cross_entropy
-    layerwise.fit(model, loader, loss, optimizer, scheduler=schedule, epochs=EPOCHS, held_out=test_loader)
+    layerwise.fit(model, train, loss, optimizer, batch=batch, scheduler=schedule, epochs=EPOCHS, held_out=test)
     layerwise.save(model, file)
 
 

@@ -31,7 +31,8 @@ def main(data: str, batch: int, file: str) -> None:
     )
     loader = DataLoader(train, batch, shuffle=True)
     test_loader = DataLoader(test, batch)
-    model, loader, test_loader = layerwise.parallelize(model, loader, test_loader)
+    model = layerwise.parallelize(model, loader)
+    loader = layerwise.split(loader, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     for epoch in range(EPOCHS):

@@ -118,7 +118,7 @@ NONE = CellTime(0.0, 0.0, 0.0, 0)
 
 def update_name(optimizer: str) -> str:
     """The operator that updates parameters: its extents are the elements of each tensor."""
-    return f"update {optimizer}"
+    return f"update by {optimizer}"
 
 
 def step_name(optimizer: str) -> str:

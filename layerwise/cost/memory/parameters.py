@@ -93,7 +93,7 @@ class ParameterStorages:
     _coming: dict[str | int, Ref] = field(default_factory=dict)  # what travels to be gathered
 
     def add(self, layer: Layer, parameters: Sequence[ParameterMemory]) -> None:
-        """A layer's parameters, their optimizer's state and their gradients' buckets live through the step."""
+        """A layer's parameters and their optimizer's state live through the step."""
         states, new = OPTIMIZERS[self.model.options.optimizer], self.tracker.new
         rows = self._trained.setdefault(layer.name, [])
         for p in parameters:
@@ -106,8 +106,6 @@ class ParameterStorages:
                     new(share.full, "gathered")
             if self.training and (p.trained or share is not None):
                 new(local * states, "states")
-                if share is None:
-                    new(p.shared, "gradients")
                 rows.append(p)
                 self._updated.append(local)
 
@@ -153,7 +151,7 @@ class ParameterStorages:
         for number in instruction.buckets:
             shares = self._members[number]
             if not shares:
-                continue  # replicated: the bucket is there all the time
+                continue  # replicated: the bucket is what the gradients lie in
             if shares[0].gathered:
                 if self._summing is not None:
                     self.tracker.drop(self._flat.pop(self._summing))
@@ -190,12 +188,14 @@ class ParameterStorages:
         return made
 
     def put(self, layer: Layer, made: Sequence[Ref]) -> None:
-        """Gradients go, one after the other, when what they were made of is gone.
+        """Gradients go, one after the other, when what they were made of is gone; those that are shared into buckets.
 
-        The first makes room for the rows of all that are gathered; parameters that are gathered for the layer go as
-        soon as they have a gradient.
+        A bucket is counted by what has been written to it, which is all that a CPU gives it memory for. The first makes
+        room for the rows of all that are gathered; parameters that are gathered for the layer go as soon as they have a
+        gradient.
         """
         for one, gradient in zip(self._trained[layer.name], made, strict=True):
+            self.tracker.new(one.shared, "gradients")
             if one.share is not None and one.share.gathered:
                 self.tracker.drop(self._full[layer.name].pop(id(one.share)))
                 self._into_shards([one.share])
@@ -209,6 +209,8 @@ class ParameterStorages:
 
     def put_tied(self, layer: Layer) -> None:
         """The gradient of a parameter that several layers use goes into its rows."""
+        for one in self._trained[layer.name]:
+            self.tracker.new(one.shared, "gradients")
         self._into_shards(self._shares.get(layer.name, ()))
 
     def _into_shards(self, shares: Sequence[Share]) -> None:

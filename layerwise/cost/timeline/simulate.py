@@ -187,7 +187,7 @@ class _Clocks:
             full = bucket.states == "replicated"
             rates = overlap(group, model.devices, "all_reduce" if full else "reduce_scatter")
             if full:
-                seconds = bucket_s(size_bytes, group, model.devices, model.options.sync)
+                seconds = bucket_s(size_bytes, group, model.devices, model.options.sync_method)
             else:
                 seconds = reduce_scatter_s(size_bytes, group, model.devices)
             sum_ = Flow(f"gradients of {bucket.layer}", self._row(bucket), seconds, rates.compute, rates.sync)

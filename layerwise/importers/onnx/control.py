@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
+from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, NodeProto, helper
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.constants import FoldedConstant
-
-if TYPE_CHECKING:
-    from layerwise.importers.onnx.build import OnnxImporter
 
 CONTROL = ("ConcatFromSequence", "If", "Loop", "Scan", "SequenceAt", "SequenceConstruct", "SequenceEmpty",
            "SequenceErase", "SequenceInsert", "SequenceLength", "SequenceMap", "SplitToSequence")  # fmt: skip
@@ -27,20 +25,16 @@ def needed_by(graph: GraphProto) -> set[str]:
     return needed - {""}
 
 
-def take_branch(walk: OnnxImporter, node: NodeProto, name: str) -> None:
-    """Visits the branch that an If takes, as if the file had it here. LayerwiseError where constants do not decide."""
+def taken_branch(node: NodeProto, name: str, decides: Callable[[str], NDArray[Any] | None]) -> GraphProto:
+    """The branch that an If takes. LayerwiseError where constants do not decide; decides: the value of one, by name."""
     if node.op_type != "If":
         raise LayerwiseError(
             f"layer {name!r}: {node.op_type} is not supported: export the model with its loops written out and its "
             "lists as tensors, or give layerwise the PyTorch module"
         )
-    value = walk.values.get(node.input[0])
-    if not isinstance(value, FoldedConstant) or 0 in value.shape:
+    value = decides(node.input[0])
+    if value is None or not value.size:
         raise LayerwiseError(f"layer {name!r}: control flow (If) depends on data; layerwise plans fixed graphs only")
     branches = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    taken: GraphProto = branches["then_branch" if walk.budget.value(value).all() else "else_branch"]
-    walk.store(taken.initializer)
-    walk.visit(taken.node)
-    for output, inner in zip(node.output, taken.output, strict=True):
-        if inner.name in walk.values:
-            walk.values[output] = walk.values[inner.name]
+    branch: GraphProto = branches["then_branch" if value.all() else "else_branch"]
+    return branch

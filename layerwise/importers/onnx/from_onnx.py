@@ -14,10 +14,10 @@ from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
-from layerwise.importers.onnx.build import OnnxNetwork, build_graph
 from layerwise.importers.onnx.call import schema_of
 from layerwise.importers.onnx.constants import FOLDABLE
 from layerwise.importers.onnx.file import inferred, opset_of, read_onnx
+from layerwise.importers.onnx.importer import OnnxNetwork, build_graph
 from layerwise.importers.onnx.inputs import model_inputs
 from layerwise.importers.onnx.ops.table import row
 from layerwise.importers.onnx.sharing import PlacedValue

@@ -11,7 +11,7 @@ from typing import Literal
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.onnx.constants import Array, FoldedConstant, thin
-from layerwise.importers.place import Placer, as_tied
+from layerwise.importers.placer import Placer, as_tied
 from layerwise.importers.registry import Built, Operand, Result
 from layerwise.ops.base import space
 from layerwise.ops.facts import Parameter

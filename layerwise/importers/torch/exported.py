@@ -40,6 +40,11 @@ def read_program(exported: ExportedProgram, name: str) -> TracedProgram:
         if isinstance(spec.arg, ConstantArgument):
             reader.values[node] = spec.arg.value
             continue
+        if isinstance(exported.constants.get(spec.target or ""), torch.Generator):
+            raise LayerwiseError(
+                "the forward pass draws from a torch.Generator, whose numbers would be each rank's own: leave "
+                "generator= out, and seed by torch.manual_seed"
+            )
         if not isinstance(spec.arg, TensorArgument):
             raise LayerwiseError(f"input {node.name!r} is no tensor but {type(spec.arg).__name__}")
         target = spec.target or node.name

@@ -12,9 +12,9 @@ from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.batches import import_once
-from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
+from layerwise.importers.torch.program import Stored, build_graph
 from layerwise.importers.torch.trace import Dims, placeholders
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,8 @@ from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.affordable import check_affordable
 from layerwise.importers.torch.read.arguments import Call
-from layerwise.importers.torch.read.effects import as_it_was, changed, configured, hookable, numbers
+from layerwise.importers.torch.read.effects import as_it_was, changed, configured, noted, numbers
+from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.trace import Imported
 from layerwise.importers.torch.traced_program import TRACING
 from layerwise.importers.torch.unfused import (
@@ -60,22 +61,35 @@ def left_unproven(why: str | None) -> Iterator[None]:
         _reason.reset(token)
 
 
-def proven(imported: Imported, model: nn.Module, call: Call, samples: int = FEW) -> Imported:
-    """The same, with the effects that running shows. UnlikeError, UnprovenError.
+def check_runnable(model: nn.Module, call: Call, graph: LayerGraph | None, samples: int) -> None:
+    """UnprovenError where a model is not to be run on so many samples: it has no values, or would take too long.
 
-    imported: at the batch of the call, of which so many samples are run.
+    graph: its layers; None: they are not known.
     """
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
     tensors = [x for x in tensors if isinstance(x, Tensor)]
     if any(x.is_meta for x in tensors):
         raise UnprovenError("it is on the meta device")
-    if imported.graph.unseen or _reason.get():
-        raise UnprovenError(_reason.get() or f"it {imported.graph.unseen[0]}")
+    if why := _reason.get():
+        raise UnprovenError(why)
+    if graph is not None:
+        with suppress(LayerwiseError):  # it takes no other batch than its own
+            graph = graph.rebatch(samples)
+        check_affordable(graph, tensors[-1].device.type, drawn=any(map(is_hollow, model.parameters())))
+
+
+def proven(imported: Imported, model: nn.Module, call: Call, fed: Fed, samples: int = FEW) -> Imported:
+    """The same, with the effects that running shows. UnlikeError, UnprovenError.
+
+    imported: at the batch of the call, of which so many samples are run.
+    """
     small = replace(imported, graph=imported.graph.rebatch(samples))
-    check_affordable(small.graph, tensors[-1].device.type, drawn=any(map(is_hollow, model.parameters())))
+    check_runnable(model, call, small.graph, samples)
+    if imported.graph.unseen:
+        raise UnprovenError(f"it {imported.graph.unseen[0]}")
     with TRACING, warnings.catch_warnings(), torch.inference_mode(False), filled(model):
         warnings.simplefilter("ignore")  # what the model says, it says again where it is run
-        some, why = few(call, imported.graph.batch, samples), None
+        some, why = few(call, fed, samples), None
         try:
             with as_it_was(model):
                 effects = _proof(small, model, _differentiated(some))
@@ -101,20 +115,22 @@ def _proof(imported: Imported, model: nn.Module, call: Call) -> tuple[str, ...]:
     return effects
 
 
-def few(call: Call, batch: int, samples: int) -> Call:
+def few(call: Call, fed: Fed, samples: int) -> Call:
     """A call with some of the example's samples, or several times the one that it has; its tensors are copies."""
 
-    def shorter(x: Tensor) -> Tensor:
+    def real(x: Tensor) -> Tensor:
         some = x.detach()
-        if x.dim() and x.shape[0] == batch:
-            some = torch.cat([some] * samples)[:samples] if batch < samples else some[:samples]
         if is_hollow(x):
             some = values_like(some)
         elif x.is_floating_point():  # an example by torch.empty may have anything, and all is equal where all is NaN
             some = some.nan_to_num().clamp(-LARGEST, LARGEST)
         return some.clone().requires_grad_(x.requires_grad)
 
-    made: Call = pytree.tree_map_only(Tensor, shorter, call)
+    def shorter(x: Tensor) -> Tensor:
+        some = torch.cat([x] * samples)[:samples] if len(x) < samples else x[:samples]
+        return some.detach().requires_grad_(x.requires_grad)
+
+    made: Call = pytree.tree_map_only(Tensor, real, fed.map(shorter, call))
     return made
 
 
@@ -157,7 +173,7 @@ def _compared(imported: Imported, model: nn.Module, call: Call) -> Compared:
     layers = UnfusedLayers(graph, state, training=model.training)
     with torch.enable_grad():
         try:
-            with _noted(model, seen):
+            with noted(model, seen):
                 leaves = _returned(model, call)
         except Exception as error:  # the model's own code, which may raise anything
             raise UnprovenError(f"it cannot be run here: {type(error).__name__}: {first_line(error)}") from error
@@ -266,22 +282,6 @@ def _in_float64(imported: Imported, model: nn.Module, call: Call) -> float:
         raise
     except Exception as error:
         raise UnprovenError(f"it rounds much, and cannot be run in float64 ({type(error).__name__})") from error
-
-
-@contextmanager
-def _noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
-    """Notes what each module inside returns, the first tensor of it, by its path."""
-
-    def note(path: str, _: nn.Module, inputs: object, output: object) -> None:
-        first = next((x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)), None)
-        if first is not None:
-            seen.setdefault(path, first.detach())
-
-    with ExitStack() as stack:
-        for path, module in hookable(model):
-            if path:
-                stack.callback(module.register_forward_hook(partial(note, path)).remove)
-        yield
 
 
 def _terms(graph: LayerGraph, name: str, made: Mapping[str, Tensor]) -> float:

@@ -22,9 +22,9 @@ from torch.fx import config as fx_config
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
+from layerwise.importers.torch.program import Stored, build_graph
 from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure, structure_of
 from layerwise.importers.torch.read.effects import (
     Numbers,
@@ -33,8 +33,9 @@ from layerwise.importers.torch.read.effects import (
     configured,
     numbers,
     put_back,
-    same_containers,
 )
+from layerwise.importers.torch.read.fed import Fed
+from layerwise.importers.torch.read.reached import unchanged
 from layerwise.importers.torch.traced_program import TRACING
 
 Dims = Sequence[Sequence[str | None]]
@@ -58,6 +59,7 @@ class Imported:
     after: Numbers
     unproven: str | None = None  # why its layers were not run beside it
     inputs_without_gradient: str | None = None  # why the layers' gradients of inputs are not the module's
+    fed: Fed | None = None  # which of the inputs have samples
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -110,7 +112,7 @@ def _export(
             TRACING,
             _quiet(),
             effects.on(model),
-            same_containers(model),
+            unchanged(model),
             _set_for_tracing(),
             configured(model),
             _all_on_meta(model),

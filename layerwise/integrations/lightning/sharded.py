@@ -63,7 +63,10 @@ def _written(tensors: Mapping[str, Any], rank: int) -> Iterator[Shard]:
 def read(folder: Path) -> dict[str, Any]:
     """Returns the checkpoint with full tensors. LayerwiseError for files that are damaged, or would run code."""
     try:
-        reader = ShardReader(folder, [path.name for path in sorted(folder.glob("*.safetensors"))])
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not files:
+            raise LookupError("it has no safetensors files, as those of earlier versions")
+        reader = ShardReader(folder, files)
         checkpoint: dict[str, Any] = torch.load(folder / META, "cpu", weights_only=True)
         for name in reader.tensors:
             if name.startswith(MODEL):

@@ -26,7 +26,7 @@ from layerwise.integrations.lightning.first_calls import EXAMPLES, first_batch, 
 from layerwise.integrations.lightning.sharded import read, write
 from layerwise.integrations.optimizer_state import full_state, load_full_state, parallel_modules
 from layerwise.run.local_tensor import is_dtensor
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 CONTRADICTS = {"io", "inference", "device_mesh", "autocast"}  # of parallelize: what Lightning says, or has no way to
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -112,8 +112,10 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         }
         for path, part in split.items():
             made: ParallelModule = parallelize(part, examples[path], **keywords)
-            if made.comm.size != self.world_size:
-                raise LayerwiseError(f"there are {made.comm.size} ranks: give Trainer as many devices (and num_nodes)")
+            if of(made).comm.size != self.world_size:
+                raise LayerwiseError(
+                    f"there are {of(made).comm.size} ranks: give Trainer as many devices (and num_nodes)"
+                )
             for holder in list(module.modules()):
                 holder._modules.update({name: made for name, child in holder._modules.items() if child is part})
 
@@ -124,7 +126,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
     def block_backward_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
             for part in self._parts().values():
-                stack.enter_context(part.no_sync())
+                stack.enter_context(of(part).no_sync())
             stack.callback(setattr, self, "_synchronise", self._synchronise)
             self._synchronise = False
             yield
@@ -153,7 +155,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         with self._without(parts) as module:
             state: dict[str, Any] = dict(module.state_dict())
         for path, part in parts.items():
-            own = part.state_dict() if self._sharded else part.full_state_dict()
+            own = part.state_dict() if self._sharded else of(part).full_state_dict()
             state |= {f"{path}.{name}": value for name, value in own.items()}
         return state
 
@@ -162,7 +164,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         for path, part in parts.items():
             own = {name: rest.pop(name) for name in list(rest) if name.startswith(f"{path}.")}
             part.load_state_dict({name.removeprefix(f"{path}."): value for name, value in own.items()}, strict)
-            part.steps_done = checkpoint.get(STEPS, {}).get(path, part.steps_done)
+            of(part).steps_done = checkpoint.get(STEPS, {}).get(path, of(part).steps_done)
         with self._without(parts) as module:
             module.load_state_dict(rest, strict=strict)
 
@@ -174,7 +176,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
             load_full_state(optimizer, state, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        checkpoint[STEPS] = {path: part.steps_done for path, part in self._parts().items()}
+        checkpoint[STEPS] = {path: of(part).steps_done for path, part in self._parts().items()}
         if self._sharded:
             write(checkpoint, Path(self.broadcast(filepath)), self.global_rank, self.barrier)
         else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerwise.geometry import Box
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 
 
 class BatchesByTurns:
@@ -23,8 +23,8 @@ class BatchesByTurns:
 
     def __init__(self, loader: Iterator[dict[str, Any]], model: ParallelModule, types: list[torch.dtype]) -> None:
         """types: of the model's inputs."""
-        self.loader, self._comm, self._types, self._turn = loader, model.comm, types, 0
-        boxes = self._comm.all_gather_object([[box.lo, box.hi] for box in model.read_boxes().values()])
+        self.loader, self._comm, self._types, self._turn = loader, of(model).comm, types, 0
+        boxes = self._comm.all_gather_object([[box.lo, box.hi] for box in of(model).read_boxes().values()])
         self._boxes = [[Box(tuple(lo), tuple(hi)) for lo, hi in of_rank] for of_rank in boxes]
 
     def __iter__(self) -> Iterator[list[Tensor]]:

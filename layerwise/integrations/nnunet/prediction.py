@@ -1,235 +1,193 @@
-"""predict: volumes segmented by a network that nnU-Net trained, each over all ranks."""
+"""predict: nnU-Net's own prediction, on rank 0, of a trained folder whose network all ranks compute together."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from queue import Empty, SimpleQueue
+from typing import Any, Final, cast
 
-import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.parallelize import parallelize
-from layerwise.comm.base import Comm
 from layerwise.comm.start import default_device
-from layerwise.comm.together import agree, patiently
+from layerwise.comm.together import in_thread
 from layerwise.errors import LayerwiseError
-from layerwise.files import JSON
-from layerwise.geometry import Box
-from layerwise.inference.cases import Cases
-from layerwise.inference.digest import values_digest
-from layerwise.inference.predict import Predicted, predicted
-from layerwise.inference.resample import resampled
-from layerwise.inference.results import NiftiFolder
-from layerwise.inference.rounds import compute_round, predictor_of, rounds_of, written_before
-from layerwise.integrations.nnunet.cases import PreparedCase, Volume, prepare
-from layerwise.integrations.nnunet.folder import TrainedFolder
-from layerwise.partition.place import Each
+from layerwise.integrations.nnunet.reading import check_names, read_checkpoint
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.score import evaluating
-from layerwise.volumes.sources import foreign
 
-ENDINGS = (".nii.gz", ".nii")
+BUSY: Final = "busy"
+Asked = Tensor | int | str | None  # a window, a fold, that it is busy, that it has ended
+BEAT_S = 1.0  # how often rank 0 tells the others, while nnU-Net reads and writes, that it is alive
 
 
 def predict(
     model_folder: str | os.PathLike[str],
-    samples: str | os.PathLike[str] | Sequence[str | Sequence[str]],
+    samples: str | os.PathLike[str] | Sequence[Sequence[str]],
     out: str | os.PathLike[str],
     *,
-    fold: int | str = 0,
+    folds: Sequence[int | str] = (0,),
     checkpoint: str = "checkpoint_final.pth",
-    network: nn.Module | None = None,
-    window: Sequence[int] | Literal["patch"] | None = "patch",
-    overlap: float = 0.5,
-    mirror: bool = True,
-    memory_limit: float | str | None = None,
     overwrite: bool = False,
-    progress: bool | None = None,
+    processes: int = 3,
+    memory_limit: float | str | None = None,
     device: torch.device | str | None = None,
     options: ParallelOptions | None = None,
-) -> Predicted:
-    """Writes the labels of every case into `out`, as nnU-Net's predictor does, with each window or volume on all ranks.
+    **predictor: Any,
+) -> None:
+    """Writes the labels of every case into `out` by nnU-Net's own predictor, with each window on all ranks.
 
         layerwise.integrations.nnunet.predict("nnUNetTrainer__nnUNetPlans__3d_fullres", "imagesTs", "labels")
 
-    Images are cropped, normalised and resampled as the plans say (by one rank a case, into a file that the others read
-    boxes of); logits are resampled to the images' grid and become labels box by box, so no rank has all of them. Every
-    rank calls it alike.
+    nnU-Net reads, prepares, blends and writes on rank 0; the forward pass is split. Every rank calls it alike.
 
     Args:
-        model_folder: Where nnU-Net wrote plans.json, dataset.json and fold_0. Nothing in it is unpickled or run.
-        samples: A folder of NAME_0000.nii.gz, NAME_0001.nii.gz, ..., one file a channel; or a list of cases, each a
-            file or the list of its channels' files.
-        out: A folder for NAME.nii.gz, on a disk that all ranks see.
-        fold: Which fold's network.
+        model_folder: Where nnU-Net wrote plans.json, dataset.json and fold_0, on a disk that all ranks see.
+        samples: A folder of NAME_0000.nii.gz, NAME_0001.nii.gz, ..., one file a channel; or a list of cases, each the
+            list of its channels' files.
+        out: A folder for NAME.nii.gz.
+        folds: Folds, over whose networks the mean is taken.
         checkpoint: The file's name.
-        network: One that returns the logits alone, where a trainer builds its own. None: that of the plans.
-        window: "patch": nnU-Net's windows. None: each volume at once where it fits, which needs no seams but gives
-            norms of its own statistics. Or extents, in the plan's order of dimensions.
-        overlap: The share of a window that its neighbour covers, too.
-        mirror: The mean over the mirrored images that the network was trained for.
-        memory_limit: As `layerwise.predict` has it.
         overwrite: Also cases whose labels are there.
-        progress: A bar on rank 0. None: where it writes to a terminal.
+        processes: Of rank 0, that prepare cases, and as many that write; 0: it does both itself.
+        memory_limit: As `layerwise.parallelize` has it.
         device: What this rank computes on. None: its GPU, if there is one.
         options: As `layerwise.parallelize` has them.
-
-    Returns:
-        The names of cases that were written, and of those that were there.
+        predictor: Arguments of `nnUNetPredictor`, such as tile_step_size=0.5, use_mirroring=True.
 
     Raises:
-        LayerwiseError: The folder, its plans or the cases will not do; or some cases failed, by name, after the others
-            were written.
+        LayerwiseError: nnU-Net is not installed; the folder has more than numbers and names of layers, or the model
+            will not do; nnU-Net failed on rank 0, with its reason.
         CommError: A rank is gone.
     """
-    trained = TrainedFolder.read(model_folder, fold, checkpoint, built=network is not None)
-    cases = _cases(samples, trained.channels)
+    try:
+        from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+    except ImportError as error:
+        raise LayerwiseError(f"install nnU-Net, pip install 'layerwise[nnunet]' ({error})") from error
     here = default_device(int(os.environ.get("LOCAL_RANK", "0"))) if device is None else torch.device(device)
-    loaded = trained.load_into(trained.network() if network is None else network).to(here)
-    example = torch.empty(1, trained.channels, *trained.patch, device="meta")
+    folder = Path(model_folder)
+    check_names(folder / "plans.json")
+    for fold in folds:
+        read_checkpoint(folder / f"fold_{fold}" / checkpoint)
+    made = nnUNetPredictor(device=here, **{"allow_tqdm": False, **predictor})
+    made.initialize_from_trained_model_folder(os.fspath(folder), tuple(folds), checkpoint)
+    network: nn.Module = getattr(made.network, "_orig_mod", made.network).to(here)
+    channels = next(p.shape[1] for p in network.parameters() if p.dim() > 1)
     model = parallelize(
-        loaded, example, inference=True, io="boxes", verbose=False, options=options or ParallelOptions()
+        network,
+        torch.zeros(1, channels, *made.configuration_manager.patch_size, device=here),
+        batch=1,
+        inference=True,
+        memory_limit=memory_limit,
+        autocast=torch.float16 if here.type == "cuda" else None,
+        verbose=False,
+        options=options or ParallelOptions(),
     )
-    world = model.comm
-    results = LabelFolder(os.fspath(out), [files[0] for files in cases.values()], trained)
-    extents = trained.patch if window == "patch" else window
-    results.digest = values_digest(model, extents, overlap, mirror, trained.plans, trained.regions, trained.mirror)
-    there = written_before(world, results, [] if overwrite else list(cases))
-    todo = [name for name in cases if name not in there]
-    failed = dict[str, str]()
-    bar = Progress(console=Console(stderr=True), transient=True)
-    bar.disable = world.rank > 0 or not (bar.console.is_terminal if progress is None else progress)
-    together = [todo[i : i + world.size] for i in range(0, len(todo), world.size)]  # a rank prepares one of them
-    with evaluating(model), torch.inference_mode(), results.open(world), _beside(world, Path(out)) as folder, bar:
-        for names in bar.track(together, description="predict"):
-            ready = _prepared(world, trained, {name: cases[name] for name in names}, folder, failed)
-            if ready:
-                results.cases = list(ready.values())
-                results.files = [cases[name][0] for name in ready]
-                stacked = Cases.of(model, [case.file for case in ready.values()], 0)
-                predictor = predictor_of(
-                    model, replace(stacked, names=tuple(ready)), 0, None, extents, overlap,
-                    "".join(stacked.labels[axis] for axis in trained.mirror) if mirror else "", memory_limit,
-                    gaussian="nnunet",
-                )  # fmt: skip
-                for numbers in rounds_of(predictor, world, range(len(ready))):
-                    failed |= compute_round(predictor, world, results, numbers)
-    return predicted(tuple(cases), there, failed)
+    windows = Windows(model, made.list_of_parameters)
+    made.network = windows
+
+    def run() -> None:
+        given = os.fspath(samples) if isinstance(samples, str | os.PathLike) else [list(case) for case in samples]
+        Path(out).mkdir(parents=True, exist_ok=True)
+        if processes:
+            made.predict_from_files(given, os.fspath(out), False, overwrite, processes, processes)
+        else:
+            made.predict_from_files_sequential(given, os.fspath(out), False, overwrite)
+
+    with evaluating(model), torch.inference_mode(), torch.autocast(here.type, enabled=here.type == "cuda"):
+        windows.serve(run)
 
 
-class LabelFolder(NiftiFolder):
-    """A folder of label volumes, made of logits on the plan's grid.
+class Windows(nn.Module):
+    """nnU-Net's network, as its predictor on rank 0 calls it from a thread: all ranks compute each window, in `serve`.
 
     Args:
-        folder: Its path.
-        files: Of each case the image whose place in the body the labels take over.
-        trained: What its labels are.
+        model: The parallel network.
+        folds: The state dicts that the predictor loads, on every rank.
     """
 
-    def __init__(self, folder: str, files: Sequence[str], trained: TrainedFolder) -> None:
-        super().__init__(folder, files)
-        self.trained, self.cases = trained, list[PreparedCase]()
+    def __init__(self, model: ParallelModule, folds: Sequence[Mapping[str, Tensor]]) -> None:
+        super().__init__()
+        self._ranks, self._folds = [model], folds  # in a list: its modules are not this one's
+        self._loaded = 0
+        self._asked: SimpleQueue[Asked] = SimpleQueue()
+        self._made: SimpleQueue[Tensor | BaseException] = SimpleQueue()
 
-    def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
-        case = self.cases[number]
-        like = torch.empty(0, dtype=torch.float32, device=self.comm.device)
-        boxes, x = resampled(self.comm, boxes, x, like, case.cropped, case.orders)
-        boxes = tuple(None if box is None else Box(box.lo[1:], box.hi[1:]) for box in boxes)
-        super().write(number, name, boxes, None if x is None else self._labels(x))
+    def forward(self, x: Tensor) -> Tensor:
+        self._asked.put(x.contiguous())
+        return self._answer()
 
-    def volume(self, number: int, array: Volume) -> Volume:
-        backward = [int(axis) for axis in self.trained.plans["transpose_backward"]]
-        labels = self.cases[number].labelled(array).transpose(backward).T  # as the file has it, (x, y, z)
-        return labels.astype(np.uint8 if labels.max() < 255 else np.uint16)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
+        self._asked.put(next(fold for fold, state in enumerate(self._folds) if state is state_dict))
+        self._answer()
 
-    def _labels(self, x: Tensor) -> Tensor:
-        """Labels of logits (classes, ...), as nnU-Net's LabelManager makes them."""
-        if self.trained.regions is None:
-            return x.argmax(0).to(torch.int32)
-        made = torch.zeros(x.shape[1:], dtype=torch.int32, device=x.device)
-        for region, label in zip(x, self.trained.regions, strict=True):
-            made[region.sigmoid() > 0.5] = label
+    def _answer(self) -> Tensor:
+        made = self._made.get()
+        if isinstance(made, BaseException):
+            raise made
         return made
 
+    def serve(self, run: Callable[[], object]) -> None:
+        """Calls `run` on rank 0, in a thread, and has all ranks compute what its predictor asks for.
 
-def _cases(samples: object, channels: int) -> dict[str, list[str]]:
-    """The files of each case, by its name. LayerwiseError where there are none, or two of one name."""
-    listed: list[list[str]]
-    if isinstance(samples, str | os.PathLike):
-        folder = Path(samples)
-        first = sorted(path for path in folder.glob("*_0000.nii*") if path.name.endswith(ENDINGS))
-        listed = [
-            [
-                os.fspath(path.with_name(path.name.replace("_0000.nii", f"_{channel:04d}.nii")))
-                for channel in range(channels)
-            ]
-            for path in first
-        ]
-        if not listed:
-            raise LayerwiseError(f"folder {os.fspath(folder)!r} has no files such as NAME_0000.nii.gz")
-    elif isinstance(samples, Sequence):
-        listed = [
-            [os.fspath(case)] if isinstance(case, str | os.PathLike) else list(map(os.fspath, case)) for case in samples
-        ]
-    else:
-        raise LayerwiseError("give a folder of NAME_0000.nii.gz, or a list of cases")
-    named: dict[str, list[str]] = {}
-    for files in listed:
-        if not files or not all(file.endswith(ENDINGS) for file in files):
-            raise LayerwiseError(f"a case is files that end in {' or '.join(ENDINGS)}, not {files}")
-        name = Path(files[0]).name.removesuffix(".gz").removesuffix(".nii").removesuffix("_0000")
-        if name in named:
-            raise LayerwiseError(f"two cases are called {name!r}: give files of other names")
-        named[name] = files
-    return named
+        Raises:
+            LayerwiseError: It fails, on all ranks, with its reason.
+        """
+        (model,) = self._ranks
+        comm, future = of(model).comm, cast("Future[object] | None", None)
+        if comm.rank == 0:
+            future = in_thread(run, "nnU-Net")
+            future.add_done_callback(lambda _: self._asked.put(None))
+        while True:
+            asked = self._next() if comm.rank == 0 else None
+            what, *numbers = comm.broadcast_text(_text(asked, future)).split(" ", 1)
+            if what == "window":
+                shape = tuple(map(int, numbers[0].split()))
+                x = asked if isinstance(asked, Tensor) else torch.empty(shape, device=comm.device)
+                sends = [(rank, x) for rank in range(1, comm.size)] if comm.rank == 0 else []
+                comm.exchange(sends, [] if comm.rank == 0 else [(0, x)], "io", "a window").wait()
+                self._tell(partial(model, x))
+            elif what == "fold":
+                self._tell(partial(self._load, int(numbers[0])))
+            elif what == "failed":
+                raise LayerwiseError(f"nnU-Net failed on rank 0: {numbers[0]}")
+            elif what == "done":
+                return
 
-
-def _prepared(
-    world: Comm, trained: TrainedFolder, cases: dict[str, list[str]], folder: Path, failed: dict[str, str]
-) -> dict[str, PreparedCase]:
-    """Each rank prepares one of the cases, at most as many as there are ranks. failed: gets the others' reasons."""
-
-    def act() -> tuple[None, JSON]:
-        if world.rank >= len(cases):
-            return None, None
-        files = list(cases.values())[world.rank]
+    def _next(self) -> Asked:
         try:
-            with foreign("it cannot be prepared"):
-                return None, list(astuple(prepare(trained, files, folder / f"{world.rank}.npy")))
-        except LayerwiseError as error:
-            return None, str(error)
+            return self._asked.get(timeout=BEAT_S)
+        except Empty:
+            return BUSY
 
-    told = patiently(world, act)[1]
-    failed |= {name: reason for name, reason in zip(cases, told, strict=False) if isinstance(reason, str)}
-    return {
-        name: PreparedCase(case[0], *map(tuple, case[1:]))
-        for name, case in zip(cases, told, strict=False)
-        if not isinstance(case, str)
-    }
+    def _load(self, fold: int) -> Tensor:
+        if fold != self._loaded:
+            self._ranks[0].load_state_dict(self._folds[fold])
+            self._loaded = fold
+        return torch.empty(0)
+
+    def _tell(self, compute: Callable[[], Tensor]) -> None:
+        """Hands the predictor's thread the result, or the reason why there is none."""
+        try:
+            self._made.put(compute())
+        except BaseException as error:
+            self._made.put(error)
+            raise
 
 
-@contextmanager
-def _beside(world: Comm, out: Path) -> Iterator[Path]:
-    """A folder within `out` for prepared cases, the same on all ranks, which rank 0 removes."""
-
-    def make() -> tuple[None, str]:
-        if world.rank:
-            return None, ""
-        made = out / f".{os.urandom(8).hex()}"
-        made.mkdir(parents=True)
-        return None, os.fspath(made)
-
-    folder = Path(agree(world, make)[1][0])
-    try:
-        yield folder
-    finally:
-        if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+def _text(asked: Asked, future: Future[object] | None) -> str:
+    """What rank 0 tells the others; of them "", which is not heard."""
+    if isinstance(asked, Tensor):
+        return f"window {' '.join(map(str, asked.shape))}"
+    if isinstance(asked, int):
+        return f"fold {asked}"
+    if asked is not None or future is None:
+        return BUSY
+    error = future.exception()
+    return "done" if error is None else f"failed {type(error).__name__}: {' '.join(str(error).split())}"

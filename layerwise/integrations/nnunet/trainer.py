@@ -17,9 +17,10 @@ from layerwise.api.world import join
 from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
 from layerwise.integrations.nnunet.batches import BatchesByTurns
-from layerwise.integrations.nnunet.folder import read_checkpoint
 from layerwise.integrations.nnunet.network import NetworkWithLoss
+from layerwise.integrations.nnunet.reading import read_checkpoint
 from layerwise.integrations.optimizer_state import full_state, load_full_state
+from layerwise.run.parallel import of
 
 NETWORK = "network."  # of its parameters' names in NetworkWithLoss
 TIMEOUT_S = 1800.0  # as torch.distributed has it: a rank may load data, write a checkpoint or export cases for long
@@ -86,7 +87,7 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         state = full_state(self.optimizer, self.network)
         self._plain = self.network, self.optimizer
         self.network = parallelize(self.with_loss(), self.example(), **keywords)
-        self.network.steps_done = self.current_epoch * self.num_iterations_per_epoch
+        of(self.network).steps_done = self.current_epoch * self.num_iterations_per_epoch
         self.optimizer, self.lr_scheduler = self.configure_optimizers()
         load_full_state(self.optimizer, state, self.network, partial=True, prefix=NETWORK)
 
@@ -95,7 +96,9 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         if self._plain is None:
             return self.network, self.optimizer
         network, optimizer = self._plain
-        network.load_state_dict({name.removeprefix(NETWORK): x for name, x in self.network.full_state_dict().items()})
+        network.load_state_dict(
+            {name.removeprefix(NETWORK): x for name, x in of(self.network).full_state_dict().items()}
+        )
         load_full_state(optimizer, full_state(self.optimizer, self.network, prefix=NETWORK), network, partial=True)
         return network, optimizer
 
@@ -149,7 +152,7 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         loss, *_ = self._call(batch)
         self.grad_scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.grad_scaler.unscale_(self.optimizer)
-        self.network.clip_grad_norm_(12)
+        of(self.network).clip_grad_norm_(12)
         self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         return {"loss": loss.detach().cpu().numpy()}

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from layerwise.cost.price import basis, describe, warnings
+from layerwise.cost.price import basis, describe, feeding_lines, warnings
 from layerwise.oracle.ask import Asked, Budget, Suggestion
 from layerwise.oracle.names import NAMES, counted, title
+from layerwise.oracle.phases import PHASES
 from layerwise.oracle.pipeline import imbalance
 from layerwise.oracle.question import Answer, Oracle, batch_of
 from layerwise.oracle.runs import Compared, mean_accuracy
-from layerwise.oracle.tables import PHASES
 from layerwise.quantities import duration, units
 from layerwise.report.content import Column, Lines, Marked, Part, Report, Table, filled
 
@@ -42,7 +42,8 @@ def found(
         parts.append(Lines(list(suggestion_lines(suggestion, samples, budget))))
         priced = (a.priced for a in (suggestion.best, *asked.answers.values()) if a is not None)
         if first := next((p for p in priced if p is not None), None):
-            parts.append(Lines([describe(first.model, basis(first.model, first.price)), *warnings(first.model)]))
+            fed = feeding_lines(first.model)
+            parts.append(Lines([*fed, describe(first.model, basis(first.model, first.price)), *warnings(first.model)]))
     if compared:
         parts.append(measured_table(compared))
     parts.append(Lines([*asked.notes, TIMES_OF]))
@@ -228,7 +229,7 @@ def as_dict(
         "times_of": TIMES_OF,
         "samples": samples,
         "scaling": q.scaling,
-        "batch": q.batch,
+        "batch": int(q.batch) if q.batch % 1 == 0 else float(q.batch),
         "gpus_per_node": oracle.node,
         "memory_capacity_bytes": capacity,
         "memory_usable_bytes": oracle.usable_bytes,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from layerwise.oracle.ask import Asked
 from layerwise.oracle.names import NAMES, title
+from layerwise.oracle.phases import PHASES
 from layerwise.oracle.question import Answer, Question, batch_of
 from layerwise.oracle.runs import Compared
-from layerwise.oracle.tables import PHASES
 from layerwise.quantities import duration
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 """The model's own parameters as the leaves of autograd, whose gradients are averaged over the ranks.
 
-Autograd adds to `.grad`, also what is not of the model (a weight penalty). So at the beginning of a backward pass what
-the parameters have is put aside; each gradient that the pass makes is handed to the reducer; and at the end of the pass
-every parameter is given what one device's would have.
+Autograd adds to `.grad`, which is empty while a backward pass goes on (`Gradients`). Each gradient that the pass makes
+is handed to the reducer, and at the end of the pass every parameter is given what one device's would have.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from layerwise.comm.base import Comm
@@ -62,7 +61,6 @@ class AveragedParameters:
         self.comm, self.summed = comm, summed
         self._structure = Structure(module, buffers=False)
         self._frozen = [(name, p) for name, p in tensors.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
-        self._before: dict[str, Tensor | None] = {}  # what parameters had when the pass began, and have not yet again
         self._gradients: Gradients | None = None
         self._astray: list[str] = []  # had a gradient before a pass through the model's call began
         self._nodes = {name: get_gradient_edge(p).node for name, p in self.parameters.items()}
@@ -92,8 +90,6 @@ class AveragedParameters:
                 "use_reentrant=True makes it: give it use_reentrant=False"
             )
         self._gradients = gradients
-        for name, p in self.parameters.items():
-            self._before[name], p.grad = p.grad, None
 
     def made(self, name: str) -> None:
         """Takes the gradient that autograd has added to a parameter's `.grad`."""
@@ -101,12 +97,12 @@ class AveragedParameters:
             self._stray(name)
             return
         p = self.parameters[name]
-        if name not in self._before:
+        if name in self._gradients.made:
             raise LayerwiseError(
                 f"parameter {name!r} was given a gradient twice in one backward pass, as torch.utils.checkpoint with "
                 "use_reentrant=True does to what is used twice: give it use_reentrant=False"
             )
-        gradient, p.grad = p.grad, self._before.pop(name)
+        gradient, p.grad = p.grad, None
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise LayerwiseError(
@@ -117,33 +113,25 @@ class AveragedParameters:
             self._gradients.add(name, gradient)
 
     def finish(self) -> None:
-        """Ends the pass: parameters that it made no gradient of get back what they had."""
-        rest = list(self._before)
-        self._restore()
-        for name in rest:
-            if _only_returned(self._nodes.get(name)):
+        """Ends the pass."""
+        gradients, self._gradients = self._gradients, None
+        for name, node in self._nodes.items():
+            if gradients is not None and name not in gradients.made and _only_returned(node):
+                gradients.fail()
                 raise LayerwiseError(
                     f"torch.autograd.grad with respect to parameter {name!r} would give the gradient of this rank's "
                     "samples only: call loss.backward(), which averages over the ranks, and take its .grad"
                 )
 
     def fail(self) -> None:
-        """Gives parameters back what they had, as an error has ended the pass."""
-        earlier = {} if self._gradients is None else self._gradients.earlier
-        for name, gradient in earlier.items():
-            self.parameters[name].grad = gradient
-        self._restore()
+        """Ends the pass, which an error has ended."""
+        self._gradients = None
 
     def release(self) -> None:
         """Gives autograd the user's hooks back, which it then calls itself."""
         for p in (*self.parameters.values(), *self.unknown.values()):
             if isinstance(p._post_accumulate_grad_hooks, Hooks):
                 p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks.users
-
-    def _restore(self) -> None:
-        for name, gradient in self._before.items():
-            self.parameters[name].grad = gradient
-        self._before, self._gradients = {}, None
 
     def _stray(self, name: str) -> None:
         """Notes a gradient that is not of the model's call, but of a weight penalty or a part of the model alone."""

@@ -1,4 +1,4 @@
-"""DataParallelModule: a plan that splits samples only, run by the model as the user wrote it."""
+"""DataRun: a plan that splits samples only, run by the model as the user wrote it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from layerwise.importers.torch.read.effects import as_it_was
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
+from layerwise.run.base import Run
 from layerwise.run.batch import Batch
 from layerwise.run.compiling import compile_with, limits
 from layerwise.run.data_parallel.calls import Calls, FedSamples, ModelCall
@@ -34,18 +35,15 @@ from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.hooks import check_around, check_transforms, in_backward
-from layerwise.run.guards.shared import Trained
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import OWN, become, leave
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.state.model_state import ModelState, map_kept_losses
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace
-# Which module runs the user's: the last one that it was given to.
-_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DataParallelModule]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class Facts:
     arguments: Arguments
 
 
-class DataParallelModule(ParallelModule):
+class DataRun(Run):
     """The user's module, called as it is: on one device plain PyTorch, on several as with DistributedDataParallel.
 
     On several ranks gradients are averaged over them, beside the backward pass; those of outputs are scaled so that the
@@ -72,53 +70,43 @@ class DataParallelModule(ParallelModule):
     _state: ModelState
 
     def __init__(self, module: nn.Module, facts: Facts) -> None:
-        super().__init__(facts.graph, facts.plan, facts.comm, facts.options)
-        self._share(module)
-        self._facts, self._calls, self._arguments = facts, Calls(), facts.arguments
+        super().__init__(module, facts.graph, facts.plan, facts.comm, facts.options)
+        self._facts, self._calls, self.arguments = facts, Calls(), facts.arguments
         self._state = ModelState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
         self._module_spans: ModuleSpans | None = None
-        self._released = False
-        before = _owners.get(module)
-        if before is not None and (other := before()) is not None:
-            other.release()
-        _owners[module] = weakref.ref(self)
         self._replaced = list(replaced_modules(module, facts.replacements, self._calls, facts.comm))
-        for replaced in self._replaced:
-            replaced.place()
         self._norms = [replaced for replaced in self._replaced if type(replaced) is GlobalBatchNorm]
         self._samples = FedSamples(facts.graph, facts.arguments)
         moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.graph.dtype)
         self._moved = self._move if moves else None
-        self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
-        # Not registered: it is not another part of this module.
-        settings = facts.options.compile
-        self.__dict__["_called"] = module if settings is None else compile_with(module, settings)
+        self.plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
+        self._called: Callable[..., Any] | None = None
         self._average()
-        self._trained = Trained(module, module.named_parameters() if facts.comm.size > 1 else ())
-        self._made = True
+        for replaced in self._replaced:
+            replaced.place()
+        become(module, self)
+        if facts.options.compile is not None:
+            self._called = compile_with(self._own, facts.options.compile)
 
     @property
-    def module(self) -> nn.Module:
-        """Returns the user's module."""
-        return self._wrapped_model
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Calls `fn` on the user's module and all in it."""
-        self.module.apply(fn)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns that of the user's module."""
-        return self.module.state_dict(*args, **kwargs)
+    def _own(self) -> Callable[..., Any]:
+        """Returns the forward pass that the user wrote."""
+        own: Callable[..., Any] = self.own_forward or self.own_class.forward.__get__(self.model)
+        return own
 
     def _average(self) -> None:
         """Has gradients averaged from now on."""
         self._averaged: AveragedParameters | None = None
         if self.comm.size > 1:
-            compare, summed, size = self.runtime_options.compare_ranks, lambda: self.summed, self.plan.bucket_bytes
+            me, compare, size = weakref.ref(self), self.runtime_options.compare_ranks, self.plan.bucket_bytes
+
+            def summed() -> bool:
+                run = me()  # which this is a part of
+                return run is not None and run.summed
+
             self._averaged = AveragedParameters(
-                self.module, self.layer_graph, self.comm, compare=compare, summed=summed, bucket_bytes=size
+                self.model, self.layer_graph, self.comm, compare=compare, summed=summed, bucket_bytes=size
             )
             for kind in ("sync", "io", "statistics"):
                 self._prepare(kind, {tuple(range(self.comm.size))})
@@ -126,11 +114,13 @@ class DataParallelModule(ParallelModule):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns the model's outputs of this rank's samples; `batch`: those of all ranks, where they are uneven."""
-        if self._plain and "batch" not in named:
-            self.__dict__["steps_done"] += self.training  # checkpoints are named so
-            return self._called(*inputs, **named)
+        if self._calls.forward is not None:  # the model calls itself
+            return self._own(*inputs, **named)
+        if self.plain and "batch" not in named:
+            self.steps_done += self.training  # checkpoints are named so
+            return (self._called or self._own)(*inputs, **named)
         check_transforms()
-        batch = None if self._arguments.takes("batch") else named.pop("batch", None)
+        batch = None if self.arguments.takes("batch") else named.pop("batch", None)
         self._check_device()
         call = self._call(inputs, named, batch)
         if self._moved is not None:
@@ -143,7 +133,7 @@ class DataParallelModule(ParallelModule):
                 outputs = (
                     self._compiled(call, inputs, named)
                     if self.runtime_options.compile is not None
-                    else self.module(*inputs, **named)
+                    else self._own(*inputs, **named)
                 )
         finally:
             self._calls.forward = before
@@ -152,7 +142,7 @@ class DataParallelModule(ParallelModule):
         scale = self._scale(call)
         leaving = partial(self._leaving, call=call, scale=scale)
         if scale != 1:
-            map_kept_losses(self.module, leaving)
+            map_kept_losses(self.model, leaving)
         return map_tensors(leaving, outputs)
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
@@ -161,12 +151,14 @@ class DataParallelModule(ParallelModule):
         def run(local_inputs: Sequence[Tensor]) -> Returned:
             inputs = local_inputs if self._moved is None else list(map(self._moved, local_inputs))
             with self._autocast():
-                outputs = [x for x in pytree.tree_leaves(self.module(*inputs)) if isinstance(x, Tensor)]
+                outputs = [x for x in pytree.tree_leaves(self._own(*inputs)) if isinstance(x, Tensor)]
             return [((Box.full(x.shape),), x) for x in outputs]
 
         layers = [layer for layer in self.layer_graph.layers if layer.role is Role.INPUT]
         types = [self.runtime_options.element_type(layer.out.dtype, self.layer_graph) for layer in layers]
-        shapes = _returned_shapes(self.module, self.runtime_options.device, [box.shape for box in boxes], types)
+        shapes = _returned_shapes(
+            self.model, self._own, self.runtime_options.device, [box.shape for box in boxes], types
+        )
         return Sized(boxes, shapes, run, alone=True)
 
     def _compiled(self, call: ModelCall, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -174,6 +166,7 @@ class DataParallelModule(ParallelModule):
         self._calls.seed(call, self.device)
         span = nullcontext() if self.trace is None else self.trace.span(COMPILED, "compute")
         with span, limits(len(self._replaced)):
+            assert self._called is not None
             return self._called(*inputs, **named)
 
     def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> ModelCall:
@@ -183,16 +176,13 @@ class DataParallelModule(ParallelModule):
         seed = combine(self.runtime_options.seed, self.steps_done)
         # Also in evaluation with a dropout in training, whose draws are others in every call.
         drawn = self.training or any(replaced.active for replaced in self._replaced)
-        self.__dict__["steps_done"] += drawn
+        self.steps_done += drawn
         if self._averaged is None:
             if batch is not None:
                 _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).total
             return ModelCall(seed)
-        if self._released:
-            raise LayerwiseError("the model was made parallel once more: call what that call returned")
         check_around(self.parameters())
         self._averaged.check()
-        self._trained.check()
         self.comm.at(self.steps_done, "the model")
         if not (drawn or torch.is_grad_enabled()):
             return ModelCall(seed)
@@ -201,7 +191,8 @@ class DataParallelModule(ParallelModule):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
         batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
-        return ModelCall(seed, batch_of_ranks(alike=self._averaged.comparison, step=self.steps_done * training))
+        alike, reducer = self._averaged.comparison, self._averaged.reducer
+        return ModelCall(seed, batch_of_ranks(alike=alike, step=self.steps_done * training, gradients=reducer))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
@@ -264,8 +255,8 @@ class DataParallelModule(ParallelModule):
             self._averaged.finish()
         super()._finish(gradients, differentiable=differentiable)
 
-    def _failed(self) -> None:
-        super()._failed()
+    def _failed(self, gradients: Gradients) -> None:
+        super()._failed(gradients)
         if self._averaged is not None:
             self._averaged.fail()
 
@@ -281,13 +272,12 @@ class DataParallelModule(ParallelModule):
             self._module_spans.remove()
         self._module_spans = None
         if self.trace is not None and self.runtime_options.compile is None:  # a compiled model has no layers to look at
-            self._module_spans = ModuleSpans(self.module, self.layer_graph, self.trace)
+            self._module_spans = ModuleSpans(self.model, self.layer_graph, self.trace)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallelModule:
+    def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._note_device(fn)
-        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.own_class._apply(self.model, fn)  # type: ignore[no-untyped-call]
         self._average()
-        return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads into the user's module; its RuntimeError is a LayerwiseError here. assign: on one device."""
@@ -295,45 +285,52 @@ class DataParallelModule(ParallelModule):
             raise LayerwiseError("load_state_dict(assign=True) would replace parameters: give assign=False")
         return self._state.load(state_dict, strict=strict, assign=assign)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModule:
-        copied = memo[id(self)] = _made(copy.deepcopy(self.module, memo), self._facts, self.steps_done)
+    def copied(self, memo: dict[int, Any]) -> nn.Module:
+        model = self.model
+        leave(model)
+        try:
+            copied: nn.Module = copy.deepcopy(model, memo)
+        finally:
+            become(model, self)
+        DataRun(copied, self._facts).steps_done = self.steps_done
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def pickled(self) -> Any:
         if self.comm.size > 1:
-            return super().__reduce_ex__(protocol)
-        return _made, (self.module, self._facts, self.steps_done)
+            return super().pickled()
+        state = {name: value for name, value in vars(self.model).items() if name != OWN}
+        return _made, (self.own_class, state, self._facts, self.steps_done)
 
     def compile(self, **settings: Any) -> None:
         """Compiles the model, with torch.compile's arguments; what communicates is between the compiled parts."""
-        self.__dict__["_called"] = compile_with(self.module, settings)
+        self._called = compile_with(self._own, settings)
         self.runtime_options = replace(self.runtime_options, compile=settings)
         self._facts = replace(self._facts, options=self.runtime_options)
         self._traced()  # of the whole model from now on
 
-    def release(self) -> None:
-        """Makes the user's module as it was, but for its values; this one refuses to be called from then on."""
-        self.__dict__["_released"] = True
+    def restore(self) -> None:
         for replaced in self._replaced:
             replaced.remove()
         if self._averaged is not None:
             self._averaged.release()
+        leave(self.model)
 
 
 def _returned_shapes(
-    module: nn.Module, device: torch.device, shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype]
+    module: nn.Module, own: Any, device: torch.device, shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype]
 ) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of what a module returns, not computed. LayerwiseError where it takes no such inputs."""
     try:  # what the model keeps of a call goes: it has no values
         with as_it_was(module), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            outputs = module(*(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, types, strict=True)))
+            outputs = own(*(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, types, strict=True)))
     except Exception as error:  # the model's own code, which may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise LayerwiseError(f"the model takes no input of shape {shapes[0]}: {reason}") from None
     return tuple(tuple(x.shape) for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor))
 
 
-def _made(module: nn.Module, facts: Facts, steps: int) -> DataParallelModule:
-    parallel = DataParallelModule(module, facts)
-    parallel.__dict__["steps_done"] = steps
-    return parallel
+def _made(kind: type[nn.Module], state: dict[str, Any], facts: Facts, steps: int) -> nn.Module:
+    model = kind.__new__(kind)
+    nn.Module.__setstate__(model, state)  # type: ignore[no-untyped-call]
+    DataRun(model, facts).steps_done = steps
+    return model

@@ -17,6 +17,7 @@ from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
+from layerwise.graph.samples import by_itself
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role, Stage
 from layerwise.ops.nn.norm import BatchNorm
@@ -129,17 +130,8 @@ def _only_samples(graph: LayerGraph, plan: Plan) -> bool:
     return all(
         layer.end
         or (layer.name in graph.unfed and plan.strategy[layer.name].total == 1)
-        or (plan.strategy[layer.name].degrees == everywhere.degrees and _by_itself(layer))
+        or (plan.strategy[layer.name].degrees == everywhere.degrees and by_itself(layer))
         for layer in graph.layers
-    )
-
-
-def _by_itself(layer: Layer) -> bool:
-    """True if a sample of its output needs that sample of its inputs only: x @ x.T compares it with all others."""
-    n = layer.out.index("n")
-    inputs = zip(layer.specs, layer.space.needs, strict=True)
-    return n is not None and all(
-        to.source == n for spec, maps in inputs for label, to in zip(spec.dims, maps, strict=True) if label == "n"
     )
 
 

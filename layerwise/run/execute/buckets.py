@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import prod
@@ -90,20 +89,16 @@ class BucketSlots:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
-OWNERS = 2  # of the memory of a tensor that shares it with none: itself, and the storage that is asked
-
-
 @dataclass(slots=True)
 class GradientBucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients travel together. Its memory is that of one backward pass, and then the gradients'."""
 
     group: Group  # the ranks that sum them
     names: list[str]
     slots: BucketSlots | None = None  # where each rank keeps a part of them: it gets the sum of that only
     flat: Tensor | None = None  # their gradients, one after another; made at the first
-    views: dict[str, Tensor] = field(default_factory=dict)  # the place of each in it, where it is summed whole
+    views: dict[str, Tensor] = field(default_factory=dict)  # the place of each in it, where it is summed in full
     local: Tensor | None = None  # this rank's row of the sum
-    tensors: int = 0  # that share the memory of `flat`, as it was made
     missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
     sent: bool = False  # whether this pass has begun to sum it, or will not
     handle: Handle | None = None  # the sum under way
@@ -113,42 +108,33 @@ class GradientBucket:
         """True if this rank has room for a part of its parameters only, also while gradients are made."""
         return self.slots is not None and bool(self.slots.layouts[self.names[0]].gathered)
 
-    def renew(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Gives up its memory where a loop has kept a gradient of an earlier pass, off its parameter."""
+    def begin_pass(self, trained: set[str], *, summed: bool) -> None:
+        """Begins a backward pass. trained: names whose gradients it may make; summed: whether it is to be sent."""
+        self.end()  # of a pass that was ended by an error
+        self.give_up()
+        self.missing, self.sent = trained if summed else set(), not summed
+
+    def give_up(self) -> None:
+        """Gives up its memory, which the gradients have that were handed out of it."""
+        self.flat, self.views, self.local = None, {}, None
+
+    def place(self, name: str, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        """Returns the place of one that is summed in full, to be written to."""
         if self.flat is None:
-            return
-        if self.slots is not None:  # it lives for a pass only, and this one was ended by an error
-            self.flat = None
-            return
-        referenced = False
-        for name in self.names:
-            gradient = parameters[name].grad
-            part = None if gradient is None else local_tensor(gradient)
-            if part is None or not same_memory(part, self.views[name]):
-                referenced |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
-        if referenced or tensors_in(self.flat) > self.tensors:
-            self.forget()
+            parts = [local_tensor(parameters[each]) for each in self.names]
+            self.flat = torch.empty(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
+            self.views = dict(zip(self.names, torch._C._nn.unflatten_dense_tensors(self.flat, parts), strict=True))
+        return self.views[name]
 
-    def forget(self) -> None:
-        """Gives up its memory."""
-        self.flat, self.views = None, {}
-
-    def allocate(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Allocates its memory, unless it has it."""
-        if self.flat is not None:
-            return
-        parts, start = {name: local_tensor(parameters[name]) for name in self.names}, 0
-        first = parts[self.names[0]]
-        self.flat = torch.empty(sum(p.numel() for p in parts.values()), dtype=first.dtype, device=first.device)
-        for name, p in parts.items():
-            self.views[name] = self.flat[start : start + p.numel()].view_as(p)
-            start += p.numel()
-        self.tensors = tensors_in(self.flat)
-
-    def begin(self, comm: Comm, what: str) -> Handle:
-        """Starts the sum."""
-        assert self.flat is not None
+    def begin(self, comm: Comm, what: str, parameters: Mapping[str, nn.Parameter], written: Collection[str]) -> Handle:
+        """Starts the sum, with zeros for all but the `written`."""
         self.sent = True
+        for name in [name for name in self.names if name not in written]:
+            if self.slots is None:
+                self.place(name, parameters).zero_()
+            else:
+                self.put_zeros(name, local_tensor(parameters[name]))
+        assert self.flat is not None
         if self.slots is None:
             self.handle = comm.all_reduce(self.flat, self.group, "sync", what)
         else:
@@ -166,25 +152,26 @@ class GradientBucket:
         if self.slots is not None and self.sent:
             self.flat = None
 
-    def put(self, name: str, gradient: Tensor, scale: float, zero: Tensor) -> None:
+    def put(self, name: str, gradient: Tensor, scale: float) -> None:
         """Writes the gradient of a parameter of which each rank keeps a shard, times `scale`."""
         assert self.slots is not None
         if self.flat is None:
-            self.flat = self.slots.new(zero)
+            self.flat = self.slots.new(gradient)
         for there, part in self.slots.pairs(self.flat, name, gradient):
-            torch.add(zero, part, alpha=scale, out=there)
+            torch.mul(part, scale, out=there)
 
-    def put_none(self, name: str, zero: Tensor) -> None:
-        """Writes what stands for no gradient on any rank: zeros with a sign."""
+    def put_zeros(self, name: str, like: Tensor) -> None:
+        """Writes zeros in the place of such a gradient."""
         assert self.slots is not None
         if self.flat is None:
-            self.flat = self.slots.new(zero)
+            self.flat = self.slots.new(like)
         for member in range(self.slots.members):
-            self.slots.shard(self.flat[member], name, member).fill_(-0.0)
+            self.slots.shard(self.flat[member], name, member).zero_()
 
     def summed(self, name: str, rank: int) -> Tensor:
-        """Returns this rank's shard of the sum."""
-        assert self.slots is not None
+        """Returns the sum of a parameter's gradients, or this rank's shard of it."""
+        if self.slots is None:
+            return self.views[name]
         assert self.local is not None
         return self.slots.shard(self.local, name, self.group.index(rank))
 
@@ -192,30 +179,3 @@ class GradientBucket:
 def ready(buckets: Iterable[GradientBucket]) -> Iterator[GradientBucket]:
     """Yields the buckets to send now: full ones, behind nothing that is not."""
     return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.sent)
-
-
-def scaled(gradient: Tensor, scale: float) -> Tensor:
-    """Returns it times `scale`, in place where nothing else has its memory: two would be the most that a step holds."""
-    if scale == 1:
-        return gradient
-    if gradient.layout == torch.strided:
-        owners = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-        if owners == OWNERS:
-            return gradient.mul_(scale)
-    return gradient * scale
-
-
-def tensors_in(flat: Tensor) -> int:
-    """Returns the number of tensors that share its memory, plus a constant."""
-    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
-    return count
-
-
-def is_nothing(view: Tensor) -> bool:
-    """True if this is the sum of what `Gradients` filled in alone, for no gradient."""
-    first = view.reshape(-1)[:1]
-    return bool(((first == 0) & first.signbit()).all())
-
-
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr()

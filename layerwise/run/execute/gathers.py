@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.run.execute.buckets import BucketSlots, ShardLayout, tensors_in
+from layerwise.run.execute.buckets import BucketSlots, ShardLayout
 from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.guards.refusals import check_unwritten
 from layerwise.run.local_tensor import Version, local_tensor, version
@@ -206,3 +206,9 @@ def gather_once_more(gathers: Mapping[str, LayerGathers], name: str, before: str
     if before is not None and before in gathers:
         gathers[before].begin()
     return () if own is None else (own.mark(),)
+
+
+def tensors_in(flat: Tensor) -> int:
+    """Returns the number of tensors that share its memory, plus a constant."""
+    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return count

@@ -59,6 +59,21 @@ def take_hooks(p: nn.Parameter, own: Hook) -> None:
     p._post_accumulate_grad_hooks = Hooks(own, users.users if isinstance(users, Hooks) else users)
 
 
+def check_plain(model: nn.Module) -> None:
+    """LayerwiseError where the model, or a part of it, is parallel already."""
+    if any("_layerwise" in vars(m) for m in model.modules()):
+        raise LayerwiseError(
+            "the model, or one in it, is parallel already, and is what is trained: make it plain again by "
+            "layerwise.restore(model), which every rank calls, or copy.deepcopy it before"
+        )
+    for name, p in model.named_parameters():
+        if is_dtensor(p) or isinstance(p._post_accumulate_grad_hooks, Hooks):
+            raise LayerwiseError(
+                f"another model that has parameter {name!r} of this one too is parallel, and the two would not train "
+                "it together: make one module of both models, and make that parallel"
+            )
+
+
 class OutsideGradients:
     """A hook of parameters: for gradients that autograd makes, which are not those of the module's backward pass.
 
@@ -87,8 +102,6 @@ class OutsideGradients:
             )
         if is_dtensor(p):
             place_gradient(p)
-        if module is not None and not module.summed:
-            raise outside_while_waiting(self._name)
 
 
 def _written(p: nn.Parameter) -> tuple[int, int] | None:

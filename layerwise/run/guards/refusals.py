@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from layerwise.errors import LayerwiseError
-from layerwise.run.local_tensor import Version, is_dtensor, local_tensor, version
+from layerwise.run.local_tensor import Version, version
 
 AS_WRITTEN = (
     "parallelize with strategy='data', which runs the model as it is written unless it has a loss or a functional "
@@ -42,23 +42,25 @@ REFUSED: Mapping[str, Callable[..., NoReturn]] = {
     "register_full_backward_pre_hook": _CALLED,
     "register_backward_hook": _CALLED,
     "_apply": _refusing("to(), float() and the like of one of the model's layers", "call it on the whole model"),
-    "load_state_dict": _refusing(
-        "load_state_dict() of one of the model's layers",
-        "give the whole model's, with strict=False, these values under their full names",
-    ),
     "__reduce_ex__": _refusing("a copy of one of the model's layers", "copy the whole model, or take state_dict()"),
 }
 
 
 class Unchanged:
-    """The attributes of all modules below `root`, as they are now: layers go on with these."""
+    """The attributes of all modules below `root`, as they are now: layers go on with these.
+
+    The root may have further ones, of the loop's own.
+    """
 
     def __init__(self, root: nn.Module) -> None:
-        self._attributes = [(name, vars(module), dict(vars(module))) for name, module in root.named_modules()]
+        self._root = weakref.ref(root)
+        self._attributes = [(name, vars(m), dict(vars(m))) for name, m in root.named_modules() if m is not root]
+        self._own = {name: value for name, value in vars(root).items() if name != "_layerwise"}
 
     def check(self, *, training: bool) -> None:
         """LayerwiseError where one is another now, or a module has another mode than the whole model."""
-        for name, now, before in self._attributes:
+        root = vars(self._root())
+        for name, now, before in [*self._attributes, ("", {key: root.get(key) for key in self._own}, self._own)]:
             before["training"] = training
             if not _equal(now, before):  # quick where nothing was set: all values are the same objects
                 keys = dict.fromkeys((*now, *before))
@@ -80,7 +82,8 @@ class Structure:
     """The parameters and modules (buffers: these, too) in their places in a module, to notice when others are there."""
 
     def __init__(self, module: nn.Module, *, buffers: bool) -> None:
-        self._modules, self._buffers = list(module.modules()), buffers
+        # Not the modules, which would hold what holds this.
+        self._slots = [(m._parameters, m._modules, m._buffers if buffers else {}) for m in module.modules()]
         self.held = self._now()
 
     def changed(self) -> bool:
@@ -90,34 +93,20 @@ class Structure:
 
     def _now(self) -> list[object]:
         objects: list[object] = []
-        for module in self._modules:
-            objects += (*module._parameters.values(), *module._modules.values())
-            if self._buffers:
-                objects += module._buffers.values()
+        for slots in self._slots:
+            for each in slots:
+                objects += each.values()
         return objects
 
 
-class Places:
-    """The tensors and modules of a tree in their places, and the memory of its DTensors, to notice others."""
-
-    def __init__(self, tree: nn.Module) -> None:
-        self._structure = Structure(tree, buffers=True)
-        dtensors = (held for held in self._structure.held if isinstance(held, Tensor) and is_dtensor(held))
-        self._storages = [(tensor, _storage(tensor)) for tensor in dtensors]
-
-    def check(self) -> None:
-        """LayerwiseError where a DTensor was given other memory, or a tensor or module another's place."""
-        if any(_storage(tensor) != storage for tensor, storage in self._storages):
-            raise LayerwiseError(
-                "p.data = x was written of a parameter that the plan splits over the ranks, and has no effect on a "
-                "DTensor: write p.data.copy_(x), or give load_state_dict the values"
-            )
-        if self._structure.changed():
-            raise LayerwiseError(
-                "the parallel module's parameters, buffers or layers are others than it was made with, as "
-                "torch.func.functional_call has it, and its plan goes on with those: give load_state_dict the values, "
-                "and change layers before the model is made parallel"
-            )
+def check_places(structure: Structure) -> None:
+    """LayerwiseError where a tensor or module of the model was given another's place."""
+    if structure.changed():
+        raise LayerwiseError(
+            "the parallel module's parameters, buffers or layers are others than it was made with, as "
+            "torch.func.functional_call has it, and its plan goes on with those: give load_state_dict the values, "
+            "and change layers before the model is made parallel"
+        )
 
 
 def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, Version]:
@@ -140,24 +129,6 @@ def check_unwritten(parameters: Mapping[str, nn.Parameter], before: Mapping[str,
         )
 
 
-def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Version]) -> None:
-    """LayerwiseError where a parameter has other values than when it had the version `initial` says."""
-    others = (name for name, before in initial.items() if version(parameters[name]) != before)
-    changed = next((name for name in others if not _filled(parameters[name])), None)
-    if changed is not None:
-        raise LayerwiseError(
-            f"parameter {changed!r} was given other values after the model was made parallel, but the plan splits "
-            "the parameters over the ranks: initialise the model before, or by model.apply(fn), or give "
-            "load_state_dict the values"
-        )
-
-
-def _filled(p: nn.Parameter) -> bool:
-    """True if all elements here are equal, of none or several, as zeros_ and constant_ make them: so are the others."""
-    flat = local_tensor(p).detach().reshape(-1)
-    return flat.numel() != 1 and bool((flat == flat[:1]).all())
-
-
 def check_frozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
     """LayerwiseError where one of the parameters that were frozen is trained."""
     thawed = next((name for name, p in frozen if p.requires_grad), None)
@@ -166,9 +137,3 @@ def check_frozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
             f"parameter {thawed!r} was frozen when the plan was made, so nobody adds up its gradients: make the "
             "model parallel again, with requires_grad=True from the beginning"
         )
-
-
-def _storage(p: Tensor) -> int:
-    """Returns the storage of a DTensor itself, without memory: `p.data = x` makes another beside its local tensor."""
-    number: int = torch._C.TensorBase.untyped_storage(p)._cdata
-    return number

@@ -143,5 +143,6 @@ def move(tensor: Tensor, local: Tensor) -> None:
     old = tensor._spec
     meta = TensorMeta(old.tensor_meta.shape, old.tensor_meta.stride, local.dtype)  # type: ignore[union-attr]
     spec = DTensorSpec(old.mesh, old.placements, meta)
-    tensor.data = wrap(local, spec)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.data = wrap(local, spec)
     tensor._local_tensor, tensor._spec = local, spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,11 +77,18 @@ class ModelState:
     """Shards and the full state dict, by the names that the network has."""
 
     def __init__(self, keys: Mapping[str, str], graph: LayerGraph, module: nn.Module, comm: Comm) -> None:
-        self.module, self.comm, self._aliases = module, comm, aliases_of(keys)
+        self._module, self.comm, self._aliases = weakref.ref(module), comm, aliases_of(keys)
         computed_with = {name for layer in graph.layers for name, _ in layer.own_parameters()}
         # What the network computes with, then the rest: counters.
         names = dict.fromkeys(keys.values())
         self._names = sorted(names, key=lambda name: name not in computed_with)
+
+    @property
+    def module(self) -> nn.Module:
+        """Returns the user's module."""
+        module = self._module()
+        assert module is not None
+        return module
 
     def shards(self) -> list[Shard]:
         """Returns every parameter and buffer."""
@@ -115,6 +123,7 @@ class ModelState:
         if hasattr(state_dict, "_metadata"):  # versions of modules, which old state dicts are converted by
             values = type("Versioned", (dict,), {"_metadata": state_dict._metadata})(values)
         try:
-            return self.module.load_state_dict(values, strict=strict, assign=assign)
+            own: Any = self.module._layerwise.own_class  # type: ignore[union-attr]
+            return own.load_state_dict(self.module, values, strict=strict, assign=assign)
         except RuntimeError as error:
             raise LayerwiseError(" ".join(str(error).split())) from None

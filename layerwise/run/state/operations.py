@@ -1,18 +1,29 @@
-"""An operation of PyTorch: what it reads and writes, if it goes element by element, and what is right of shards."""
+"""An operation of PyTorch: what it reads and writes, whether it goes element by element, or makes one number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
-from torch.utils._pytree import tree_leaves
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from layerwise.errors import LayerwiseError
-from layerwise.run.state.meshes import ALL_RANKS, everywhere, on_mesh
+from layerwise.run.state.meshes import all_ranks, all_reduce, is_first
+
+SAME_PLACES = frozenset(("detach", "alias", "clone", "_to_copy", "zero_", "fill_", "copy_", "record_stream"))
+OF_SHAPE = frozenset(("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"))
+OF_LISTS = ("_foreach_", "_fused_")
+NUMBERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")  # of lists, that are not element by element
+
+
+def name_of(func: Any) -> str:
+    """Returns an operation's name."""
+    name: str = func._schema.name
+    return name.removeprefix("aten::")
 
 
 def each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
@@ -25,144 +36,21 @@ def each_of(act: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str,
     return each(act, args), dict(zip(kwargs, each(act, kwargs.values()), strict=True))
 
 
-def computed_in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
-    """Returns what an operation makes of full tensors, on all ranks; DTensors that it writes to have their part of it.
-
-    All ranks call this. LayerwiseError where it would write to parts of a sum, or change a shape.
-    """
-    if torch.Tag.inplace_view in func.tags:
-        name = func._schema.name.removeprefix("aten::")
-        raise LayerwiseError(
-            f"{name}() would change the shape of a parameter that the plan splits, or its gradient, in place: take "
-            f"what {name.removesuffix('_')}() returns"
-        )
-    if any(p.is_partial() for x in written if isinstance(x, DTensor) for p in x.placements):
-        raise LayerwiseError(
-            f"{func._schema.name.removeprefix('aten::')}() would write to a sum of parameters' parts, which another "
-            "tensor shares: write to a clone of it"
-        )
-    fulls: dict[int, tuple[DTensor, Tensor]] = {}
-
-    def full(x: Any) -> Any:
-        if isinstance(x, DTensor) and id(x) not in fulls:
-            value = everywhere(x).contiguous() if x.is_contiguous() else everywhere(x)
-            fulls[id(x)] = x, value.clone() if any(x is one for one in written) else value
-        return fulls[id(x)][1] if isinstance(x, DTensor) else x
-
-    full_args, named = each_of(full, args, kwargs)
-    result = func(*full_args, **named)
-    mesh = next(ALL_RANKS.get(x.device_mesh, x.device_mesh) for x, _ in fulls.values())
-    stands_for = {id(value): x for x, value in fulls.values() if any(x is one for one in written)}
-    for x, value in fulls.values():
-        if id(value) in stands_for:
-            brought = on_mesh(x.device_mesh, value).redistribute(placements=x.placements)
-            x._local_tensor.copy_(brought._local_tensor)
-    return each(lambda x: stands_for.get(id(x), on_mesh(mesh, x)) if isinstance(x, Tensor) else x, (result,))[0]
-
-
-TO_TYPE = torch.ops.aten._to_copy.default  # a sum of whole parts is no whole number of the sum
-SAME_MEMORY = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default))
-# Of the ranks' parts of a norm these make parts of a norm.
-OF_NORMS = frozenset(
-    (torch.ops.aten.stack.default, torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar)
-)
-# What DTensor makes right of shards of any size, and without a full tensor; so do element-wise operations and lists.
-REDUCTIONS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "max", "amax", "min", "amin", "all", "any"))
-OF_SHARDS = REDUCTIONS | frozenset(
-    (
-        *("detach", "alias", "clone", "_to_copy", "is_same_size", "record_stream"),
-        *("zeros_like", "ones_like", "empty_like", "full_like"),
-        *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
-        *("mm", "addmm", "bmm", "baddbmm", "dot", "cat", "stack", "split", "split_with_sizes", "select", "slice"),
-        *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand"),
-        *("unsqueeze", "squeeze", "squeeze_"),
-    )
-)
-# Of what is cut along the first dimension alone, on PyTorch 2.11.
-FIRST_ALONE = frozenset(("view", "_unsafe_view") if torch.__version__ < "2.13" else ())
-
-
-def of_shards(func: Any, args: Sequence[Any]) -> bool:
-    """True if DTensor makes right of shards what an operation makes of these."""
-    name: str = func._schema.name.removeprefix("aten::")
-    if name in FIRST_ALONE:
-        return not any(p.is_shard() and not p.is_shard(0) for p in args[0].placements)
-    if name in ("max", "min") and func._schema.overload_name:  # of a dimension, with places
-        return False
-    if name in REDUCTIONS:
-        return not any(type(x) in (list, tuple) and not x for x in args[1:])  # no dimension is all, and DTensor's none
-    return name in OF_SHARDS or name.startswith(("_foreach_", "_fused_")) or elementwise(func)
-
-
-def put_together(func: Any, tensor: DTensor, beside: Iterable[DTensor]) -> bool:
-    """True if the ranks' parts of a tensor are to be one before an operation, which DTensor makes of the parts.
-
-    Parts of a norm or of `any` are no terms of a sum; what was an element-wise operation with a number before, DTensor
-    takes for that again. beside: all that the operation is given.
-    """
-    parts = [p for p in tensor.placements if isinstance(p, Partial)]
-    if not parts or func in SAME_MEMORY:
-        return False
-    kinds = {p for x in beside for p in x.placements if p.is_partial()}
-    if func in OF_NORMS and len(kinds) == 1 and tensor.dtype is not torch.bool:
-        return False
-    terms = all(p.reduce_op in ("sum", "avg") and getattr(p, "norm_type", 1) == 1 for p in parts)
-    return elementwise(func) or func is TO_TYPE or not terms or tensor.dtype is torch.bool
-
-
 @cache
 def elementwise(func: Any) -> bool:
     """True if each element of the result is made of the elements in its place."""
-    name: str = func._schema.name.removeprefix("aten::")
-    if name.startswith(("_foreach_", "_fused_")):
-        return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
-    pointwise: bool = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    pointwise &= all(str(made.type) == "Tensor" for made in func._schema.returns)  # `equal` makes one bool of all
-    return pointwise or name in ("zero_", "fill_", "copy_")
+    name = name_of(func)
+    if name.startswith(OF_LISTS):
+        return not name.startswith(NUMBERS)
+    pointwise = torch.Tag.pointwise in func.tags or name in SAME_PLACES or name.endswith("_like")
+    tensors = all(str(made.type) == "Tensor" for made in func._schema.returns)  # `equal` makes one bool of all
+    return pointwise and tensors and torch.Tag.nondeterministic_seeded not in func.tags
 
 
-def aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | None:
-    """Returns the tensors of the first argument, where those of the others lie as they do, in turn, or are numbers."""
-    first = args[0] if args else None
-    columns: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
-    if not all(isinstance(x, DTensor) and not any(p.is_partial() for p in x._spec.placements) for x in columns):
-        return None
-
-    def alike(x: Any, column: DTensor) -> bool:
-        if not isinstance(x, DTensor):
-            return not isinstance(x, Tensor) or x.dim() == 0
-        own, spec = x._spec, column._spec
-        if own is spec or (own.placements == spec.placements and own.mesh == spec.mesh and own.shape == spec.shape):
-            return True
-        return x.dim() == 0 and own.mesh == spec.mesh and own.is_replicated()
-
-    for arg in (*args[1:], *kwargs.values()):
-        if not isinstance(arg, list | tuple):
-            if not all(alike(arg, column) for column in (columns if isinstance(arg, DTensor) else columns[:1])):
-                return None
-        elif any(isinstance(x, Tensor) for x in arg) and not (
-            len(arg) == len(columns) and all(map(alike, arg, columns))
-        ):
-            return None
-    return columns
-
-
-def own_tensors(arguments: Iterable[Any]) -> list[Tensor]:
-    """Returns the plain tensors among arguments, and in lists: this rank's own."""
-    listed = (x for arg in arguments for x in (arg if isinstance(arg, list | tuple) else (arg,)))
-    return [x for x in listed if isinstance(x, Tensor) and not isinstance(x, DTensor)]
-
-
-def beside_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if DTensors stand beside plain tensors of more than a number."""
-    every = [*args, *kwargs.values()]
-    return any(x.numel() > 1 for x in own_tensors(every)) and any(isinstance(x, DTensor) for x in tree_leaves(every))
-
-
-def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> bool:
-    """True if a number is put where a mask of the tensor's shape is true."""
-    mask = places[0] if len(places) == 1 and not (accumulate or value.dim()) else None
-    return mask is not None and mask.dtype is torch.bool and mask.shape == target.shape
+@cache
+def is_view(func: Any) -> bool:
+    """True if the result is in the memory of an argument."""
+    return any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
 
 
 @cache
@@ -177,11 +65,77 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [kwargs.get(at) if isinstance(at, str) else args[at] for at in _outputs(func)]
 
 
-def writes_numbers(written: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if plain tensors of one number are written to, and DTensors of one number are read."""
-    plain = [x for xs in written for x in (xs if isinstance(xs, list | tuple) else (xs,))]
-    if not all(type(x) is Tensor and x.numel() == 1 for x in plain):
-        return False
-    read = list[DTensor]()
-    each_of(lambda x: read.append(x) if isinstance(x, DTensor) else None, args, kwargs)
-    return bool(read) and all(x.numel() == 1 for x in read)
+def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> bool:
+    """True if a number is put where a mask of the tensor's shape is true."""
+    mask = places[0] if len(places) == 1 and not (accumulate or value.dim()) else None
+    return mask is not None and mask.dtype is torch.bool and mask.shape == target.shape
+
+
+Number = tuple[str, float]  # "sum", "mean", "max", "min", "all", "any", or "norm" and its p
+
+
+def one_number(func: Any, args: Sequence[Any]) -> Number | None:
+    """Returns what an operation makes of all elements of a tensor; None where it makes something else."""
+    name, overload = name_of(func), func._schema.overload_name
+    if name in ("sum", "mean", "max", "min", "all", "any") and not overload:
+        return name, 0.0
+    if name == "norm" and overload in ("Scalar", "ScalarOpt_dtype"):
+        return "norm", float(2 if len(args) < 2 or args[1] is None else args[1])
+    if name == "linalg_vector_norm" and (len(args) < 3 or args[2] is None) and not (len(args) > 3 and args[3]):
+        return "norm", float(args[1] if len(args) > 1 else 2)
+    return None
+
+
+def reduced(what: Number, tensors: Sequence[DTensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Returns the number that each tensor makes, alike on all ranks, by one message a kind of mesh and type."""
+    places, made = dict[tuple[DeviceMesh, torch.dtype], list[int]](), dict[int, Tensor]()
+    for i, x in enumerate(tensors):
+        places.setdefault((all_ranks(x), x.dtype), []).append(i)
+    for (mesh, _), where in places.items():
+        local = _of_shards(what, [tensors[i] for i in where], dtype)
+        rows = local[0].new_zeros(mesh.size(), len(local))  # a row a rank: what is no number stays so, also in extrema
+        rows[int((mesh.mesh.flatten() == torch.distributed.get_rank()).nonzero())] = torch.stack(local)
+        all_reduce(rows, mesh)
+        made |= dict(zip(where, _of_rows(what, rows).unbind(), strict=True))
+    numbers = [made[i] for i in range(len(tensors))]
+    if what[0] == "mean":
+        return [number / x.numel() for x, number in zip(tensors, numbers, strict=True)]
+    return numbers
+
+
+def _of_shards(what: Number, tensors: Sequence[DTensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Returns what this rank's shards make, where it is the first that has them, and else what changes nothing."""
+    kind, p = what
+    shards = [x._local_tensor if is_first(x) else x._local_tensor.new_empty(0) for x in tensors]
+    if kind in ("all", "any"):
+        return [getattr(shard.bool(), kind)().to(torch.uint8) for shard in shards]
+    if kind in ("sum", "mean"):
+        return [shard.sum(dtype=dtype) for shard in shards]
+    some = [shard for shard in shards if shard.numel()]
+    if kind == "norm":
+        made = iter(torch._foreach_norm(some, p, dtype=dtype) if some else ())
+    else:
+        made = iter([shard.max() if kind == "max" else shard.min() for shard in some])
+    return [next(made) if shard.numel() else _neutral(what, shard, dtype) for shard in shards]
+
+
+def _neutral(what: Number, shard: Tensor, dtype: torch.dtype | None) -> Tensor:
+    kind, p = what
+    if kind == "norm":
+        return shard.abs().new_full((), inf if p < 0 else 0.0, dtype=dtype)
+    if shard.is_floating_point():
+        return shard.new_full((), -inf if kind == "max" else inf)
+    limits = torch.iinfo(shard.dtype)
+    return shard.new_full((), limits.min if kind == "max" else limits.max)
+
+
+def _of_rows(what: Number, rows: Tensor) -> Tensor:
+    kind, p = what
+    if kind == "norm" and p:
+        norms: Tensor = torch.linalg.vector_norm(rows, p, dim=0)
+        return norms
+    if kind in ("max", "min"):
+        return rows.amax(0) if kind == "max" else rows.amin(0)
+    if kind in ("all", "any"):
+        return rows.all(0) if kind == "all" else rows.any(0)
+    return rows.sum(0)

@@ -19,12 +19,11 @@ from layerwise.partition.groups import sharing
 from layerwise.partition.moved import transfer
 from layerwise.partition.place import Each
 from layerwise.run.guards.values import Values
-from layerwise.run.local_tensor import is_dtensor, like, local_tensor
+from layerwise.run.local_tensor import is_dtensor, local_tensor
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.state.initial import drawn_as, initial
-from layerwise.run.state.tree import Tree
-from layerwise.tensorfile import dtype_name
+from layerwise.run.state.tree import Tree, types_of
 
 if TYPE_CHECKING:
     from layerwise.run.state.dtensors import MeshSharding
@@ -61,25 +60,29 @@ COUNT = "num_batches_tracked"
 
 
 class State:
-    """A rank's boxes of parameters and buffers. tree: in modules as the model has them. boxes: of every rank, by name.
+    """A rank's boxes of parameters and buffers. tree: their places in the model. boxes: of every rank, by name.
 
     Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; ranks that are no
     processes have their own boxes as tensors.
     shardings: how they lie on the ranks, by name; empty where they are no DTensors.
-    extra: what the network does not compute with (counters), full, on every rank, on the CPU.
     types: the element types of the values that the network came with, by name.
     """
 
     def __init__(
-        self, network: Network, boxes: Mapping[str, Each], order: Sequence[int], comm: Comm, options: RuntimeOptions
+        self,
+        network: Network,
+        boxes: Mapping[str, Each],
+        order: Sequence[int],
+        comm: Comm,
+        options: RuntimeOptions,
+        root: nn.Module,
     ) -> None:
         """order: the rank that each device of the plan is."""
         self.graph, self.boxes, self.comm, self.options = network.graph, boxes, comm, options
         self.shardings = self._shardings(order)
-        self.tree = Tree(network)
-        self.extra: dict[str, Tensor] = {}
+        self.tree = Tree(network, root)
         self._keys = dict(network.keys)
-        self.types = _types(network)
+        self.types = types_of(network)
         self._batches = _batches(network)
         self._fill(network)
 
@@ -93,8 +96,8 @@ class State:
         return shardings(self.boxes, shapes, order, self.comm)
 
     def _fill(self, network: Network) -> None:
-        """Creates the boxes. The network's own values are not held."""
-        users = drawn_as(self.graph)
+        """Creates the boxes, then puts them into the model. The network's own values are not held."""
+        users, values = drawn_as(self.graph), dict[str, Tensor]()
         for layer in self.graph.layers:
             for name, own in layer.own_parameters():
                 box, p = self.boxes[name][self.comm.rank], users.get(name, own)
@@ -105,14 +108,23 @@ class State:
                 value = value.to(self.options.device)
                 if name in self.shardings:
                     value = self.shardings[name].wrap(value)
-                self.tree.place(name, value, nn.Parameter if p.trainable else None, frozen=name in layer.frozen)
+                frozen = name in layer.frozen
+                if self.tree.is_parameter(name, otherwise=p.trainable or frozen):
+                    value = nn.Parameter(value, requires_grad=p.trainable and not frozen)
+                values[name] = value
+        extra = dict[str, Tensor]()
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
                 stored = network.value(name)
                 if isinstance(stored, Tensor):
-                    value = torch.zeros(stored.shape, dtype=stored.dtype) if stored.is_meta else stored.detach().clone()
-                    self.extra[key] = value.cpu()
-        self.tree.complete(self._keys, self.extra)
+                    value = torch.zeros(stored.shape, dtype=stored.dtype) if stored.is_meta else stored.detach()
+                    extra[key] = value.to(self.options.device)
+        self.tree.place(values, extra)
+
+    @property
+    def extra(self) -> dict[str, Tensor]:
+        """Returns what the network does not compute with (counters), full, on every rank, by the model's names."""
+        return self.tree.extra()
 
     def count(self) -> None:
         """Counts a training step more."""
@@ -173,7 +185,7 @@ class State:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
-        full = {**{key: value.clone() for key, value in self.extra.items()}, **self.full_tensors()}
+        full = {**{key: value.cpu().clone() for key, value in self.extra.items()}, **self.full_tensors()}
         return {key: full[name if name in self.boxes else key] for key, name in self._keys.items()}
 
     def full_tensors(self) -> dict[str, Tensor]:
@@ -195,20 +207,6 @@ class State:
         if name not in self.types:
             return self.options.dtype
         return self.options.element_type(self.types[name], self.graph)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns tensors by the model's names, as the model's own does; what ranks have shards of are DTensors.
-
-        On ranks that are no processes these are this rank's boxes.
-        """
-        every = {
-            name: like(t, local_tensor(t)) if is_dtensor(t) else local_tensor(t).detach()
-            for name, t in self.tree.tensors().items()
-            if name in self.shardings or self.boxes[name][self.comm.rank] is not None
-        }
-        names = self._keys | {name: name for name in every if name not in self._keys.values()}
-        tensors = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
-        return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
         """Loads full tensors or DTensors; returns names that are missing, and names that the model has not.
@@ -260,17 +258,6 @@ class State:
                     f"{key!r} is on some ranks only, and not those of the plan: give full_state_dict()"
                 )
         return value if shard is None or shard.full else value[shard.box.slices()]
-
-
-def _types(network: Network) -> dict[str, str]:
-    """Returns the element types of the values that the network comes with, by name."""
-    types: dict[str, str] = {}
-    for layer in network.graph.layers:
-        for name, _ in layer.own_parameters():
-            value = network.value(name)
-            if value is not None:
-                types[name] = dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype)
-    return types
 
 
 def _batches(network: Network) -> Counter[str]:

@@ -1,7 +1,4 @@
-"""Tree: a rank's parameters and buffers in modules of the model's names, classes and plain attributes.
-
-A loop looks through it as through the model: which modules are layer norms, how wide they are, which parameters they
-have. The layers are computed elsewhere: no module of the tree computes, and it has no tensor but this rank's.
+"""Tree: the places where a model has a network's parameters and buffers, of which each rank puts its own there.
 
 `without_memory` is the network itself, once each rank has its part of the parameters.
 """
@@ -10,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -23,49 +22,50 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.ops.nn.norm import BatchNorm
-from layerwise.run.guards.original import UnreadParameter
 from layerwise.run.guards.refusals import REFUSED
+from layerwise.run.guards.replaced import UnreadParameter, replace_parameter
+from layerwise.tensorfile import dtype_name
 
-Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters`, `_buffers` or attributes, and a key
+Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters` or `_buffers`, and a key
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by dimensions of the input
 FRESH = frozenset(vars(nn.Module()))  # what every module has
 
 
 class Names(nn.Module):
-    """A module of which nothing but the name is known."""
+    """A module of which nothing but the name is known: a file's network, and what is in it."""
+
+    def forward(self, *inputs: Any) -> Any:
+        """It has layers alone."""
+        raise NotImplementedError
 
 
 class Tree:
-    """A rank's tensors in stand-ins of the model's modules. root: the model's; attributes: its plain ones."""
+    """The places of a network's tensors in the model, `root`, by their names in the graph: tied ones have several."""
 
-    def __init__(self, network: Network) -> None:
-        self._open = list[Slot]()  # what the model has, and is not placed here yet
-        self._slots = dict[str, Slot]()  # of the tensors that layers compute with, by their names in the graph
-        self._aliases = list[tuple[Slot, str]]()
-        model = Names() if network.module is None else network.module
-        self._trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        stand_ins = {id(m): self._stand_in(m, path, network.written) for path, m in model.named_modules()}
-        for module in model.modules():
-            for name, child in module._modules.items():
-                stand_ins[id(module)]._modules[name] = None if child is None else stand_ins[id(child)]
-        self.root, self.attributes = stand_ins[id(model)], _plain(model, "", network.written)
-        if network.module is None:
+    def __init__(self, network: Network, root: nn.Module) -> None:
+        self._root = weakref.ref(root)
+        self._of_file = network.module is None
+        self._names = list[str]()  # of what layers compute with
+        self._extra = list[str]()  # of the other tensors
+        self._own = dict[str, Tensor]()  # what the model's forward pass makes, for which it has no place
+        self._replaced = list[tuple[object, nn.Parameter]]()  # what was in a slot, and is now
+        if self._of_file:
             self._add_norms(network.graph)
+        by_tensor: dict[int, list[Slot]] = {}
+        for module in root.modules():
+            for slots in (module._parameters, module._buffers):
+                for key, tensor in slots.items():
+                    if tensor is not None:
+                        by_tensor.setdefault(id(tensor), []).append((slots, key))
+        every = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+        self._slots = {name: by_tensor[id(tensor)] for name, tensor in every}
 
-    def _stand_in(self, module: nn.Module, path: str, written: Set[str]) -> nn.Module:
-        """Returns a module of the same class, without its tensors and modules.
-
-        Of the very class, and not of one derived from it: where a loop asks `type(m) is nn.Linear`, as PyTorch's own
-        page of `apply` does, parameters would go into other groups, or have other initial values, without a word.
-        """
-        stand_in: nn.Module = object.__new__(type(module))
-        stand_in.__dict__.update({**vars(nn.Module()), **_plain(module, path, written), **REFUSED})
-        stand_in.__dict__["training"] = module.training
-        for slots, tensors in ((stand_in._parameters, module._parameters), (stand_in._buffers, module._buffers)):
-            slots.update(dict.fromkeys(tensors))  # in their order
-            self._open += [(slots, key) for key, tensor in tensors.items() if tensor is not None]
-        stand_in._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        return stand_in
+    @property
+    def root(self) -> nn.Module:
+        """Returns the model."""
+        root = self._root()
+        assert root is not None
+        return root
 
     def _add_norms(self, graph: LayerGraph) -> None:
         """Adds the batch norms of a network read from a file, for a loop that looks for them."""
@@ -76,48 +76,69 @@ class Tree:
                     shape = stage.space.out.shape
                     kind: Any = NORMS[len(shape)]
                     norm = kind(shape[1], stage.op.eps, stage.op.momentum, stage.op.affine, device="meta")
+                    norm.num_batches_tracked = torch.zeros((), dtype=torch.int64)
                     parent, last = self._at(paths.pop())
-                    parent._modules[last] = self._stand_in(norm, "", frozenset())
-                    parent._modules[last].__dict__["num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
+                    parent._modules[last] = norm
 
-    def place(self, name: str, value: Tensor, kind: type[nn.Parameter] | None, *, frozen: bool) -> None:
-        """Puts a tensor where its dotted name says. kind: of a parameter; None for a buffer."""
-        module, last = self._at(name)
-        trained = kind is not None or frozen
-        slots: dict[str, Any] = module._parameters if trained else module._buffers
-        slots[last] = (kind or nn.Parameter)(value, requires_grad=not frozen) if trained else value
-        self._slots[name] = slots, last
+    def place(self, values: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> None:
+        """Puts this rank's tensors where the model has those of these names.
 
-    def complete(self, keys: Mapping[str, str], extra: Mapping[str, Tensor]) -> None:
-        """Completes the tree, once all are placed. keys: the model's further names. extra: what has a name and no slot.
-
-        So the model's names can be followed, as torch.distributed.checkpoint does.
+        extra: what layers do not compute with. The model's own stay there.
         """
-        for key, name in keys.items():
-            if name in self._slots and key not in self._slots:
-                module, last = self._at(key)
-                tensor = self.tensors()[name]
-                slots: dict[str, Any] = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
-                self._aliases.append(((slots, last), name))
-        self._alias()
-        for slots, key in self._open:
-            if slots.get(key, self) is None:
-                del slots[key]
-        self._open.clear()
-        for key, tensor in extra.items():
-            module, last = self._at(key)
-            if last not in module._parameters and last not in module._buffers:
-                module.__dict__[last] = UnreadParameter.of(tensor) if key in self._trained else tensor
+        self._names, self._extra = list(values), list(extra)
+        for name, value in {**values, **extra}.items():
+            if self._of_file and name not in self._slots:
+                module, last = self._at(name)
+                slots: dict[str, Any] = module._parameters if isinstance(value, nn.Parameter) else module._buffers
+                self._slots[name] = [(slots, last)]
+            if name not in self._slots:
+                self._own[name] = value
+            for slots, key in self._slots.get(name, ()):
+                before: Any = slots.get(key)
+                if name in extra:
+                    if before is None or before.is_meta or before.data_ptr() != value.data_ptr():
+                        value = value.clone()
+                        a_parameter = isinstance(before, nn.Parameter)
+                        slots[key] = nn.Parameter(value, requires_grad=before.requires_grad) if a_parameter else value
+                    continue
+                if isinstance(value, nn.Parameter) and isinstance(before, nn.Parameter):  # what the loop has told it
+                    value.__dict__.update(before.__dict__)
+                    value._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
+                    self._replaced.append((before, value))
+                slots[key] = value
 
-    def _alias(self) -> None:
-        for (slots, key), name in self._aliases:
-            held, last = self._slots[name]
-            slots[key] = held[last]
+    def keep(self) -> None:
+        """Has any use of the parameters of before raise, and of those that the forward pass does not read."""
+        for before, now in self._replaced:
+            replace_parameter(before, now)
+        self._replaced.clear()
+        for p in self._at_slots(self._extra).values():
+            if type(p) is nn.Parameter and p.requires_grad:
+                p.__class__ = UnreadParameter
+
+    def let_go(self) -> None:
+        """Makes parameters that the forward pass does not read what they were."""
+        for p in self._at_slots(self._extra).values():
+            if isinstance(p, UnreadParameter):
+                p.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def is_parameter(self, name: str, *, otherwise: bool) -> bool:
+        """True if the model has it as a parameter."""
+        at = self._slots.get(name)
+        return isinstance(at[0][0][at[0][1]], nn.Parameter) if at and not self._of_file else otherwise
+
+    def _at_slots(self, names: list[str]) -> dict[str, Any]:
+        first = {name: at[0] for name in names if (at := self._slots.get(name))}
+        return {name: slots.get(key) for name, (slots, key) in first.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns them by their names in the graph: parameters, then buffers."""
-        tensors: dict[str, Any] = {name: slots.get(key) for name, (slots, key) in self._slots.items()}
+        """Returns what layers compute with, by the names in the graph: parameters, then buffers."""
+        tensors = self._own | self._at_slots(self._names)
         return dict(sorted(tensors.items(), key=lambda row: not isinstance(row[1], nn.Parameter)))
+
+    def extra(self) -> dict[str, Tensor]:
+        """Returns the other tensors, by the model's names."""
+        return {name: tensor.detach() for name, tensor in self._at_slots(self._extra).items()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns those of the tensors that are parameters."""
@@ -126,15 +147,16 @@ class Tree:
     def fill(self, values: Mapping[str, Any]) -> None:
         """Puts others into the places of the tensors of these names."""
         for name, value in values.items():
-            slots, key = self._slots[name]
-            slots[key] = value
-        self._alias()
+            if name in self._own:
+                self._own[name] = value
+            for slots, key in self._slots.get(name, ()):
+                slots[key] = value
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Calls `fn` on all tensors, as nn.Module's `to` and the like do."""
         for module in self.root.modules():
             nn.Module._apply(module, fn, recurse=False)  # type: ignore[no-untyped-call]
-        self._alias()
+        self._own = {name: fn(tensor) for name, tensor in self._own.items()}
 
     def _at(self, name: str) -> tuple[nn.Module, str]:
         """Returns the module that a dotted name leads to, made where there is none, and the name there."""
@@ -142,39 +164,81 @@ class Tree:
         for part in path:
             child = module._modules.get(part)
             if child is None:
-                child = module._modules[part] = self._stand_in(Names(), "", frozenset())
+                child = module._modules[part] = Names()
             module = child
         return module, last
 
 
-def _plain(module: nn.Module, path: str, written: Set[str]) -> dict[str, Any]:
-    """Returns a module's attributes that have no tensor and no module in them, and that no call of the model sets."""
-    lost = {name for name in vars(module) if (f"{path}.{name}" if path else name) in written}
-    attributes = {name: value for name, value in vars(module).items() if name not in FRESH | lost}
-    return {name: v for name, v in attributes.items() if not any(_belongs(x) for x in pytree.tree_leaves(v))}
+class Before:
+    """What a model has, to be put back where making it parallel fails."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._kind = model, type(model)
+        slots = (d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules))
+        self._slots = [(d, dict(d)) for d in slots]
+        self._parameters = [(p, p.data, p._post_accumulate_grad_hooks) for p in model.parameters()]
+
+    def put_back(self) -> None:
+        """Makes the model what it was."""
+        self._model.__class__ = self._kind
+        for slots, before in self._slots:
+            slots.clear()
+            slots.update(before)
+        for p, data, hooks in self._parameters:
+            p.data, p._post_accumulate_grad_hooks = data, hooks
 
 
-def _belongs(leaf: object) -> bool:
-    while isinstance(leaf, partial):
-        leaf = leaf.func
-    return isinstance(getattr(leaf, "__self__", leaf), Tensor | nn.Module)
+def refuse_calls(root: nn.Module, written: Set[str] = frozenset()) -> None:
+    """Has the layers refuse what they cannot do: be called, have hooks; what a forward pass keeps of a call goes."""
+    for path in written:
+        module, _, name = path.rpartition(".")
+        if name not in FRESH:
+            root.get_submodule(module).__dict__.pop(name, None)
+    for part in root.modules():
+        if part is not root:
+            part.__dict__.update({**REFUSED, "apply": partial(_apply_to, weakref.ref(root), weakref.ref(part))})
+
+
+def _apply_to(root: weakref.ref[Any], part: weakref.ref[Any], fn: Callable[[nn.Module], object]) -> nn.Module:
+    """Returns a part of a model, after its `apply`."""
+    module: Any = part()
+    root()._layerwise.apply(partial(type(module).apply, module), fn)  # type: ignore[union-attr]
+    return module  # type: ignore[no-any-return]
+
+
+def allow_calls(root: nn.Module) -> None:
+    """Makes the layers as they were."""
+    for module in root.modules():
+        for name in (*REFUSED, "apply"):
+            mine = module.__dict__.get(name)
+            if mine is not None and (mine is REFUSED.get(name) or isinstance(mine, partial)):
+                del module.__dict__[name]
 
 
 MUCH = 2**24  # bytes of parameters: for less, a collection (some tenth of a second) does not pay
 
 
-def without_memory(network: Network, types: Mapping[str, str], extra: Mapping[str, Tensor]) -> Network:
+def types_of(network: Network) -> dict[str, str]:
+    """Returns the element types of the values that the network comes with, by name."""
+    types: dict[str, str] = {}
+    for layer in network.graph.layers:
+        for name, _ in layer.own_parameters():
+            value = network.value(name)
+            if value is not None:
+                types[name] = dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype)
+    return types
+
+
+def without_memory(network: Network) -> Network:
     """Returns the network, to be made parallel once more: parameters are read as meta tensors, constants as before.
 
-    types: of what has values, by names in the graph. extra: what the network does not compute with. A module that
-    cannot be copied stays as it is, with its memory.
+    A module that cannot be copied is not traced again.
     """
-    module = None if network.module is None else skeleton(network.module)
-    if network.module is not None and module is None:
-        return network
-    stored: dict[str, Callable[[], object]] = {
-        network.keys.get(key, key): _reads(t.to("meta")) for key, t in extra.items()
-    }
+    module, types = None if network.module is None else skeleton(network.module), types_of(network)
+    stored: dict[str, Callable[[], object]] = {}
+    for name in set(network.keys.values()) - {name for x in network.graph.layers for name, _ in x.own_parameters()}:
+        if isinstance(value := network.value(name), Tensor):
+            stored[name] = _reads(value.detach().to("meta"))
     for layer in network.graph.layers:
         if layer.role is Role.CONSTANT:
             name = layer.name if layer.name in network.stored else layer.name.partition(":")[0]
@@ -198,9 +262,9 @@ def collect(module: nn.Module | None) -> None:
         gc.collect()
 
 
-def skeleton(module: nn.Module) -> nn.Module | None:
+def skeleton(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module | None:
     """Returns a copy to be traced, whose parameters have no memory. None where a module cannot be copied."""
-    memo: dict[int, object] = {}
+    memo = {} if memo is None else memo
     for p in module.parameters():
         empty = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
         memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)

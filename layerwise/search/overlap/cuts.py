@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layerwise.config import distinct_cells
+from layerwise.cost.additive import Choice, Costs
 from layerwise.cost.collectives import GroupShape, least_rate
 from layerwise.cost.model import CostModel, EdgeName
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS, Collective, gradients_of, shares_of
@@ -26,8 +27,7 @@ from layerwise.machine.curves import Operation
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import begun_before
 from layerwise.partition.buckets import BUCKET_BYTES
-from layerwise.search.limit.additive import Choice, Costs
-from layerwise.search.limit.variants import Variants
+from layerwise.search.priced.variants import Variants
 
 
 class _Point(NamedTuple):
@@ -196,7 +196,7 @@ class Cuts:
         """(groups, R) seconds a byte that sums after each point take at least."""
         if (operation, groups) not in self._known_rates:
             sizes, which = np.unique(self._later_bytes, return_inverse=True)
-            devices, method = self.model.devices, self.model.options.sync
+            devices, method = self.model.devices, self.model.options.sync_method
             rates = [[least_rate(size, g, devices, operation, method) for size in sizes.tolist()] for g in groups]
             self._known_rates[operation, groups] = np.array(rates)[:, which]
         return self._known_rates[operation, groups]

@@ -1,6 +1,6 @@
 """The best step with overlap: a lower bound of all strategies, and moves from the best that are in hand.
 
-The least of the largest row is a matrix game, as that of memory is (`limit.multipliers.least_rows`): a mixture of rows
+The least of the largest row is a matrix game, as that of memory is (`priced.prices.least_rows`): a mixture of rows
 is additive, elimination minimises it, and no simulated step is below that. What the bound leaves of each layer is what
 moves choose from: of one layer, of a run of layers that are split alike, and of two neighbours. A move is simulated
 only where the largest row after it is below the best step, and those of the least row are simulated first.
@@ -16,14 +16,14 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from layerwise.cost.additive import Choice, Costs
 from layerwise.cost.model import CostModel, EdgeName
 from layerwise.cost.transfer import telling_devices
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.limit.additive import Choice, Costs, Problem, by_elimination, by_messages
-from layerwise.search.limit.multipliers import least_rows
-from layerwise.search.limit.rest import possible
-from layerwise.search.limit.variants import Strategy, Variants
 from layerwise.search.overlap.cuts import Cuts
+from layerwise.search.priced.additive import Problem, by_elimination, by_messages, possible
+from layerwise.search.priced.prices import least_rows
+from layerwise.search.priced.variants import Strategy, Variants
 from layerwise.search.solve.eliminate import sums_of
 
 Effort = Literal["quick", "normal", "thorough"]
@@ -183,7 +183,7 @@ def overlapped(
     upper = step_s(known[0])
     rough = _problem(Cuts(model, space), step_s)
     game = least_rows(rough, by_messages, rounds=ROUGH)
-    keep = possible(rough, game.mixed(upper))
+    keep = possible(rough.base, game.mixed(upper))
     for choice in map(space.choice, known):
         for name, variant in choice.items():
             keep[name][variant] = True
@@ -194,7 +194,7 @@ def overlapped(
     sums = sums_of({name: len(base) for name, base in small.bases.items()}, (edge[:2] for edge in model.graph.edges()))
     minimise = by_elimination(memory_bytes) if sums <= WORK else by_messages
     game = least_rows(_problem(cuts, step_s), minimise)
-    polish = Polish(cuts, game.mixed(upper)[0].costs, step_s, fits, effort)
+    polish = Polish(cuts, game.mixed(upper)[0][0], step_s, fits, effort)
     met = game.lightest(MET if SIMULATIONS[effort] else 0)
     starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
     ends = dict[float, Choice]()

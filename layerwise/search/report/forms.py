@@ -19,7 +19,7 @@ from layerwise.plan import Plan
 from layerwise.quantities import units
 from layerwise.report.content import Column, Table, Value, filled
 from layerwise.search.find import candidate
-from layerwise.search.limit.variants import OFFERS, Forms
+from layerwise.search.priced.variants import OFFERS, Forms
 from layerwise.search.report.found import costs_json
 from layerwise.search.report.sentences import faster, price_line
 from layerwise.search.report.tables import COSTS, memory, short, written

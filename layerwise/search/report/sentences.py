@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from layerwise.config import Config
-from layerwise.cost.price import basis, describe, warnings
+from layerwise.cost.price import basis, describe, feeding_lines, sync_lines, warnings
 from layerwise.quantities import units
 from layerwise.search.remedies import Remedy
 from layerwise.search.result import Candidate, SearchResult, timeline_s
@@ -25,8 +25,9 @@ def conclusion(result: SearchResult) -> Iterator[str]:
     else:
         gap = result.additive.price.step_time_s / optimum.lower_bound_s - 1
         yield (
-            f"NOT proven optimal: found {cost}, lower bound {units(optimum.lower_bound_s, 's')}, gap {gap:.1%} "
-            f"(K = {optimum.final_nodes}; more --search-memory may close it)."
+            f"NOT proven optimal: found {cost}, lower bound{limited and ' of all'}{limited} "
+            f"{units(optimum.lower_bound_s, 's')}, gap {gap:.1%} (K = {optimum.final_nodes}"
+            f"{'' if limited else '; more --search-memory may close it'})."
         )
     data = result.baselines["data"]
     slower = best.timeline.total_s / data.timeline.total_s
@@ -66,6 +67,8 @@ def verdict(result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]
     yield from conclusion(result)
     yield from reserve_lines(result)
     yield from whole_lines(best)
+    yield from feeding_lines(model)
+    yield from sync_lines(model)
     yield describe(model, basis(model, best.price))
     yield from warnings(model)
     statistics = sum(p.seconds["statistics"] for p in data.price.layers.values()) / data.price.step_time_s
@@ -181,10 +184,10 @@ def nothing_fits(result: SearchResult, tried: Sequence[Remedy] = ()) -> str:
     if least.proven or need == bound:
         text += f"every plan needs at least {bound} (proven)"
     else:
-        text += f"the least that one needs is {need}, and no plan needs less than {bound} (proven)"
+        text += f"the least that was found needs {need}, and no plan needs less than {bound} (proven)"
     fitting = [f"{remedy.what} ({units(remedy.bytes, 'B')})" for remedy in tried if remedy.fits]
     if fitting:
-        return f"{text}. One would fit with {' or with '.join(fitting)}"
+        return f"{text}. The cheapest change with which one would fit: {fitting[0]}"
     if tried:
         closest = min(tried, key=lambda remedy: remedy.bytes)
         return f"{text}. Nothing that was tried makes one fit; {closest.what} would need {units(closest.bytes, 'B')}"

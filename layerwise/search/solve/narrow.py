@@ -96,7 +96,7 @@ def rough_tables(model: CostModel, configs: Configs, progress: Progress | None) 
     devices that it waits for are watched too, until it is not.
     """
     watched = telling_devices(model.devices)
-    if model.options.link_model != "port" or 2 * len(watched) > model.devices.count:
+    if model.options.link_model == "sum" or 2 * len(watched) > model.devices.count:
         return model.tables(configs, progress)
     rough = model.tables(configs, progress, watched)
     for _ in range(ROUNDS):

@@ -16,8 +16,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import LinkLevel, Profile, load
 from layerwise.oracle.names import STRATEGIES
+from layerwise.oracle.phases import Phases, Projection
 from layerwise.oracle.strategies import Shape, Wishes, gather_layer
-from layerwise.oracle.tables import Phases, Projection
 from tests.examples import examples
 
 TIMES = [f.name for f in fields(Phases) if f.name.endswith("_s")]

@@ -18,9 +18,9 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import LinkLevel, Profile, load
+from layerwise.oracle.phases import Phases, price_plan
 from layerwise.oracle.question import Oracle, Question
 from layerwise.oracle.strategies import Wishes, strategy
-from layerwise.oracle.tables import Phases, price_plan
 from tests.examples import examples
 
 ALONE = [f.name for f in fields(Phases) if f.name.endswith("_s") and f.name not in ("gather_s", "reduce_s")]

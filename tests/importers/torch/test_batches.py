@@ -35,7 +35,6 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "roll": lambda x: x.roll(1, 0),
 }
 RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda x: x - x.mean(0, keepdim=True),
     "view": lambda x: x.view(x.shape[0], 3, 2).relu().reshape(x.shape[0], -1),
     "expand": lambda x: x + torch.ones(1, 6).expand(x.shape[0], -1),
     "roll of features": lambda x: x.roll(1, 1),

@@ -51,6 +51,20 @@ def test_unknown_operators_say_what_to_do() -> None:
         from_torch(computed, (torch.randn(4, 3, 8, 8), torch.randn(4, 3, 3, 3)))
 
 
+class OwnDraws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(4, generator=self.draws)
+
+
+def test_a_generator_in_the_forward_pass_is_called_one() -> None:
+    with pytest.raises(LayerwiseError, match=r"draws from a torch.Generator, .*: leave generator= out, and seed by"):
+        from_torch(OwnDraws(), (torch.randn(2, 4),))
+
+
 def test_outputs_that_are_not_made() -> None:
     """The mask of a dropout is no part of a layer; nobody may use it."""
     x = torch.randn(4, 3, 8, 8)

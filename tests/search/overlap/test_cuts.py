@@ -22,9 +22,9 @@ from layerwise.partition.buckets import CAPS
 from layerwise.program import StepKind
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search
-from layerwise.search.limit.variants import OFFERS, Forms, Variants
 from layerwise.search.overlap.cuts import Cuts
 from layerwise.search.overlap.polish import EFFORTS, overlapped
+from layerwise.search.priced.variants import OFFERS, Forms, Variants
 from tests.cost import networks
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual

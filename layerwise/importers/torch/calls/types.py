@@ -13,7 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.mixed import made_by
 from layerwise.graph.types import autocast_within
-from layerwise.importers.place import Placer
+from layerwise.importers.placer import Placer
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.importers.torch.calls.functional import overwritten
 from layerwise.importers.torch.ops.table import PROMOTING, base_name

@@ -14,11 +14,13 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.reached import unchanged
 
 Numbers = Mapping[tuple[str, str], object]  # attributes that are numbers, or lists or dicts of such, by module and name
 
@@ -104,6 +106,22 @@ def hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
 
 
+@contextmanager
+def noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
+    """Notes what each module inside returns, the first tensor of it, by its path."""
+
+    def note(path: str, _: nn.Module, inputs: object, output: object) -> None:
+        first = next((x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)), None)
+        if first is not None:
+            seen.setdefault(path, first.detach())
+
+    with ExitStack() as stack:
+        for path, module in hookable(model):
+            if path:
+                stack.callback(module.register_forward_hook(partial(note, path)).remove)
+        yield
+
+
 _NOTED = {Tensor.register_hook: "registers a hook of a gradient", torch.autograd.grad: "calls torch.autograd.grad"}
 
 
@@ -153,53 +171,33 @@ def put_back(model: nn.Module, known: Numbers) -> None:
 
 
 @contextmanager
-def same_containers(model: nn.Module) -> Iterator[None]:
-    """Within it lists and dicts that modules have may be written to or replaced: afterwards they are as before.
-
-    torch.export puts copies in their places, and modules that share one, as MONAI's DynUNet, share it no more.
-    """
-    held = [
-        (vars(m), name, value, copy.copy(value))
-        for _, m in hookable(model)
-        for name, value in vars(m).items()
-        if type(value) in (list, dict) and name not in _OF_MODULES
-    ]
-    try:
-        yield
-    finally:
-        for attributes, name, value, before in held:
-            attributes[name] = value
-            value.clear()
-            (value.update if isinstance(value, dict) else value.extend)(before)
-
-
-@contextmanager
 def as_it_was(module: nn.Module) -> Iterator[None]:
-    """Within it the module may be called: attributes, buffers and random numbers are those of before afterwards."""
-    modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    attributes: list[dict[str, Any]] = [dict(vars(m)) for m in modules]
-    registered: list[tuple[dict[str, Any], ...]]
-    registered = [(dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    devices = sorted({t.device.index for t in (*module.parameters(), *module.buffers()) if t.device.type == "cuda"})
-    python, numpy, counted = random.getstate(), np.random.get_state(), numbers(module)
+    """Within it the module may be called: what it reaches, its tensors, random numbers are as before afterwards."""
+    tensors = [(x, x.detach().clone()) for x in _tensors(module) if not x.is_meta and type(x) is not FakeTensor]
+    devices = sorted({x.device.index for x, _ in tensors if x.device.type == "cuda"})
+    python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices), same_containers(module):
+        with torch.random.fork_rng(devices), unchanged(module):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        for m, known, own in zip(modules, attributes, registered, strict=True):
-            m.__dict__.clear()
-            m.__dict__.update(known)
-            tables: tuple[dict[str, Any], ...] = (m._parameters, m._buffers, m._modules)
-            for now, before in zip(tables, own, strict=True):
-                now.clear()
-                now.update(before)
-        put_back(module, counted)
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for x, before in tensors:
+                if not torch.equal(x.detach(), before) and not _both_nan(x, before):
+                    x.copy_(before)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """The parameters, buffers and attributes of a module, each once."""
+    attributes = (x for m in module.modules() for x in pytree.tree_leaves(list(vars(m).values())))
+    every = (*module.parameters(), *module.buffers(), *(x for x in attributes if isinstance(x, Tensor)))
+    return list({id(x): x for x in every}.values())
+
+
+def _both_nan(x: Tensor, y: Tensor) -> bool:
+    """Whether they are equal where they are numbers, and none where the other is none."""
+    return bool(torch.equal(x.isnan(), y.isnan()) and torch.equal(x.detach().nan_to_num(), y.nan_to_num()))
 
 
 def changed(before: Numbers, after: Numbers) -> tuple[str, ...]:

@@ -7,15 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
-from layerwise.importers.load import network_of
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import case, check_equal, random_plan, train
-from tests.run.small_modules import plan_of
 
 
 def normed() -> nn.Module:
@@ -71,32 +67,6 @@ class Positions(nn.Module):
         order = torch.argmax(x, 1, keepdim=True).expand(-1, 3, -1)
         picked = torch.take_along_dim(y, order[:, :2], 1) + y.gather(1, order[:, :2])
         return self.out(picked.repeat_interleave(2, 1).mean(1))
-
-
-class Pairs(nn.Module):
-    """Similarities of all pairs of samples, as CLIP's logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 6), nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) @ self.right(x).t()
-
-
-def test_similarities_of_all_samples_are_those_of_one_device() -> None:
-    """Also where samples are split only: each rank has those of its samples to all."""
-    torch.manual_seed(0)
-    network = network_of(Pairs().double(), (torch.randn(3, 8).double(),), 4, "pairs")
-    x = torch.randn(4, 8).double()
-    assert network.module is not None
-    wanted = network.module(x).detach()
-
-    def rank(comm: Comm) -> None:
-        module = load(plan_of(network, 2), network, comm=comm, dtype=torch.float64)
-        torch.testing.assert_close(module(x[module.share()]).detach(), wanted[module.share()])
-
-    run_threads(2, rank)
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -1,0 +1,175 @@
+"""layerwise fits MODEL --gpu a100-80: will it fit, on how many, how large a batch; `layerwise.memory` for a module."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Literal
+
+from layerwise.arguments import Count, checked
+from layerwise.cli import (
+    Parser,
+    check_files,
+    command,
+    count,
+    counts,
+    dtype_argument,
+    optimizer_argument,
+    output_arguments,
+    present,
+    profile_arguments,
+    run_main,
+    search_space,
+    settle_machine,
+    shape,
+    space_arguments,
+)
+from layerwise.cost.model import CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import HELP, load_model, network_of
+from layerwise.importers.sizes import sizes_of_model, sizes_of_module
+from layerwise.importers.with_loss import LOSSES, model_with
+from layerwise.machine import DEFAULT, MAX_GPUS, load, precision
+from layerwise.quantities import parse_bytes
+from layerwise.search.fits import FitQuestion, Fits, fits
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EPILOG = """examples:
+  layerwise fits resnet50 --gpu t4 --optimizer adam
+      one T4, and up to as many as a node has
+  layerwise fits unet3d:256 --gpu a100-80 --gpus 1..64 --global-batch 2
+      how many GPUs two volumes need, and how large they may be
+  layerwise fits mypackage.nets:build --input-shape 3x512x512 --inference
+      a model of your own, for answers alone"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command's flags."""
+    p = Parser(
+        prog="layerwise fits",
+        description="Says whether a model fits: the memory of a step on one device and several, the\n"
+        "largest batch, and what recomputing or sharding would save. No GPU is needed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("model", metavar="MODEL", help=HELP)
+    p.add_argument("--loss", choices=list(LOSSES), help="behind a built-in network, as in layerwise search")
+    g = p.add_argument_group("machine")
+    g.add_argument("--gpus", type=counts, metavar="N", help="4; 1,2,4; or 1..64 (default: 1 to a node's)")
+    profile_arguments(g)
+    g.add_argument(
+        "--memory-limit", metavar="14GB", help="of a device (default: what it has, less what libraries take)"
+    )
+    g = p.add_argument_group("step")
+    g.add_argument("--global-batch", type=count, default=32, metavar="B", help="samples over all GPUs (default: 32)")
+    g.add_argument("--input-shape", type=shape, metavar="3x224x224", help="one sample, as in layerwise search")
+    optimizer_argument(g)
+    dtype_argument(g)
+    g.add_argument("--inference", action="store_true", help="the forward pass alone, nothing saved")
+    g.add_argument("--io", choices=["auto", "sample", "free", "boxes"], default="auto", help="as in layerwise search")
+    space_arguments(p.add_argument_group("plans"))
+    output_arguments(p.add_argument_group("output"))
+    return p
+
+
+@command(parser)
+def main(args: argparse.Namespace) -> None:
+    """Asks, and prints the answer."""
+    check_files({"--html": args.html})
+    settle_machine(args)
+    profile = load(args.profile)
+    profile.processor.peak(args.dtype)
+    node = args.gpus_per_node or profile.gpus_per_node
+    gpus = args.gpus or tuple(n for n in (1, 2, 4, 8, 16) if n <= node)
+    name, batch = model_with(args.model, args.loss), args.global_batch
+    args.gpus = max(gpus)  # for the space
+    present(
+        fits(
+            FitQuestion(
+                name,
+                fuse(load_model(name, batch, args.input_shape)),
+                profile,
+                gpus,
+                CostOptions(
+                    io=args.io,
+                    optimizer=args.optimizer,
+                    dtype=args.dtype,
+                    kind="inference" if args.inference else "training",
+                ),
+                _limit(args.profile, args.memory_limit),
+                sizes_of_model(name, batch, args.input_shape),
+                search_space(args, spread=False),
+            )
+        ).report(),
+        args,
+    )
+
+
+@checked
+def memory(
+    model: nn.Module,
+    inputs: object,
+    *,
+    gpu: str | os.PathLike[str] = DEFAULT,
+    gpus: Count = 1,
+    optimizer: Literal["sgd", "momentum", "adam"] = "sgd",
+    dtype: str = "float32",
+    inference: bool = False,
+    memory_limit: float | str | None = None,
+) -> Fits:
+    """Returns the memory that a step of a model takes on one device, and on several; no GPU is needed.
+
+    Args:
+        model: An nn.Module; it may be on the meta device.
+        inputs: What a step calls it with: a tensor, a tuple, or a dict of arguments by name. The first dimension is the
+            samples of all devices together.
+        gpu: A device of `layerwise machines`, a built-in profile, or a profile's file.
+        gpus: Devices; all powers of two up to it are looked at, too.
+        optimizer: For the memory of its state.
+        dtype: "float32", or "bf16" and "float16" for mixed precision.
+        inference: Of the forward pass alone, with nothing saved.
+        memory_limit: Bytes of a device, or a text such as "14GB". None: what it has, less what libraries take.
+
+    Returns:
+        The answer; printed, it is one screen. The largest sequence, image or cube is among it, where the model takes
+        another size than the example's: it is traced at some.
+
+    Raises:
+        LayerwiseError: The model cannot be traced, or there is no such device.
+
+    Examples:
+        >>> from torch import nn, randn
+        >>> answer = memory(nn.Linear(1024, 1024), randn(8, 1024), gpu="t4", optimizer="adam")
+        >>> answer.kinds["states"], answer.devices.fits.number
+        (8396800.0, 1)
+    """
+    from layerwise.importers.torch.read.arguments import call_of
+
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or not 1 <= gpus <= MAX_GPUS:
+        raise LayerwiseError(f"gpus={gpus!r} is not a whole number from 1 to {MAX_GPUS:,}")
+    if not isinstance(gpu, str | os.PathLike):
+        raise LayerwiseError(f"gpu={gpu!r} is no name of a machine: `layerwise machines` lists them")
+    positional, named = call_of(model, inputs)
+    network = network_of(model, positional, None, type(model).__name__, named)
+    profile = load(gpu)
+    profile.processor.peak(dtype)
+    options = CostOptions(optimizer=optimizer, dtype=precision(dtype), kind="inference" if inference else "training")
+    powers = {2**i for i in range(gpus.bit_length())} | {gpus}
+    limit = _limit(gpu, memory_limit)
+    sizes = sizes_of_module(model, (positional, named), None, type(model).__name__)
+    graph = fuse(network.graph)
+    return fits(FitQuestion(network.graph.name, graph, profile, tuple(sorted(powers)), options, limit, sizes))
+
+
+def _limit(profile: str | os.PathLike[str], memory_limit: float | str | None) -> float:
+    if memory_limit is not None:
+        return parse_bytes(memory_limit, "--memory-limit")
+    return load(profile).device_graph(1, 1).usable_bytes
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,51 @@
+"""Additive costs: a cost of a choice of one variant a layer that is a sum over layers and edges.
+
+A layer has V variants. Of these, some differ in what the layer costs by itself alone (as the states of its parameters
+do); tables of edges are over its B *bases*, what its neighbours can see of a variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.cost.model import EdgeName
+from layerwise.geometry.arrays import Floats, Ints
+
+Choice = dict[str, int]  # of each layer, the index of its variant
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """An additive cost of a choice: the sum of its entries. Seconds, or bytes at one instant."""
+
+    node: Mapping[str, Floats]  # (V_l,)
+    edge: Mapping[EdgeName, Floats]  # (B_u, B_v); what is missing is 0
+
+    def of(self, choice: Mapping[str, int], base: Mapping[str, Ints]) -> float:
+        """The cost of one choice."""
+        own = sum(float(cost[choice[name]]) for name, cost in self.node.items())
+        return own + sum(float(cost[base[u][choice[u]], base[v][choice[v]]]) for (u, v, _), cost in self.edge.items())
+
+    def beside(self, choice: Mapping[str, int], base: Mapping[str, Ints]) -> dict[str, Floats]:
+        """(V_l,) what each variant of a layer costs, with its edges, where all other layers are as in a choice."""
+        own = {name: cost.copy() for name, cost in self.node.items()}
+        for (u, v, _), cost in self.edge.items():
+            own[u] += cost[base[u], base[v][choice[v]]]
+            own[v] += cost[base[u][choice[u]], base[v]]
+        return own
+
+
+def weighted_sum(weights: Sequence[float], costs: Sequence[Costs]) -> Costs:
+    """The sum of costs over the same layers, each times its weight."""
+    node: dict[str, Floats] = {name: np.zeros(len(cost)) for name, cost in costs[0].node.items()}
+    edge: dict[EdgeName, Floats] = {}
+    for weight, cost in zip(weights, costs, strict=True):
+        if weight:
+            for name, own in cost.node.items():
+                node[name] = node[name] + weight * own
+            for pair, table in cost.edge.items():
+                edge[pair] = edge[pair] + weight * table if pair in edge else weight * table
+    return Costs(node, edge)

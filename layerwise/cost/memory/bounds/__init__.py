@@ -1,5 +1,0 @@
-"""Lower bounds of the memory of a step as sums over layers and edges, so that a search can bound it."""
-
-from layerwise.cost.memory.bounds.tables import MemoryBounds
-
-__all__ = ["MemoryBounds"]

@@ -1,0 +1,328 @@
+"""A PyTorch program, call by call, as a LayerGraph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+import numpy as np
+import torch
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer_graph import LayerGraph
+from layerwise.graph.samples import check_samples
+from layerwise.graph.types import effective
+from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
+from layerwise.importers.rows import Rows, before_merging
+from layerwise.importers.tensors import samples_along
+from layerwise.importers.torch.calls.constants import FILLED, Constants, Missing, constant_names, is_constant
+from layerwise.importers.torch.calls.functional import functional
+from layerwise.importers.torch.calls.torch_placer import TorchPlacer, input_spec, layer_names, shared_parameters
+from layerwise.importers.torch.calls.types import follows, typed
+from layerwise.importers.torch.calls.unknown import decomposed, torch_call, why_not
+from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
+from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, SHAPED_ONLY, base_name, row
+from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
+from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, Value, samples_in
+from layerwise.ops.tensor.pointwise import Unary
+from layerwise.ops.tensor.view import Reshape
+from layerwise.tensor import TensorSpec
+
+Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
+
+
+def build_graph(
+    program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None
+) -> tuple[LayerGraph, Stored]:
+    """The layers of a program, and the values that it comes with. `dims`: labels for each input."""
+    importer = _Importer(program, title, dims)
+    return importer.graph(), importer.stored()
+
+
+class _Importer:
+    def __init__(self, program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
+        self.program = program = functional(decomposed(program))
+        self.constants = Constants()
+        self.values: dict[str, Operand | Rows] = {}
+        self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
+        self.nothing: set[str] = set()  # tensors without elements
+        constant = constant_names(program)
+        layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
+        self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
+        self.used = set(program.used)
+        uses = Counter(ref.name for node in program.nodes for ref in node.operands)  # not all constants are folded
+        self.placer = placer = TorchPlacer(GraphBuilder(title), uses)
+        placer.builder.traced = program.device
+        placer.builder.parameters = {s.target for s in program.sources if s.kind == "parameter"}
+        inputs = [s for s in program.sources if s.kind == "input"]
+        if dims is not None and len(dims) != len(inputs):
+            raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
+        self.batch = samples_in(s.value.shape for s in inputs)
+        for i, source in enumerate(inputs):
+            spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
+            self.values[source.value.name] = placer.activation(placer.builder.input(source.target, spec))
+        shared = shared_parameters(program)
+        for source in program.sources:
+            value, target = source.value, source.target
+            if 0 in value.shape:
+                self.nothing.add(value.name)
+            if source.kind == "input" or 0 in value.shape:
+                continue
+            placer.shapes[target] = _spec(value)
+            if source.kind == "parameter":
+                self.values[value.name] = Operand("parameter", target, _spec(value))
+                if value.name in shared:
+                    labels = ("c", *(None,) * (len(value.shape) - 1))[: len(value.shape)]
+                    placer.sources[target] = placer.builder.tied(target, replace(_spec(value), dims=labels))
+            else:
+                self.constants.store(value.name, target, value.shape, source.read)
+                self.values[value.name] = Operand("constant", target, _spec(value), self.constants.value(value.name))
+
+    def stored(self) -> Stored:
+        """Parameters and buffers of the model, and constants that the forward pass makes."""
+        stored: dict[str, Callable[[], torch.Tensor | None]] = {}
+        for value in (*self.placer.standing.values(), *self.values.values()):
+            if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
+                array, dtype = value.value, getattr(torch, value.spec.dtype)
+                if value.spec.dims[:1] == ("n",) and (array == array[:1]).all():  # whatever batch was traced
+                    array = array[:1]
+                stored[value.name] = lambda array=array, dtype=dtype: torch.tensor(array, dtype=dtype)  # type: ignore[misc]
+                stored[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
+            elif isinstance(value, Operand) and value.role == "constant":
+                reason = self.constants.unknown.get(value.name.removesuffix(".not"))
+                stored |= dict.fromkeys((value.name, f"{value.name}.not"), Missing(reason)) if reason else {}
+        return stored | {s.target: s.read for s in self.program.sources if s.kind != "input"}
+
+    def graph(self) -> LayerGraph:
+        for node in self.program.nodes:
+            self.call(node)
+        returned = [ref for ref in dict.fromkeys(self.program.outputs) if self.known(ref) is not None]
+        fed = {self.operand(Ref(s.value.name)).name for s in self.program.sources if s.kind == "input"}
+        if {value.name for value in map(self.operand, returned) if value.activation} <= fed:
+            raise LayerwiseError(f"model {self.placer.builder.name!r} computes nothing from its inputs")
+        outputs: dict[str, None] = {}
+        for ref in returned:
+            value = self.operand(ref)
+            again = value.name in outputs and ref.name not in self.losses
+            if again or not value.activation:  # a view of what is returned, too; a constant; a parameter as it is
+                value = self.placer.place(Built(Unary("identity"), (value,)), f"{value.name}.output")
+            outputs[value.name] = None
+        graph = self.placer.builder.finish(list(outputs))
+        check_samples(graph)
+        return replace(graph, folded=frozenset(self.folded(graph)))
+
+    def folded(self, graph: LayerGraph) -> Iterator[str]:
+        """Yields the buffers of which constants are computed, or that no layer holds: their values are in the graph."""
+        held = {name for layer in graph.layers for name, _ in layer.own_parameters()}
+        every = {s.value.name: s.target for s in self.program.sources if s.kind == "buffer"}
+        buffers = {name: target for name, target in every.items() if not target.endswith("num_batches_tracked")}
+        for node in self.program.nodes:
+            if base_name(node.target) not in SHAPED_ONLY and not node.target.partition("::")[2].startswith(CHECKS):
+                computed = is_constant(node, lambda ref: self.role(ref) == "constant")
+                read = (buffers[ref.name] for ref in node.operands if ref.name in buffers)
+                yield from (name for name in read if computed or name not in held)
+
+    def call(self, node: Node) -> None:
+        """One call: a constant, a layer or several, or nothing."""
+        if node.target.partition("::")[2].startswith(CHECKS):
+            return
+        if is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node):
+            self.constant(node)
+        elif not self.merges_rows(node):
+            self.layer(node)
+
+    def layer(self, node: Node) -> None:
+        """A call that computes something."""
+        if all(v is None or 0 in v.shape for v in node.outputs):
+            self.nothing.update(v.name for v in node.outputs if v)
+            return
+        self.placer.builder.autocast = effective(node.autocast, self.program.device)
+        by_row = self.works_by_row(node)
+        given = {r.name: loss for r in node.operands if (loss := self.losses.get(r.name))}
+        reduction = follows(node, given, lambda ref: prod(self.shape(ref)))
+        if given and reduction is None:
+            raise LayerwiseError(
+                f"layer {self.names[node.name]!r} ({node.target}) computes with a loss; a mean over samples is taken "
+                "last, so inside a model losses can be scaled and added only: do it with what the model returns"
+            )
+        unused = all(v is None or v.name not in self.used for v in node.outputs)
+        if unused and row(node.target) is None:
+            return
+        builds = self.builds(node)
+        try:
+            bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
+            shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
+            outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
+            call = Call(node.target, self.names[node.name], bound, outputs, self.batch)
+            try:
+                result = typed(node, builds[0], call, self.placer)
+            except LayerwiseError:
+                if len(builds) == 1:
+                    raise
+                result = typed(node, builds[1], call, self.placer)
+        except LayerwiseError as error:
+            raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
+        results = result if isinstance(result, tuple) else (result,)
+        for value, made in zip(node.outputs, results, strict=False):
+            if made is None and value and value.name in self.used and not by_row:
+                made = self.beside(node, call, value.name)
+            if value is None or made is None or isinstance(made, tuple):
+                continue
+            operand = self.placer.place(made, self.names[node.name])
+            if not by_row and value.shape not in ((), operand.shape):  # a loss is a number a sample here
+                where = f"layer {self.names[node.name]!r} ({node.target})"
+                raise LayerwiseError(f"{where} gives {value.shape} in PyTorch, but {operand.shape} here")
+            self.values[value.name] = Rows(operand, value.shape) if by_row else operand
+            reduction = reduction or (made.op.loss if isinstance(made, Built) and not value.shape else None)
+            if reduction:
+                self.losses[value.name] = reduction
+
+    def constant(self, node: Node) -> None:
+        """A constant, with its value where that is cheap."""
+        self.constants.compute(node, self.names[node.name])
+        for value in node.outputs:
+            if value is not None and 0 not in value.shape:  # nothing is in the others, and nobody misses it
+                spec = _spec(value)
+                if self.by_sample(value) or self.filled_by_sample(node, value):
+                    spec = replace(spec, dims=("n", *spec.dims[1:]))
+                self.values[value.name] = Operand("constant", value.name, spec, self.constants.value(value.name))
+            elif value is not None:
+                self.nothing.add(value.name)
+
+    def by_sample(self, value: Value) -> bool:
+        """Whether a constant that the forward pass makes has a row a sample. (s, s) masks and (s,) positions do not."""
+        shape = value.shape
+        return len(shape) > 1 and shape[0] == self.batch and (len(shape) > 2 or shape[0] != shape[1])
+
+    def filled_by_sample(self, node: Node, value: Value) -> bool:
+        """Whether a constant is one number for every sample, as `torch.ones(x.shape[0])`, or computed of such.
+
+        Where it is but as long as the batch happens to be, another batch tells (see `importers.torch.batches`).
+        """
+        if value.shape != (self.batch,) or self.batch < 2:
+            return False
+        of_samples = any(isinstance(x := self.known(ref), Operand) and x.spec.dims == ("n",) for ref in node.operands)
+        return of_samples or base_name(node.target).removeprefix("new_").removesuffix("_like") in FILLED
+
+    def merges_samples(self, node: Node) -> bool:
+        """Whether a constant becomes a layer here, which follows the number of samples: one with a row a sample in
+        view(n * windows, ...), or one that is repeated for every sample, but not as the first dimension.
+        """
+        out, name = node.outputs[0], base_name(node.target)
+        if out is None or self.by_sample(out) or not node.operands:
+            return False
+        x = self.known(node.operands[0])
+        if not isinstance(x, Operand):
+            return False
+        if name in SHAPED:
+            return x.spec.index("n") is not None
+        if name not in REPEATING or x.spec.index("n") is not None or len(out.shape) < len(x.shape):
+            return False
+        own = (1,) * (len(out.shape) - len(x.shape)) + x.shape
+        if name in ("repeat", "tile") and own and own[0] > 1:
+            return self.batch > 1 and out.shape == (own[0] * self.batch, *own[1:])
+        return samples_along(own, out.shape, self.batch) is not None
+
+    def merges_rows(self, node: Node) -> bool:
+        """view(-1, c) of (n, s, c): nothing is done until somebody needs it so. Says whether it was that."""
+        if base_name(node.target) not in SHAPED or node.outputs[0] is None:
+            return False
+        x = self.values[next(iter(node.operands)).name]
+        out = node.outputs[0]
+        whole = x.whole if isinstance(x, Rows) else x
+        if isinstance(x, Rows) and len(out.shape) > 2:  # merged rows would have one label for two dimensions
+            same = out.shape == whole.shape
+            made = whole if same else self.placer.place(Built(Reshape(out.shape), (whole,)), self.names[node.name])
+            self.values[out.name] = made
+            return True
+        if len(out.shape) != 2 or len(whole.shape) < 3 or not whole.activation:
+            return False
+        shape = before_merging(whole.shape, *out.shape)
+        if shape is None:
+            return False
+        if shape != whole.shape:
+            whole = self.placer.place(Built(Reshape(shape), (whole,)), self.names[node.name])
+        self.values[out.name] = Rows(whole, out.shape)
+        return True
+
+    def works_by_row(self, node: Node) -> bool:
+        """Whether a call takes merged rows that need not be merged for it."""
+        rows = [r for r in node.operands if isinstance(self.known(r), Rows)]
+        if not rows or node.outputs[0] is None:
+            return False
+        if base_name(node.target) in ELEMENTWISE or base_name(node.target) in UNCHANGED:
+            return len(node.operands) == 1 and node.outputs[0].shape == self.shape(rows[0])
+        data = ROWWISE.get(node.target)
+        if data is None or node.arguments[data] != rows[0] or len(rows) > 1:
+            return False
+        return {self.role(r.name) for r in node.operands if r != rows[0]} == {"parameter"}
+
+    def operand(self, ref: Ref) -> Operand:
+        """The value of a tensor, rows merged."""
+        value = self.values[ref.name]
+        if isinstance(value, Rows):
+            value = self.placer.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
+            self.values[ref.name] = value
+        return value
+
+    def argument(self, value: object, *, whole: bool = False) -> Argument:
+        """An argument as a Call has it."""
+        if isinstance(value, Ref):
+            known = self.known(value)
+            if known is None:
+                return None
+            return known.whole if whole and isinstance(known, Rows) else self.operand(value)
+        if isinstance(value, tuple):
+            return tuple(self.argument(v, whole=whole) for v in value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return str(value).removeprefix("torch.")  # dtypes, devices, layouts
+
+    def known(self, ref: Ref) -> Operand | Rows | None:
+        """A tensor; None for one without elements."""
+        if ref.name not in self.values and ref.name not in self.nothing:
+            raise LayerwiseError(f"the model uses {ref.name!r}, an output that layerwise does not make")
+        return self.values.get(ref.name)
+
+    def role(self, name: str) -> str:
+        value = self.known(Ref(name))
+        return value.role if isinstance(value, Operand) else "constant" if value is None else "activation"
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        return self.values[ref.name].shape
+
+    def builds(self, node: Node) -> list[Build]:
+        """How to build a call: by its row, or else as PyTorch computes it. LayerwiseError where it cannot be."""
+        a_complex = any(isinstance(value, complex) for value in node.arguments.values())  # a number that no row takes
+        build = None if a_complex else row(node.target)
+        why = why_not(node)
+        if build is None and why is not None:
+            raise LayerwiseError(
+                f"layer {self.names[node.name]!r}: operator {node.target} {why}; register it with "
+                f"layerwise.register_op({node.target!r}, ...)"
+            )
+        as_it_is = partial(torch_call, node, used=self.used.__contains__, shapes=self.placer.shapes)
+        if build is None:
+            return [as_it_is]
+        return [build, as_it_is] if why is None and base_name(node.target) in ELSE_AS_IT_IS else [build]
+
+    def beside(self, node: Node, call: Call, output: str) -> Result:
+        """A further output of a call, such as the positions of maxima, which its row does not make."""
+        unsound = why_not(node) is not None
+        if unsound or any(x.role == "parameter" for x in call.tensors):
+            return None
+        results = torch_call(node, call, used=output.__eq__, shapes=self.placer.shapes)
+        assert isinstance(results, tuple)
+        return next(made for made in results if made is not None)
+
+
+def _spec(value: Value) -> TensorSpec:
+    return TensorSpec(value.shape, (None,) * len(value.shape), value.dtype)
+
+
+def _whole(bound: dict[str, Argument]) -> Operand:
+    return next(v for v in bound.values() if isinstance(v, Operand) and v.activation)

@@ -1,0 +1,309 @@
+"""Run: the run of a parallel model on this rank: its plan, its state, its passes."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm, Group, TrafficKind
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.graph.layer_graph import LayerGraph
+from layerwise.importers.torch.read.arguments import Arguments
+from layerwise.plan import Plan
+from layerwise.run.execute.predicted_bytes import predicted_bytes
+from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.local_tensor import local_tensor
+from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
+from layerwise.run.schedule.schedule import Schedule, samples
+from layerwise.run.shapes import Sized, Sizes
+from layerwise.run.state.model_state import ModelState
+from layerwise.run.state.state import Shard, State
+from layerwise.trace import Spans, Trace
+
+Function = Callable[[nn.Module], object]
+
+
+class Run:
+    """A model's run on this rank: its plan, its state, its passes. The model has it, and is referred to weakly."""
+
+    _state: State | ModelState
+    arguments: Arguments  # how the model is called
+    _reducer: GradientReducer
+    has_cut = False  # whether some rank holds not all of some parameter that is trained
+    own_class: type[nn.Module]  # of the model, before
+    own_forward: Callable[..., Any] | None = None  # of the instance, before
+    plain = False  # whether it does nothing but call the model
+    unkept: frozenset[str] = frozenset()  # attributes that the model's forward pass sets, and the run does not
+
+    def __init__(self, model: nn.Module, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
+        self._model = weakref.ref(model)
+        self.plan, self.comm, self.runtime_options, self.layer_graph = plan, comm, options, graph
+        self.device, self.dtype = options.device, options.dtype
+        self._spans = Spans()
+        self.steps_done = 0  # training forwards done: the random numbers of each step follow from it
+        self._synchronise = True
+        self._parameters_on = options.device  # where the loop has brought the parameters
+        self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
+
+    @property
+    def model(self) -> Any:
+        """Returns the model."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def training(self) -> bool:
+        """Returns the model's mode."""
+        return bool(self.model.training)
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Returns methods that stand in for those of the model's class."""
+        return {}
+
+    @abstractmethod
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Returns the model's outputs of this rank's samples."""
+
+    @abstractmethod
+    def compile(self, **settings: Any) -> None:
+        """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a full state dict, also one of DTensors or of lazy tensors."""
+
+    def apply(self, apply: Callable[[Function], object], fn: Function) -> None:
+        """Calls `fn` on the model's modules, in PyTorch's order, or on those of a part of it, by their own `apply`."""
+        apply(fn)
+
+    def keep(self) -> None:
+        """Is called when nothing can fail any more: from then on the model is parallel."""
+
+    @abstractmethod
+    def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Calls `fn` on all tensors, as `to` and the like do."""
+
+    @abstractmethod
+    def copied(self, memo: dict[int, Any]) -> nn.Module:
+        """Returns a parallel model of the same values on the same ranks; every rank copies alike."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Makes the model as it was, with its full values of now; every rank calls it."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the model's parameters."""
+        yield from self.model.parameters()
+
+    @property
+    @abstractmethod
+    def rank_schedule(self) -> Schedule:
+        """Returns this rank's schedule at the plan's batch."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """Returns the trace that collects spans of what this rank does, where one is set."""
+        return self._spans.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._spans.trace = trace
+        self._traced()
+
+    def _traced(self) -> None:
+        """Is called when another trace was set, or none."""
+
+    def _prepare(self, kind: TrafficKind, groups: set[Group]) -> None:
+        self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
+
+    def share(self, batch: int | None = None) -> slice:
+        """Returns the samples of a global batch that this rank feeds.
+
+        Args:
+            batch: Samples of all ranks together. None: the plan's.
+
+        Examples:
+            >>> import layerwise
+            >>> layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False).share()
+            slice(0, 8, None)
+        """
+        return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
+
+    def begin_backward(self) -> None:
+        """Begins a backward pass, which `_finish` ends. Called once more within it, nothing happens."""
+        number = torch._C._current_graph_task_id()
+        if self._pass is None or self._pass[0] != number:
+            gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
+            self._pass = number, gradients
+            self._begun()
+            finish = partial(self._finish, gradients, differentiable=torch.is_grad_enabled())
+            torch.autograd.Variable._execution_engine.queue_callback(_End(finish, partial(self._failed, gradients)))
+
+    def pass_gradients(self) -> Gradients:
+        """Returns those of the backward pass that runs, which begins here unless it has begun."""
+        self.begin_backward()
+        assert self._pass is not None
+        return self._pass[1]
+
+    @abstractmethod
+    def _begun(self) -> None:
+        """Is called when a backward pass has begun."""
+
+    def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
+        """Ends a backward pass. differentiable: it was asked for a graph of the gradients (`create_graph=True`)."""
+        self._pass = None
+        with torch.no_grad():
+            gradients.finish()
+            if differentiable and self.comm.size > 1:
+                gradients.refuse_derivatives()
+            gradients.call_hooks()
+
+    def _failed(self, gradients: Gradients) -> None:
+        """Is called when an error has ended a backward pass."""
+        gradients.fail()
+        self._pass = None
+
+    @property
+    def summed(self) -> bool:
+        """True if all gradients that parameters have now are sums over the ranks."""
+        return self._synchronise and not self._reducer.waiting
+
+    def predicted_bytes(self, batches: int = 1) -> dict[TrafficKind, float | None]:
+        """Returns the bytes that the plan says all ranks together send in a step, at this module's element types.
+
+        Every rank calls this.
+
+        Args:
+            batches: Of a step; all but the last are within no_sync().
+
+        Returns:
+            Bytes by kind of traffic; None where the plan says nothing of it.
+        """
+        planned = dict(self.plan.predicted)
+        if self.runtime_options.local_batch_norm != uses_local_batch_norm(self.plan):
+            planned.pop("statistics_bytes", None)  # of other statistics
+        if "sync_bytes" in planned:
+            planned.setdefault("gather_bytes", 0.0)  # plans of version 1 share nothing out
+        types = planned_types(self.plan, self.layer_graph)
+        return predicted_bytes(planned, self.plan.strategy, types, self.rank_schedule, self._reducer, batches)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Returns a context whose backward passes leave gradients unsynchronised; the next one outside sums all."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def pickled(self) -> Any:
+        """LayerwiseError: a pickle has no ranks."""
+        raise LayerwiseError(
+            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
+        )
+
+    def _note_device(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Notes where `to()` and the like bring the parameters."""
+        self._parameters_on = fn(torch.zeros((), device=self._parameters_on)).device
+
+    def _check_device(self) -> None:
+        """LayerwiseError where the parameters are not where the run is."""
+        if self._parameters_on != self.device:
+            raise LayerwiseError(
+                f"the parameters are on {self._parameters_on}, and the parallel module runs on {self.device}: bring "
+                f"them back with .to({str(self.device)!r}), or give parallelize the model where it is to run"
+            )
+
+    def read_boxes(self) -> dict[str, Box]:
+        """Returns the box of each input that this rank is to be given: with io "boxes" what its layers need."""
+        return self.rank_schedule.input_boxes()
+
+    def output_boxes(self) -> tuple[Box | None, ...]:
+        """Returns the box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
+        sink, graph = self.rank_schedule.graph.layers[-1], self.rank_schedule.graph
+        pairs = zip(sink.inputs, self.rank_schedule.sinks, strict=True)
+        return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
+
+    @abstractmethod
+    def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
+        """Returns how samples whose inputs have these shapes are computed, in evaluation without gradients.
+
+        It is traced and cut once, and remembered. LayerwiseError where the model takes no such input, or the plan's
+        degrees do not suit it.
+        """
+
+    def shards(self) -> list[Shard]:
+        """Returns every parameter and buffer that this rank holds; their tensors may be written to."""
+        return self._state.shards()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        return self._state.full_state_dict()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales all gradients so that the norm of the full model's is at most `max_norm`; returns what it was.
+
+        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it.
+
+        Args:
+            max_norm: The largest norm that is left as it is.
+            norm_type: The p of the p-norm, above 0, also inf.
+            error_if_nonfinite: Whether a norm that is nan or infinite is refused.
+
+        Returns:
+            The norm of all gradients before, a tensor without dimensions.
+
+        Raises:
+            LayerwiseError: The norm is refused, or `norm_type` is not above 0.
+
+        Examples:
+            >>> import layerwise
+            >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+            >>> model(torch.ones(8, 4)).sum().backward()
+            >>> round(float(model.clip_grad_norm_(1.0)), 3)  # 8 in each of 2 x 5 places
+            25.298
+        """
+        if not float(norm_type) > 0:
+            raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
+        norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
+        parameters = self._state.parameters()
+        gradients = {name: local_tensor(p.grad) for name, p in parameters.items() if p.grad is not None}
+        first_here = [g for name, g in gradients.items() if self._state.sharing(name)[:1] == (self.comm.rank,)]
+        if first_here:
+            each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in first_here]
+            norms[self.comm.rank] = torch.linalg.vector_norm(torch.stack(each), norm_type)
+        if self.comm.size > 1:
+            self.comm.all_reduce(norms, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
+        norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise LayerwiseError(f"the norm of the gradients is {float(norm)}: they are not clipped")
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients.values():
+            gradient *= scale.to(gradient.dtype)
+        return norm
+
+
+class _End:
+    """The callback of a backward pass's end: autograd calls it, or lets go of it where an error has ended the pass."""
+
+    def __init__(self, finish: Callable[[], None], fail: Callable[[], None]) -> None:
+        self._finish, self._fail = finish, fail
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._finish()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._fail()

@@ -1,0 +1,70 @@
+"""A split model with full tensors in it: for a function of the user's, for a file, and when it is plain again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.together import agree
+from layerwise.errors import LayerwiseError
+from layerwise.run.guards.refusals import Structure
+from layerwise.run.guards.replaced import replace_parameter
+from layerwise.run.state.initial import broadcast_values
+from layerwise.run.state.state import State
+
+
+def fill(state: State, device: torch.device) -> dict[str, Tensor]:
+    """Puts full tensors into the model, and returns this rank's, which were there, by name. All ranks call it."""
+    values, shards = state.full_tensors(), state.tree.tensors()
+    for name, shard in shards.items():
+        full = values.pop(name).to(device)
+        trained = isinstance(shard, nn.Parameter)
+        state.tree.fill({name: nn.Parameter(full, requires_grad=shard.requires_grad) if trained else full})
+    return shards
+
+
+def apply(state: State, run: Callable[[], object]) -> None:
+    """Calls `run` while the model has full tensors; then every rank has its boxes of rank 0's. All ranks call it.
+
+    LayerwiseError where gradients would not be seen, or where `run` replaces a tensor in place of writing into it.
+    """
+    tree = state.tree
+    with_gradient = next((name for name, p in tree.parameters().items() if p.grad is not None), None)
+    if with_gradient is not None:
+        raise LayerwiseError(
+            f"apply() gives its function full parameters without gradients, but {with_gradient!r} has one: call "
+            "zero_grad() before"
+        )
+    shards = fill(state, state.options.device)
+    lent, places = tree.tensors(), Structure(tree.root, buffers=True)
+    try:
+        run()
+        if places.changed():
+            raise LayerwiseError(
+                "apply() put another tensor or module in the place of one of the model's: write into it, as nn.init "
+                "does, or change the model before it is made parallel"
+            )
+        tree.fill(shards)
+        values = {name: tensor.detach() for name, tensor in lent.items()}
+        broadcast_values({**state.extra, **values}, state.comm)
+        state.load(values, strict=False)
+        for name, shard in shards.items():
+            if isinstance(shard, nn.Parameter):
+                shard.requires_grad_(lent[name].requires_grad)
+    finally:
+        tree.fill(shards)
+        for name, shard in shards.items():
+            if isinstance(shard, nn.Parameter):
+                replace_parameter(lent[name], shard)
+
+
+def write(state: State, save: Callable[[], Any]) -> Any:
+    """Has rank 0 call `save` while the model has full tensors on the CPU. All ranks call it."""
+    shards = fill(state, torch.device("cpu"))
+    try:
+        return agree(state.comm, lambda: (save() if state.comm.rank == 0 else None, None))[0]
+    finally:
+        state.tree.fill(shards)

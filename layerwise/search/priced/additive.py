@@ -1,0 +1,84 @@
+"""Problems: which choice takes the least time of those whose memory fits? And how additive costs are minimised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.cost.additive import Choice, Costs
+from layerwise.cost.model import CostTables
+from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.search.solve.eliminate import eliminate
+from layerwise.search.solve.narrow import SLACK, SWEEPS, Messages
+
+Minimise = Callable[[Costs, Mapping[str, Ints]], tuple[Choice, float]]  # a good choice, and a lower bound of all
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The tables of a problem.
+
+    A *row* is what is alive at one instant, as an additive lower bound: no choice's peak is below it.
+    """
+
+    time: Costs  # seconds
+    base: Mapping[str, Ints]  # (V_l,) of each variant, the index of its base
+    row: Callable[[int], Costs]  # bytes
+    rows: Callable[[Choice], Floats]  # (R,) bytes of one choice in every row
+    peak: Callable[[Choice], float]  # bytes, simulated: what must fit
+    # With more rows, which are near the peak of a choice. What numbers the rows have stays as it is.
+    nearer: Callable[[Choice], Problem] | None = None
+
+    def cost(self, choice: Choice) -> float:
+        """Seconds of one choice."""
+        return self.time.of(choice, self.base)
+
+
+def least_by_base(node: Floats, base: Ints) -> tuple[Floats, Ints]:
+    """(B,) the cheapest variant of every base: its cost and its index."""
+    order = np.lexsort((node, base))
+    first = order[np.r_[True, np.diff(base[order]) > 0]]
+    return node[first], first
+
+
+def by_elimination(memory_bytes: float) -> Minimise:
+    """The cheapest choice, and its cost as the bound, where tables of `memory_bytes` are enough."""
+
+    def minimise(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
+        least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
+        found = eliminate(
+            CostTables({}, {name: cost for name, (cost, _) in least.items()}, dict(costs.edge)), memory_bytes
+        )
+        return {name: int(least[name][1][i]) for name, i in found.choice.items()}, found.lower_bound_s
+
+    return minimise
+
+
+def by_messages(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
+    """The result of one sweep of message passing: on large tables far sooner than elimination."""
+    least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
+    bounds = Messages(costs.edge, list(least)).bounds({name: cost for name, (cost, _) in least.items()}, SWEEPS)
+    choice = {name: int(least[name][1][i]) for name, i in bounds.choice.items()}
+    return choice, max(float(lower.min()) for lower in bounds.lower_s.values())
+
+
+def lower_bounds(costs: Costs, base: Mapping[str, Ints]) -> dict[str, Floats]:
+    """(V_l,) what every choice that contains a variant costs at least, by message passing."""
+    own = {name: least_by_base(node, base[name])[0] for name, node in costs.node.items()}
+    lower = Messages(costs.edge, list(own)).bounds(own, SWEEPS).lower_s
+    return {name: (lower[name] - own[name])[base[name]] + node for name, node in costs.node.items()}
+
+
+Cap = tuple[Costs, float]  # an additive cost, and what it may be at most
+
+
+def possible(base: Mapping[str, Ints], capped: Sequence[Cap]) -> dict[str, Mask]:
+    """The variants (V_l,) that may be part of a choice that is within all caps."""
+    keep = {name: np.ones(len(these), bool) for name, these in base.items()}
+    for costs, most in capped:
+        if np.isfinite(most):
+            for name, lower in lower_bounds(costs, base).items():
+                keep[name] &= lower <= most * SLACK
+    return keep

@@ -1,0 +1,179 @@
+"""Choose: elimination for a price of memory, the second stage of a search under a limit.
+
+With a price on each row that is exceeded the problem is additive, so elimination solves it: a lower bound of the time
+of all that fits, and a choice. The best prices come from the choices met so far (`priced.prices`). What was met is
+looked at in the order of its time. Where rows are within the limit and the simulated peak is not, the rows' limit is
+lowered by what they miss, and rows are added that are near such a choice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+
+from layerwise.cost.additive import Choice, Costs, weighted_sum
+from layerwise.geometry.arrays import Mask
+from layerwise.search.priced.additive import Minimise, Problem
+from layerwise.search.priced.prices import DEAREST, Prices, best_prices, least_rows
+from layerwise.search.solve.narrow import SLACK
+
+LOOKS = 4  # of what eliminations have met, those whose peaks are simulated
+NEARER = 3  # times that rows are added, near a choice that does not fit
+GAP = 0.002  # nearer to its bound, no rows are added
+CASES, CASES_OF_FEW = 12, 48  # divided at most
+NEAR = 0.005  # of the best: a bound that is nearer is near enough
+FEW = 16  # layers of which all variants may be tried
+SHARE = 1e-6  # less of a mixture is rounding
+TIGHTER = 6  # rounds with a limit that is lower by what rows are below peaks
+FACTORS = (
+    0.3,
+    0.5,
+    0.7,
+    0.85,
+    0.95,
+    1.05,
+    1.2,
+    1.5,
+    2.0,
+    4.0,
+)  # of the best prices, for other choices
+
+
+class Seen:
+    """The choices whose peaks were simulated, and the fastest that fits."""
+
+    def __init__(self, problem: Problem, limit: float, exact: Callable[[Choice], float] | None = None) -> None:
+        """exact: seconds of a choice, where the problem's are a lower bound."""
+        self.problem, self.limit, self.exact = problem, limit, exact or problem.cost
+        self.best: Choice | None = None
+        self.cost = np.inf
+        self.peaks: dict[tuple[int, ...], float] = {}
+
+    def peak(self, choice: Choice) -> float:
+        """The simulated peak of a choice, in bytes. What fits and is faster is the best from now on."""
+        key = tuple(choice[name] for name in self.problem.base)
+        if key not in self.peaks:
+            self.peaks[key] = self.problem.peak(choice)
+            if self.peaks[key] <= self.limit and (cost := self.exact(choice)) < self.cost:
+                self.best, self.cost = choice, cost
+        return self.peaks[key]
+
+    def choose(self, minimise: Minimise, start: Prices | None = None) -> Prices:
+        """Looks for the fastest choice that fits. Returns the best prices: their bound is inf where nothing fits."""
+        best = prices = best_prices(self.problem, self.limit, minimise, start)
+        if not any(met.rows.max() <= self.limit for met in prices.met):
+            least = least_rows(self.problem, minimise, prices, enough=self.limit)
+            if least.bound > self.limit * SLACK:
+                return replace(prices, bound=np.inf)
+            best = prices = replace(prices, met=least.met, solved=least.solved)
+        for more in range(NEARER + 1):
+            prices = self._tighten(prices, minimise)
+            choice = self._misfit(prices) or self.best
+            if more == NEARER or choice is None or self.cost <= best.bound * (1 + GAP) or not self.problem.nearer:
+                break
+            nearer = self.problem.nearer(choice)
+            if nearer.rows(choice).max() <= self.problem.rows(choice).max() * (1 + GAP):
+                break
+            self.problem = nearer
+            prices = best_prices(nearer, self.limit, minimise, prices.over(nearer))
+            best = prices if prices.bound > best.bound else best
+        return replace(best, met=prices.met, solved=prices.solved)
+
+    def cases(self, prices: Prices, minimise: Minimise) -> float:
+        """A better lower bound: of the cases in which one layer is of its lighter variants, or of its heavier ones.
+
+        The least bound of all cases is the bound; the case that has it is divided next, until it is near the best.
+        """
+        # What a case leaves out costs more than any price makes what does not fit (`prices.DEAREST`).
+        most, number = DEAREST**2 * max(prices.met[0].cost, 1e-30), count()
+        cases: list[tuple[float, int, Problem, Prices]] = [(prices.bound, next(number), self.problem, prices)]
+        for _ in range(CASES if len(self.problem.base) > FEW else CASES_OF_FEW):
+            if not cases or cases[0][0] * (1 + NEAR) >= self.cost:
+                break
+            bound, _, problem, prices = cases[0]
+            lighter = self._lighter(problem, prices) or self._another(problem, prices, most)
+            if lighter is None:
+                break
+            heapq.heappop(cases)
+            name, light = lighter
+            for side in (light, ~light) if light.any() else ():  # none: what was met is all there is, and does not fit
+                own = np.where(side, problem.time.node[name], most)
+                case = replace(problem, time=Costs({**problem.time.node, name: own}, problem.time.edge))
+                begin = Prices(met=[m for m in prices.met if side[m.choice[name]]], solved=dict(prices.solved))
+                found = best_prices(case, self.limit, minimise, begin)
+                self._look(found, self.limit)
+                if found.bound < self.cost and found.met:
+                    heapq.heappush(cases, (max(bound, found.bound), next(number), case, found))
+        return min(cases[0][0] if cases else np.inf, self.cost)
+
+    def _lighter(self, problem: Problem, prices: Prices) -> tuple[str, Mask] | None:
+        """The layer in which the choices of the mixture differ most in what their bytes cost: its lighter variants."""
+        if not prices.price or not prices.met:
+            return None
+        shares, charge = prices.mixture(self.limit), prices.charge(problem)
+        mixed = [prices.met[i].choice for i in np.flatnonzero(shares > SHARE)]
+        share, most, found = shares[shares > SHARE], 0.0, None
+        if len(mixed) < 2:
+            return None
+        for name, cost in charge.beside(mixed[0], problem.base).items():
+            taken = np.array([cost[choice[name]] for choice in mixed])
+            apart = float(share @ (taken - share @ taken / share.sum()) ** 2)
+            if apart > most and np.ptp(taken) > 1e-9 * abs(taken).max():
+                most, found = apart, (name, cost <= (taken.min() + taken.max()) / 2)
+        return found
+
+    def _another(self, problem: Problem, prices: Prices, most: float) -> tuple[str, Mask] | None:
+        """Where rows cannot tell that what was met does not fit: a layer, and its variant there. Of few layers only."""
+        if len(problem.base) > FEW:
+            return None
+        choice = min(prices.met, key=lambda m: m.cost).choice
+        if self.peak(choice) <= self.limit:
+            return None
+        sizes = {name: int((cost < most).sum()) for name, cost in problem.time.node.items()}
+        name = max(sizes, key=sizes.__getitem__)
+        alone = np.arange(len(problem.base[name])) == choice[name]
+        return name, alone if sizes[name] > 1 else np.zeros_like(alone)
+
+    def others(self, prices: Prices, minimise: Minimise) -> list[Choice]:
+        """What eliminations met, and the cheapest choices at prices around the best; those that may fit are seen."""
+        found = [met.choice for met in prices.met]
+        for factor in FACTORS if prices.price else ():
+            paid = weighted_sum([1.0, factor], [self.problem.time, prices.charge(self.problem)])
+            found.append(minimise(paid, self.problem.base)[0])
+        for choice in sorted(found, key=self.problem.cost):
+            if self.problem.cost(choice) < self.cost and self.problem.rows(choice).max() <= self.limit:
+                self.peak(choice)
+        return found
+
+    def _tighten(self, prices: Prices, minimise: Minimise) -> Prices:
+        target = self.limit
+        for _ in range(TIGHTER):
+            lower = self._look(prices, target)
+            if not 0 < lower < target:
+                break
+            target = lower
+            prices = best_prices(self.problem, target, minimise, prices)
+        return prices
+
+    def _misfit(self, prices: Prices) -> Choice | None:
+        """The fastest that was met of which all rows are within the limit, and the peak is not."""
+        met = [m for m in prices.met if m.cost < self.cost and m.rows.max() <= self.limit]
+        best = min(met, key=lambda m: m.cost, default=None)
+        return None if best is None or self.peak(best.choice) <= self.limit else best.choice
+
+    def _look(self, prices: Prices, target: float) -> float:
+        """Simulates peaks until one fits. Returns the limit less what the first one's rows miss; inf where it fits."""
+        fitting = sorted((met for met in prices.met if met.rows.max() <= target), key=lambda met: met.cost)
+        lower = np.inf
+        for met in fitting[:LOOKS]:
+            if met.cost >= self.cost:
+                break
+            peak = self.peak(met.choice)
+            if peak <= self.limit:
+                break
+            lower = min(lower, self.limit - (peak - float(met.rows.max())))
+        return lower

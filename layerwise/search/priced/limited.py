@@ -1,0 +1,282 @@
+"""The search under a memory limit: cells, recomputation and states of every layer, so that a step fits.
+
+Equation 1 is minimised over the strategies whose simulated peak (`cost.memory.step`) is at most the limit, in three
+stages: tables of seconds and bytes, elimination for a price of memory (`choose`), and moves (`moves`). First over a few
+cells that are known, whose answer leaves out most others; then over the rest, by messages; then with tables of exact
+transfers, by elimination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, TypeVar, get_args
+
+import numpy as np
+
+from layerwise.config import States
+from layerwise.cost.additive import Choice, Costs
+from layerwise.cost.memory.rows import ByteRows
+from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.model import Configs, CostModel, EdgeName, Progress
+from layerwise.geometry.arrays import Floats
+from layerwise.search.priced.additive import (
+    Minimise,
+    Problem,
+    by_elimination,
+    by_messages,
+    least_by_base,
+    lower_bounds,
+    possible,
+)  # fmt: skip
+from layerwise.search.priced.choose import LOOKS, Seen
+from layerwise.search.priced.moves import PEAKS, Moves, lightest
+from layerwise.search.priced.prices import Prices, least_rows
+from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
+from layerwise.search.solve.narrow import SLACK, exact_costs, node_costs, rough_tables
+
+T = TypeVar("T")  # what has a peak
+FEW = 8  # peaks that are simulated where it is proven that nothing fits
+
+
+def fastest_within(
+    problem: Problem,
+    limit: float,
+    minimise: Minimise,
+    kinds: Mapping[str, object],
+    known: Sequence[Choice] = (),
+    bound: float = -np.inf,
+    plainer: Mapping[str, Mapping[int, int]] | None = None,
+) -> tuple[Seen, Prices, float]:
+    """Looks for the fastest choice whose peak is within `limit` bytes: what was seen, the prices, a bound of all.
+
+    kinds: of each layer, equal for equal layers. known: choices to begin with. bound: of all that fit, as far as it is
+    known. plainer: see `Moves.plain`.
+    """
+    seen = Seen(problem, limit)
+    for choice in known:
+        seen.peak(choice)
+    prices = seen.choose(minimise)
+    bound = max(bound, prices.bound)
+    if bound < np.inf:
+        moves = Moves(seen, kinds, seen.others(prices, minimise))
+        moves.improve(bound)
+        bound = max(bound, seen.cases(prices, minimise))
+        moves.plain(plainer or {name: {} for name in problem.base})
+    return seen, prices, min(bound, seen.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPrice:
+    """The price of memory: the seconds of a step that a byte less takes, at one instant on one device."""
+
+    instant: str
+    device: int
+    s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The answer under a limit."""
+
+    limit_bytes: float
+    strategies: tuple[Strategy, ...]  # the best that were found, by equation 1
+    cost_s: float  # of the first: inf where none was found
+    lower_bound_s: float  # of equation 1, of all strategies that fit: inf where it is proven that none does
+    prices: tuple[MemoryPrice, ...]
+    configurations: int  # that were left after bounds
+
+    @property
+    def proven(self) -> bool:
+        """True if no strategy that fits is faster, or none fits."""
+        return self.cost_s <= self.lower_bound_s * SLACK
+
+
+@dataclass(frozen=True, slots=True)
+class Least(Generic[T]):
+    """The least memory of all choices, or strategies."""
+
+    best: T
+    bytes: float  # its true peak
+    lower_bound_bytes: float
+
+    @property
+    def proven(self) -> bool:
+        """True if nothing needs less."""
+        return self.bytes <= self.lower_bound_bytes * SLACK
+
+
+class LimitedSearch:
+    """Searches of one model under any limits.
+
+    cells: the configurations of every layer. offer: of OFFERS, what may save memory, but of layers that are `fixed`.
+    memory_bytes: of a search table.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        cells: Configs,
+        *,
+        offer: Iterable[str] = OFFERS,
+        fixed: Collection[str] = (),
+        memory_bytes: float = 2.0**31,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model, self.cells, self.progress = model, dict(cells), progress
+        self.forms = Forms.of(model.graph, model.devices.count, offer, fixed)
+        self.minimise = by_elimination(memory_bytes)
+
+    def under(self, limit: float, known: Sequence[Strategy]) -> Within:
+        """The best strategies whose peak is at most `limit` bytes. known: strategies over `cells` to begin with."""
+        hand = self._begun(limit, known)
+        if hand is None and self._bytes_alone[1].bound > limit * SLACK:
+            return Within(limit, (), np.inf, np.inf, (), 0)
+        space = Variants.of(self._cells_within(np.inf if hand is None else self.cost(hand)), self.forms)
+        rows, node = ByteRows(self.model, space.configs, space.base), node_costs(self.model, space.configs)
+        rough = self._problem(space, rows, node, rough_tables(self.model, space.bases, self.progress).transfer)
+        seen = Seen(rough, limit, lambda choice: self.cost(space.strategy(choice)))
+        if hand is not None:
+            seen.peak(space.choice(hand))
+        prices = seen.choose(by_messages)
+        keep = possible(space.base, prices.criteria(seen.problem, limit, seen.cost)) if prices.bound < np.inf else {}
+        if not keep or not all(mask.any() for mask in keep.values()):
+            found = () if seen.best is None else (space.strategy(seen.best),)
+            return Within(limit, found, seen.cost, seen.cost, (), 0)
+        small = space.restrict(keep)
+        fitting = [] if seen.best is None else [space.strategy(seen.best)]
+        return self._exactly(limit, small, {n: cost[keep[n]] for n, cost in node.items()}, fitting, prices)
+
+    def _exactly(
+        self,
+        limit: float,
+        space: Variants,
+        node: Mapping[str, Floats],
+        known: Sequence[Strategy],
+        rough: Prices,
+    ) -> Within:
+        """The answer of what is left, with transfers as they are. known: what fits; rough: prices among all."""
+        rows = ByteRows(self.model, space.configs, space.base)
+        problem = self._problem(space, rows, node, self.model.tables(space.bases, self.progress).transfer)
+        kinds = {n: (self.model.kind(self.model.graph[n]), configs) for n, configs in space.configs.items()}
+        begin, plainer = space.choices(known), self._plainer(space)
+        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, rough.bound, plainer)
+        found = ([] if seen.best is None else [space.strategy(seen.best)]) + list(known)
+        strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.cost)
+        cost, price = min(map(self.cost, strategies), default=np.inf), prices.price
+        dearest = sorted(price.items(), key=lambda row: -row[1])
+        names = [rows.instants[row % len(rows.instants)] for row, _ in dearest]
+        told = tuple(MemoryPrice(name, 0, seconds) for name, (_, seconds) in zip(names, dearest, strict=True))
+        return Within(limit, tuple(strategies), cost, min(cost, bound), told, sum(map(len, space.configs.values())))
+
+    def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least[Strategy]:
+        """The least memory of all strategies. known: strategies over `cells` to begin with.
+
+        wanted: bytes at which it ends; where it is proven that none needs so few, it is not looked for closely.
+        """
+        (space, problem), game = self._bytes_alone
+        formed = [space.choice(form) for strategy in known for form in self.formed(strategy)]
+        bound, begin = game.bound, [*formed, *(met.choice for met in game.lightest(LOOKS))]
+        best, size = lightest(problem, begin, wanted, PEAKS if bound <= wanted * SLACK or not wanted else FEW)
+        if bound < size and (bound <= wanted * SLACK or not wanted):
+            small = space.restrict(possible(space.base, game.mixed(size)))
+            few = self._memory_alone(small)
+            closer = least_rows(few, self.minimise)
+            begin = [*small.choices([space.strategy(best)]), *(met.choice for met in closer.lightest(LOOKS))]
+            other, fewer = lightest(few, begin, max(wanted, closer.bound))
+            bound = max(bound, closer.bound)
+            if fewer < size:
+                return Least(small.strategy(other), fewer, min(bound, fewer))
+        return Least(space.strategy(best), size, min(max(bound, 0.0), size))
+
+    @cached_property
+    def _bytes_alone(self) -> tuple[tuple[Variants, Problem], Prices]:
+        """All variants, the problem in which time does not matter, and a bound of the least memory."""
+        space = Variants.of(self.cells, self.forms)
+        problem = self._memory_alone(space)
+        return (space, problem), least_rows(problem, by_messages)
+
+    def formed(self, strategy: Strategy) -> list[Strategy]:
+        """The strategy in each form that is offered, on all layers for which it means anything."""
+        forms = self.forms
+        every = [{name: forms.of_layer(name, c, form) for name, c in strategy.items()} for form in forms.offered]
+        return list({tuple(strategy.values()): strategy for strategy in every}.values())
+
+    def peak(self, strategy: Strategy) -> float:
+        """Bytes of the fullest device."""
+        return float(peak_bytes(self.model, strategy).max())
+
+    def cost(self, strategy: Strategy) -> float:
+        """Equation 1."""
+        return self.model.once(("equation 1", *strategy.values()), lambda: sum(exact_costs(self.model, [strategy])[0]))
+
+    def _problem(
+        self, space: Variants, rows: ByteRows, node: Mapping[str, Floats], transfer: Mapping[EdgeName, Floats]
+    ) -> Problem:
+        def over(rows: ByteRows) -> Problem:
+            def peak(choice: dict[str, int]) -> float:
+                return self.peak(space.strategy(choice))
+
+            return Problem(
+                Costs(node, transfer), space.base, rows.row, rows.rows, peak, lambda choice: over(rows.near(choice))
+            )
+
+        return over(rows)
+
+    def _memory_alone(self, space: Variants) -> Problem:
+        """The problem in which time does not matter."""
+        nothing = {name: np.zeros(len(configs)) for name, configs in space.configs.items()}
+        edges = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in self.model.graph.edges()}
+        return self._problem(space, ByteRows(self.model, space.configs, space.base), nothing, edges)
+
+    def _plainer(self, space: Variants) -> dict[str, dict[int, int]]:
+        """Of each layer, by each variant the plainest of the same cells, where that is another."""
+        found = {}
+        for name, configs in space.configs.items():
+            place, layer = {config: i for i, config in enumerate(configs)}, dict[int, int]()
+            for i, config in enumerate(configs):
+                forms = [
+                    replace(config, recompute=recompute, states=states)
+                    for recompute in (False, True)[: 1 + config.recompute]
+                    for states in get_args(States)[: 1 + get_args(States).index(config.states)]
+                ]
+                plain = next(form for form in forms if form in place)
+                if plain != config:
+                    layer[i] = place[plain]
+            found[name] = layer
+        return found
+
+    def _begun(self, limit: float, known: Sequence[Strategy]) -> Strategy | None:
+        """A fast strategy that fits, of the cells of those that are known, in whatever forms."""
+        kept = self.forms.fixed
+        cells = {n: tuple(dict.fromkeys(s[n] if n in kept else s[n].cells for s in known)) for n in self.cells}
+        space = Variants.of(cells, self.forms)
+        node, transfer = node_costs(self.model, space.configs), self.model.tables(space.bases).transfer
+        problem = self._problem(space, ByteRows(self.model, space.configs, space.base), node, transfer)
+        seen = Seen(problem, limit)
+        seen.choose(self.minimise)
+        formed = space.choices(f for strategy in known for f in self.formed(strategy)) if seen.best is None else ()
+        for choice in sorted(formed, key=problem.cost):
+            if seen.best is None and problem.rows(choice).max() <= limit:
+                seen.peak(choice)
+        return None if seen.best is None else space.strategy(seen.best)
+
+    def _cells_within(self, upper: float) -> Configs:
+        """The cells that a strategy of at most this cost can have, in whatever form."""
+        cells: Configs = self.cells
+        kept = tuple(form for form in self.forms.offered if not form[0])  # to be recomputed costs more
+        forms = replace(self.forms, offered=kept)
+        for watched in ((0,), None) if np.isfinite(upper) else ():  # as in `narrow`
+            tables = (
+                self.model.tables(cells, self.progress, watched)
+                if watched
+                else rough_tables(self.model, cells, self.progress)
+            )
+            space = Variants.of(cells, forms)
+            node = node_costs(self.model, space.configs)
+            own = {name: least_by_base(cost, space.cell[name])[0] for name, cost in node.items()}
+            lower = lower_bounds(Costs(own, tables.transfer), {name: np.arange(len(c)) for name, c in cells.items()})
+            keep = {name: lower_s <= upper * SLACK for name, lower_s in lower.items()}
+            cells = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in cells.items()}
+        return cells

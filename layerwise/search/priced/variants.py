@@ -1,0 +1,120 @@
+"""Variants: the configurations of a layer in all forms that may save memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from layerwise.config import Config, States
+from layerwise.cost.additive import Choice
+from layerwise.cost.model import Configs
+from layerwise.errors import LayerwiseError
+from layerwise.geometry.arrays import Ints, Mask
+from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
+from layerwise.partition.blocks import recomputable
+from layerwise.partition.sharding import may_shard, may_shard_each
+
+OFFERS = ("recompute", "shard")
+Strategy = Mapping[str, Config]
+Form = tuple[bool, States]  # recompute, states
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The forms of a layer that may save memory."""
+
+    offered: tuple[Form, ...]  # the first saves nothing
+    recomputable: frozenset[str]  # layers
+    layers: Mapping[str, Layer]
+    devices: int
+    fixed: frozenset[str]  # layers that stay as they are
+    unfed: frozenset[str]  # `LayerGraph.unfed`
+
+    @staticmethod
+    def of(graph: LayerGraph, devices: int, offer: Iterable[str], fixed: Iterable[str] = ()) -> Forms:
+        """offer: of OFFERS. LayerwiseError for anything else."""
+        offer = tuple(offer)
+        if unknown := sorted(set(offer) - set(OFFERS)):
+            raise LayerwiseError(f"{unknown[0]!r} cannot be offered: choose of {', '.join(OFFERS)}")
+        recompute = (False, True) if "recompute" in offer else (False,)
+        states: tuple[States, ...] = ("replicated", "sharded", "gathered") if "shard" in offer else ("replicated",)
+        forms = tuple(product(recompute, states))
+        stay = {layer.name for layer in graph.layers if layer.end} | set(fixed)
+        layers = {layer.name: layer for layer in graph.layers}
+        return Forms(forms, recomputable(graph), layers, devices, frozenset(stay), graph.unfed)
+
+    def of_layer(self, name: str, config: Config, form: Form) -> Config:
+        """The configuration in a form, as far as that means anything for the layer."""
+        if name in self.fixed or form == self.offered[0]:
+            return config
+        return self._formed(
+            name, config, form, may_shard(self.layers[name], config, self.devices, unfed=name in self.unfed)
+        )
+
+    def of_layers(self, name: str, cells: tuple[Config, ...]) -> dict[Config, int]:
+        """All different ones of a layer: which of the cells each has."""
+        if name in self.fixed:
+            return {config: i for i, config in enumerate(cells)}
+        may = may_shard_each(self.layers[name], cells, self.devices, unfed=name in self.unfed)
+        each = enumerate(zip(cells, may, strict=True))
+        return {self._formed(name, c, form, shares): i for i, (c, shares) in each for form in self.offered}
+
+    def _formed(self, name: str, config: Config, form: Form, shares: bool) -> Config:
+        recompute, states = form
+        return Config(
+            config.degrees,
+            config.placement,
+            recompute and name in self.recomputable,
+            states if shares else "replicated",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """The variants of every layer: its configurations in their forms."""
+
+    configs: Configs  # V_l
+    bases: Configs  # B_l: what neighbours see of them, all but states
+    base: Mapping[str, Ints]  # (V_l,)
+    cell: Mapping[str, Ints]  # (V_l,) which of the cells that they were made of
+
+    @staticmethod
+    def of(cells: Configs, forms: Forms) -> Variants:
+        """Every configuration in every form."""
+        configs = {name: forms.of_layers(name, these) for name, these in cells.items()}
+        cell = {name: np.array(list(these.values())) for name, these in configs.items()}
+        return Variants.grouped({name: tuple(these) for name, these in configs.items()}, cell)
+
+    @staticmethod
+    def grouped(configs: Configs, cell: Mapping[str, Ints] | None = None) -> Variants:
+        """The variants of these configurations."""
+        bases, base = dict[str, tuple[Config, ...]](), dict[str, Ints]()
+        for name, these in configs.items():
+            seen = [replace(config, states="replicated") for config in these]
+            bases[name] = tuple(dict.fromkeys(seen))
+            place = {config: i for i, config in enumerate(bases[name])}
+            base[name] = np.array([place[config] for config in seen])
+        return Variants(configs, bases, base, base if cell is None else cell)
+
+    def restrict(self, keep: Mapping[str, Mask]) -> Variants:
+        """The variants that are kept."""
+        configs = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in self.configs.items()}
+        return Variants.grouped(configs, {name: cell[keep[name]] for name, cell in self.cell.items()})
+
+    def choice(self, strategy: Strategy) -> Choice:
+        """The indices of a strategy's configurations."""
+        return {name: configs.index(strategy[name]) for name, configs in self.configs.items()}
+
+    def choices(self, strategies: Iterable[Strategy]) -> list[Choice]:
+        """The choices of which all configurations are here."""
+        places = {name: {config: i for i, config in enumerate(configs)} for name, configs in self.configs.items()}
+        here = (s for s in strategies if all(s[name] in place for name, place in places.items()))
+        return [{name: place[s[name]] for name, place in places.items()} for s in here]
+
+    def strategy(self, choice: Choice) -> Strategy:
+        """The configurations of these indices."""
+        return {name: configs[choice[name]] for name, configs in self.configs.items()}
