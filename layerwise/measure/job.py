@@ -88,14 +88,15 @@ class Job:
     def run(self, strategies: Strategies, make_module: MakeModule, *, quiet: bool, every: bool = True) -> Summary:
         """Measures what the budget allows, searches included. What was measured is kept whatever happens.
 
-        every: all pieces of all configurations, where there is time; else those of the best plans and the baselines.
+        every: all pieces of all configurations, where there is time, beside what was measured before; else those of the
+            best plans and the baselines, and what was measured before is checked.
         """
         began = time.monotonic()
         before = next((times for times in self.base.layers if times.conditions == self.where), LayerTimes(self.where))
         before = replace(before, made=provenance(self.mode.device))
         measuring = Measuring(before, self.mode, self._save, began + self.budget_s, self.comm)
         best, over = self._searched(strategies, measuring)
-        changed = self._changed(measuring, self._wanted(measuring, best).values())
+        changed = None if every else self._changed(measuring, self._wanted(measuring, best).values())
         if changed:
             measuring.times = LayerTimes(self.where, made=before.made)
         self._overhead(measuring, make_module)

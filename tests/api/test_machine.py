@@ -29,6 +29,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert nothing == ("", "")
 
 
+@pytest.mark.slow
 def test_what_is_no_longer_true_is_measured_again(tmp_path: Path) -> None:
     (first, links, layers), nothing = run_ranks(2, "tests.api.ranks:with_a_stale_cache", str(tmp_path))
     assert "again" not in first
