@@ -157,7 +157,7 @@ class _Writer:
         return name
 
     def _filled(self, node: Node, out: Value) -> Node:
-        """fill_ and zero_ as a copy of a number: a `full` of the view's sizes does not know which dimension has samples."""
+        """fill_ and zero_ as a copy of a number: a `full` of sizes does not know which dimension has samples."""
         if node.target.partition("::")[2].partition(".")[0] not in ("fill_", "zero_"):
             return node
         number, copy, full = node.arguments.get("value", 0), torch.ops.aten.copy_.default, torch.ops.aten.full.default
