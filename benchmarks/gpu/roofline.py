@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +40,8 @@ from layerwise.measure.__main__ import main as measure
 from layerwise.measure.bench import Mode
 from layerwise.measure.cells import layer_cells, wanted_cells
 from layerwise.measure.conditions import conditions, modes, provenance
-from layerwise.measure.job import Measuring, base_profile, timed
+from layerwise.measure.job import base_profile
+from layerwise.measure.measuring import Measuring, timed
 from layerwise.measure.timing import Stopwatch
 from layerwise.ops.facts import Gemm
 from layerwise.plan import Plan
@@ -284,7 +286,7 @@ def steps(setting: Setting, name: str, batch: int) -> Found:
     network, mode, found = load_network(name, batch, None), Mode(setting.where, torch.float32), list[Found]()
     with modes("float32", "off", False):
         known = LayerTimes(conditions(mode, "float32", "off", False))
-        measuring = Measuring(known, mode, lambda _: None, 1.0 if setting.tiny else 15.0)
+        measuring = Measuring(known, mode, lambda _: None, 0.0, SoloComm(setting.where))
         for size in (2,) if setting.tiny else SIZES:
             model = roofline(setting, name, batch, size)
             graph, io = model.graph, model.options.io
@@ -293,6 +295,7 @@ def steps(setting: Setting, name: str, batch: int) -> Found:
             for kind, best in strategies.items():
                 strategy = {layer.name: best[layer.name] for layer in graph.inner}
                 cells = wanted_cells(model, {key: (config,) for key, config in strategy.items()})
+                measuring.deadline_s = time.monotonic() + (0.5 if setting.tiny else 4.0)
                 measuring.measure(measuring.left(cells.values()))
                 layers = CostModel(graph, replace(model.devices, layers=(measuring.times,)), model.options)
                 plan = Plan(name, graph.digest, batch, size, size, io, True, strategy)

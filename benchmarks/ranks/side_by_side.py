@@ -18,6 +18,7 @@ import torch
 
 from layerwise.api.machine import module
 from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.cost.compute.measured import COPY, LAYER, step_name
 from layerwise.cost.model import CostModel
@@ -26,7 +27,7 @@ from layerwise.machine.fields import Field
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes, layers_as_json, parse_layers
 from layerwise.measure.bench import Mode, UpdateSpec
 from layerwise.measure.cells import CellTask, Key, layer_cells
-from layerwise.measure.job import Measuring, timed
+from layerwise.measure.measuring import Measuring, timed
 from layerwise.measure.overhead import COPIED, copied, overhead
 from layerwise.measure.timing import Stopwatch, stolen_s
 
@@ -59,7 +60,7 @@ class Layers:
     def __init__(self, comm: Comm, optimizer: str) -> None:
         self.comm, self.share = comm, share_of_core(comm)
         known = LayerTimes(Conditions("cpu", torch.__version__, "float32", threads=1))
-        self.measuring = Measuring(known, MODE, lambda _: None, 0.0)
+        self.measuring = Measuring(known, MODE, lambda _: None, 0.0, comm)
         beside = overhead(optimizer, MODE, module, self._clock)
         self.measuring.call_s = beside.call_s
         for name, cost in ((LAYER, beside.layer), (step_name(optimizer), beside.step)):
@@ -74,7 +75,10 @@ class Layers:
 
     def take(self, cells: Sequence[CellTask], budget_s: float) -> None:
         """Measures what fits into the budget: each rank a part of the cells, all at the same time, for all of them."""
-        began, mine = time.perf_counter(), Measuring(LayerTimes(self.known.conditions), MODE, lambda _: None, 0.0)
+        began, mine = (
+            time.perf_counter(),
+            Measuring(LayerTimes(self.known.conditions), MODE, lambda _: None, 0.0, self.comm),
+        )
         for cell in cells[self.comm.rank :: self.comm.size]:
             if time.perf_counter() > began + budget_s:
                 break
@@ -100,7 +104,7 @@ class Layers:
             rounds.append([way_s for one in taken for way_s in (one.forward_s, one.backward_s)])
         ranks = []
         for medians in map(iter, self.comm.all_gather_object([median(column) for column in zip(*rounds, strict=True)])):
-            measuring = Measuring(self.known, MODE, lambda _: None, 0.0)
+            measuring = Measuring(self.known, MODE, lambda _: None, 0.0, self.comm)
             for cell, last, forward, backward in zip(cells, taken, medians, medians, strict=True):
                 measuring.add(cell.key, replace(last, forward_s=forward, backward_s=backward))
             ranks.append(self._as_first(measuring.times))
@@ -152,7 +156,7 @@ def slowest(ranks: Sequence[LayerTimes], segments: Sequence[Sequence[Part]]) -> 
         rows = [[_ways(rank, (name, extents))[way] for name, extents, way in parts] for rank in ranks]
         for (name, extents, way), seconds in zip(parts, max(rows, key=sum), strict=True):
             longest.setdefault((name, extents), ([], []))[way].append(seconds)
-    measuring = Measuring(ranks[0], MODE, lambda _: None, 0.0)
+    measuring = Measuring(ranks[0], MODE, lambda _: None, 0.0, SoloComm())
     for key, both in longest.items():
         ways = [mean(times) if times else first for times, first in zip(both, _ways(ranks[0], key), strict=True)]
         measuring.add(key, replace(ranks[0].cells[key[0]][key[1]], forward_s=ways[0], backward_s=ways[1]))

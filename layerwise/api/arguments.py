@@ -53,7 +53,7 @@ class ParallelOptions:
     """
 
     profile: Profile | str | os.PathLike[str] | None = None
-    measure_s: Seconds = 30.0
+    measure_s: Seconds = 10.0
     race: Count = 1
     effort: Literal["quick", "normal", "thorough"] = "normal"
     local_batch_norm: bool = False

@@ -26,6 +26,7 @@ from layerwise.cli import (
     training_arguments,
 )
 from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import leave, read_environment, start
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
@@ -132,7 +133,7 @@ def _measure_layers(args: argparse.Namespace) -> int:
         )
         space = search_space(args, spread=devices.nodes > 1)
         graph = fuse(load_model(args.model, batch, args.input_shape))
-        job = Job(base, where, args.out, mode, graph, devices, options, space, args.budget)
+        job = Job(base, where, args.out, mode, graph, devices, options, space, args.budget, SoloComm(device))
         with terminable():
             summary = job.run(strategies, module, quiet=args.json)
     if args.json:

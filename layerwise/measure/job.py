@@ -1,135 +1,46 @@
-"""Job: which cells are measured when, within a time budget, and the profile that they go into."""
+"""Job: which cells are measured when, by which rank, within a time budget, and the profile that they go into.
+
+Every rank runs the same job and learns all times; each measures a share of the cells, at the same time as the others,
+so that what ranks on shared cores cost each other is part of the times. Rank 0 alone searches.
+"""
 
 from __future__ import annotations
 
+import json
 import signal
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 
 import torch
 
 from layerwise.cli import progress_bar
-from layerwise.config import Config, SearchSpace
+from layerwise.comm.base import Comm
+from layerwise.comm.together import alone
+from layerwise.config import Config, SearchSpace, parse
 from layerwise.cost.compute.measured import COPY, LAYER, held_out_error, step_name
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DEFAULT, DeviceGraph, Profile, save
 from layerwise.machine import load as load_profile
-from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
-from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, UpdateBench, UpdateSpec, cold
-from layerwise.measure.cells import CellTask, Key, wanted_cells
+from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
+from layerwise.measure.bench import Mode
+from layerwise.measure.cells import CellTask, Key, layer_cells, wanted_cells
 from layerwise.measure.conditions import provenance
+from layerwise.measure.measuring import CELL_S, Measuring
 from layerwise.measure.overhead import COPIED, MakeModule, copied, optimizer_call_s, overhead
 from layerwise.measure.timing import Stopwatch
+from layerwise.plan import as_json
+from layerwise.quantities import units
 
-SAVE_S = 2.0  # how often what was measured is written
-CELL_S = 0.25  # about what one cell gets, beyond its least number of samples
-
-
-@dataclass(slots=True)
-class Measuring:
-    """The times that were measured so far, and how long that took."""
-
-    times: LayerTimes  # grows by whatever `measure` takes
-    mode: Mode
-    save: Callable[[LayerTimes], None]  # writes it
-    budget_s: float
-    call_s: float = 0.0  # of an optimizer's step, however few its parameters: counted once a step, not by layer
-    spent_s: float = 0.0
-    taken: int = 0  # cells measured now
-    failed: dict[Key, str] = field(default_factory=dict)  # why, by cell
-    _saved_at: float = field(default_factory=lambda: time.monotonic())
-
-    def has(self, key: Key) -> bool:
-        """True if a cell needs no measuring (any more)."""
-        return key[1] in self.times.cells.get(key[0], {}) or key in self.failed
-
-    def left(self, cells: Iterable[CellTask]) -> list[CellTask]:
-        """The cells among these that are not measured yet, the longest first."""
-        return sorted((cell for cell in cells if not self.has(cell.key)), key=lambda cell: -cell.predicted_s)
-
-    def measure(self, cells: Iterable[CellTask], after: Callable[[CellTask], None] = lambda _: None) -> None:
-        """Measures in order what fits into the rest of the budget; `after` each, measured or not."""
-        try:
-            for cell in cells:
-                stopwatch = Stopwatch(self.mode.device, CELL_S, ahead=True)
-                least_s = cell.predicted_s * (stopwatch.least + stopwatch.warm)
-                if not self.has(cell.key) and self.spent_s + least_s <= self.budget_s:
-                    self._take(cell, stopwatch)
-                after(cell)
-        finally:
-            self.times = replace(self.times, held_out_error=held_out_error(self.times))
-            self.keep()
-
-    def _take(self, cell: CellTask, stopwatch: Stopwatch) -> None:
-        started = time.monotonic()
-        try:
-            cell_time = timed(cell, self.mode, stopwatch)
-            if isinstance(cell.spec, UpdateSpec):
-                cell_time = replace(
-                    cell_time,
-                    forward_s=max(0.0, cell_time.forward_s + cell_time.backward_s - self.call_s),
-                    backward_s=0.0,
-                )
-        except (MemoryError, ValueError, RuntimeError) as error:  # too large, or refused: batch norm of a single value
-            reason = "" if isinstance(error, MemoryError | torch.OutOfMemoryError) else str(error).partition("\n")[0]
-            self.failed[cell.key] = f"{cell.what}: {reason or 'does not fit into memory'}"
-            return
-        finally:
-            self.spent_s += time.monotonic() - started
-        self.add(cell.key, cell_time)
-        self.taken += 1
-        if time.monotonic() > self._saved_at + SAVE_S:
-            self.keep()
-
-    def add(self, key: Key, cell_time: CellTime) -> None:
-        """Takes a time into `known`."""
-        name, extents = key
-        cells: dict[str, Mapping[Extents, CellTime]] = dict(self.times.cells)
-        cells[name] = {**cells.get(name, {}), extents: cell_time}
-        self.times = replace(self.times, cells=cells)
-
-    def keep(self) -> None:
-        """Writes what there is."""
-        self.save(self.times)
-        self._saved_at = time.monotonic()
-
-
-def bench_of(spec: CellSpec | UpdateSpec | LossSpec, mode: Mode) -> Bench | UpdateBench | LossBench:
-    """The tensors of a task, ready to be timed."""
-    if isinstance(spec, UpdateSpec):
-        return UpdateBench(spec, mode)
-    return LossBench(spec, mode) if isinstance(spec, LossSpec) else Bench(spec, mode)
-
-
-def timed(cell: CellTask, mode: Mode, stopwatch: Stopwatch) -> CellTime:
-    """Measures one cell. MemoryError, or torch's, where it does not fit; ValueError, RuntimeError of its kernels."""
-    if cell.bytes > free_bytes(mode.device):
-        raise MemoryError
-    reading = cold(bench_of(cell.spec, mode), stopwatch)
-    forward_s, backward_s = reading.seconds
-    return CellTime(forward_s, backward_s, reading.spread, reading.samples, cell.forward, cell.backward)
-
-
-def free_bytes(device: torch.device) -> float:
-    """Bytes of memory that a cell may take."""
-    if device.type == "cuda":
-        return 0.9 * torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        fields = dict(line.split(":") for line in lines)  # MemAvailable: what others' caches hold counts as free
-        return 0.8 * float(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return float("inf")
-
-
+ENOUGH = 0.95  # of the compute time of the strategies that matter most: then nothing more is measured for them
+CHECKED = 2  # cells measured earlier that are measured again before they are relied on
+AS_BEFORE, MOST = 0.35, 1.0  # the share that a cell's time may differ by, or as it varied itself: by so much at most
 ROUNDS = 8  # of looking for the best strategies again, with what was measured meanwhile
 
 # What a search looks at hardest: the best strategy first, then the baselines.
@@ -151,11 +62,12 @@ class Summary:
     held_out_error: float | None
     best_share: float  # of the best strategy's t_C that is measured
     out: str | None
+    changed: str | None = None  # what differs from earlier times, which were measured again
 
 
 @dataclass(slots=True)
 class Job:
-    """One run of the command."""
+    """One measurement of layers. Every rank has an equal one, but for `out`, which is rank 0's."""
 
     base: Profile
     where: Conditions
@@ -166,64 +78,147 @@ class Job:
     options: CostOptions
     space: SearchSpace
     budget_s: float
+    comm: Comm
     cells: dict[Key, CellTask] = field(default_factory=dict)
+    profile: Profile = field(init=False)  # the base with what was measured
 
-    def run(self, strategies: Strategies, make_module: MakeModule, *, quiet: bool) -> Summary:
-        """Measures what the budget allows. What was measured is kept whatever happens."""
+    def __post_init__(self) -> None:
+        self.profile = self.base
+
+    def run(self, strategies: Strategies, make_module: MakeModule, *, quiet: bool, every: bool = True) -> Summary:
+        """Measures what the budget allows, searches included. What was measured is kept whatever happens.
+
+        every: all pieces of all configurations, where there is time, beside what was measured before; else those of the
+            best plans and the baselines, and what was measured before is checked.
+        """
+        began = time.monotonic()
         before = next((times for times in self.base.layers if times.conditions == self.where), LayerTimes(self.where))
-        measuring = Measuring(replace(before, made=provenance(self.mode.device)), self.mode, self._save, self.budget_s)
+        before = replace(before, made=provenance(self.mode.device))
+        measuring = Measuring(before, self.mode, self._save, began + self.budget_s, self.comm)
+        best, over = self._searched(strategies, measuring)
+        changed = None if every else self._changed(measuring, self._wanted(measuring, best).values())
+        if changed:
+            measuring.times = LayerTimes(self.where, made=before.made)
         self._overhead(measuring, make_module)
-        for _ in range(ROUNDS):
-            model = self._model(measuring.times)
-            best = strategies(model, self.space)
-            candidates = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
-            first = measuring.left(wanted_cells(model, candidates).values())
-            if not first or not self._measure(measuring, first, "the best plan and baselines", quiet=quiet):
+        for number in range(ROUNDS):
+            if number or changed:
+                best, over = self._searched(strategies, measuring)
+            wanted = list(self._wanted(measuring, best).values())
+            first = measuring.left(wanted if every else self._enough(measuring, best))
+            if not first or not self._measure(measuring, first, "the best plan and baselines", quiet=quiet) or over:
                 break
-        # The best plans of earlier rounds are of the space, or one of the baselines, which stay the same.
-        every = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
-        model = self._model(measuring.times)
-        self.cells = wanted_cells(model, {name: (*configs, *candidates[name]) for name, configs in every.items()})
-        self._measure(measuring, measuring.left(self.cells.values()), "all other pieces", quiet=quiet)
-        return self._summary(measuring, best[0])
+        self.cells = self._wanted(measuring, best)
+        if every:
+            # The best plans of earlier rounds are of the space, or one of the baselines, which stay the same.
+            model = self._model(measuring.times)
+            configs = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
+            candidates = {name: (*of, *(strategy[name] for strategy in best)) for name, of in configs.items()}
+            self.cells = wanted_cells(model, candidates)
+            self._measure(measuring, measuring.left(self.cells.values()), "all other pieces", quiet=quiet)
+        return self._summary(measuring, best[0], time.monotonic() - began, changed)
+
+    def _searched(self, strategies: Strategies, measuring: Measuring) -> tuple[list[Mapping[str, Config]], bool]:
+        """Returns what rank 0 finds with the times that there are, on every rank, and whether another search as long
+        would end after the deadline.
+        """
+
+        def search() -> str:
+            began = time.monotonic()
+            found = strategies(self._model(measuring.times), self.space)
+            now = time.monotonic()
+            texts = [{name: as_json(config) for name, config in strategy.items()} for strategy in found]
+            return json.dumps([texts, 2 * now - began > measuring.deadline_s])
+
+        text = search() if self.comm.size == 1 else self.comm.broadcast_text(alone(self.comm, search) or "")
+        found, over = json.loads(text)
+        dims = {layer.name: layer.space.dims for layer in self.graph.inner}
+        count = self.devices.count
+        return [{n: parse(degrees, dims[n], count, n) for n, degrees in row.items()} for row in found], over
+
+    def _wanted(self, measuring: Measuring, best: Sequence[Mapping[str, Config]]) -> dict[Key, CellTask]:
+        """The cells of these strategies."""
+        candidates = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
+        return wanted_cells(self._model(measuring.times), candidates)
+
+    def _enough(self, measuring: Measuring, best: Sequence[Mapping[str, Config]]) -> list[CellTask]:
+        """The dearest cells that are `ENOUGH` of each strategy's compute time."""
+        model, result = self._model(measuring.times), dict[Key, CellTask]()
+        for strategy in best:
+            cells = [
+                cell
+                for layer in model.graph.layers
+                for cell in layer_cells(model, layer, () if layer.end else (strategy[layer.name],))
+            ]
+            cells.sort(key=lambda cell: -cell.predicted_s)
+            total_s, so_far_s = sum(cell.predicted_s for cell in cells), 0.0
+            for cell in cells:
+                if cell.predicted_s and so_far_s > ENOUGH * total_s:
+                    break
+                result.setdefault(cell.key, cell)
+                so_far_s += cell.predicted_s
+        return list(result.values())
+
+    def _changed(self, measuring: Measuring, cells: Iterable[CellTask]) -> str | None:
+        """Returns what differs from earlier times of the dearest of these cells, which all ranks measure again."""
+        known = {cell.key: measuring.times.cells[cell.name][cell.extents] for cell in cells if measuring.has(cell.key)}
+        dearest = sorted((c for c in cells if c.key in known), key=lambda cell: -cell.predicted_s)[:CHECKED]
+        stopwatch = Stopwatch(self.mode.device, CELL_S / CHECKED, ahead=True)
+        told = self.comm.all_gather_object([measuring.outcome(cell, stopwatch) for cell in dearest])
+        for number, cell in enumerate(dearest):
+            outcomes = [rank[number] for rank in told if not isinstance(rank[number], str)]
+            now_s = statistics.median(sum(outcome[:2]) for outcome in outcomes) if outcomes else 0.0
+            then = known[cell.key]
+            then_s = then.forward_s + then.backward_s
+            off = max(now_s / max(then_s, 1e-12), then_s / max(now_s, 1e-12)) - 1
+            if off > max(AS_BEFORE, min(MOST, then.spread)):
+                return (
+                    f"layers do not take what was measured {_date(self.base, self.where)}: a piece of {cell.what} "
+                    f"takes {units(now_s, 's')}, it was {units(then_s, 's')}; layers are measured again"
+                )
+        return None
 
     def _measure(self, measuring: Measuring, cells: list[CellTask], what: str, *, quiet: bool) -> int:
         """Measures cells, and returns how many."""
-        before, done = measuring.taken, count(1)
+        before = measuring.taken
         with progress_bar(f"measuring {what}", quiet=quiet) as progress:
-
-            def after(_: CellTask) -> None:
-                if progress:
-                    progress(next(done), len(cells))
-
-            measuring.measure(cells, after)
+            measuring.measure(cells, lambda done: progress(done, len(cells)) if progress else None)
         return measuring.taken - before
 
     def _overhead(self, measuring: Measuring, make_module: MakeModule) -> None:
-        """Measures the runtime on a CPU. On a GPU the host runs ahead of the kernels: what it does takes no time."""
+        """Measures the runtime on a CPU. On a GPU the host runs ahead of the kernels: what it does takes no time.
+
+        All ranks measure it, so that each has the load of the others; rank 0's times count.
+        """
         optimizer, on_cpu = self.options.optimizer, self.mode.device.type == "cpu"
-        step, copy = (step_name(optimizer), ()), (COPY, (COPIED,))
+        step, copy, layer = (step_name(optimizer), ()), (COPY, (COPIED,)), (LAYER, ())
+        found: list[tuple[Key, CellTime]] = []
         if on_cpu and not measuring.has(copy):
-            measuring.add(copy, copied(self.mode, Stopwatch(self.mode.device)))
-        if on_cpu and not (measuring.has(step) and measuring.has((LAYER, ()))):
+            found.append((copy, copied(self.mode, Stopwatch(self.mode.device))))
+        if on_cpu and not (measuring.has(step) and measuring.has(layer)):
             measured = overhead(optimizer, self.mode, make_module)
             measuring.call_s = measured.call_s
-            measuring.add((LAYER, ()), measured.layer)
-            measuring.add(step, measured.step)
+            found += [(layer, measured.layer), (step, measured.step)]
         else:
             measuring.call_s = optimizer_call_s(optimizer, self.mode)
+        rows = [[time.forward_s, time.backward_s, time.spread, time.samples] for _, time in found]
+        for (key, _), row in zip(found, self.comm.all_gather_object(rows)[0], strict=True):
+            measuring.add(key, CellTime(*row))
 
     def _model(self, times: LayerTimes) -> CostModel:
         """The cost model that rests on what is known."""
         return CostModel(self.graph, replace(self.devices, layers=(times,)), self.options)
 
     def _save(self, times: LayerTimes) -> None:
-        """Writes the profile; this set goes last, where a search looks first."""
-        if self.out is not None and times.count:
+        """Adds the times to the profile, last, where a search looks first, and writes it."""
+        if times.count:
             others = tuple(other for other in self.base.layers if other.conditions != self.where)
-            save(replace(self.base, layers=(*others, times)), self.out)
+            self.profile = replace(self.base, layers=(*others, times))
+            if self.out is not None:
+                save(self.profile, self.out)
 
-    def _summary(self, measuring: Measuring, best: Mapping[str, Config]) -> Summary:
+    def _summary(
+        self, measuring: Measuring, best: Mapping[str, Config], spent_s: float, changed: str | None
+    ) -> Summary:
         model, times = self._model(measuring.times), measuring.times
         costs = [model.node_cost(layer, (best[layer.name],)).compute for layer in model.graph.inner]
         measured = [times.cells[name][size] for name, size in self.cells if size in times.cells.get(name, {})]
@@ -234,12 +229,19 @@ class Job:
             measured_now=measuring.taken,
             missing=len(measuring.left(self.cells.values())),
             failed=sorted(set(measuring.failed.values())),
-            spent_s=measuring.spent_s,
+            spent_s=spent_s,
             spread=statistics.median([time.spread for time in measured] or [0.0]),
             held_out_error=held_out_error(times),
             best_share=sum(float(t.measured[0]) for t in costs) / max(sum(float(t.total[0]) for t in costs), 1e-30),
             out=self.out,
+            changed=changed,
         )
+
+
+def _date(profile: Profile, where: Conditions) -> str:
+    """`on 2026-11-26`, when the times of these conditions were measured."""
+    made = next((times.made for times in profile.layers if times.conditions == where), {})
+    return f"on {made['date'][:10]}" if "date" in made else "earlier"
 
 
 def base_profile(out: str | None, fallback: str | None, where: Conditions, device: torch.device) -> Profile:
@@ -264,12 +266,18 @@ def base_profile(out: str | None, fallback: str | None, where: Conditions, devic
             name=Path(out).stem if out else "measured",
             description=f"Measured by layerwise on {where.device}; peaks and links of profile {source}.",
         )
+    return on_device(base, device, where)
+
+
+def on_device(base: Profile, device: torch.device, where: Conditions) -> Profile:
+    """Returns a profile as one of this device, without times of others."""
     sources, processor = dict(base.sources), replace(base.processor, name=where.device)
     if device.type == "cuda":
         gpu, source = torch.cuda.get_device_properties(device), f"torch {torch.__version__} on this device"
         processor = replace(processor, memory_bytes=gpu.total_memory, processors=gpu.multi_processor_count)
         sources |= {"device.memory_bytes": source, "device.processors": source}
-    return replace(base, processor=processor, sources=sources)
+    own = tuple(times for times in base.layers if times.conditions.device == where.device)
+    return replace(base, processor=processor, sources=sources, layers=own)
 
 
 @contextmanager

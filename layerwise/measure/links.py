@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import prod
+from statistics import median
 
 import numpy as np
 import torch
@@ -79,7 +80,8 @@ class Measured:
 
     def links(self, conditions: dict[str, object]) -> Links:
         """Returns what a profile keeps of it."""
-        return Links(tuple(s.curve for s in self.series), self.overlaps, conditions)
+        spread = round(median(s.spread for s in self.series), 3)
+        return Links(tuple(s.curve for s in self.series), self.overlaps, {**conditions, "spread": spread})
 
 
 def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progress | None = None) -> Measured:

@@ -63,7 +63,7 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock |
     What a layer takes is measured where its tensors fill a core's own cache, as they do in networks: the runtime's
     code and objects have left it when the next layer comes. clock: as of `Stopwatch`, on a CPU.
     """
-    stopwatch = Stopwatch(mode.device, 0.5, most=100, clock=clock)
+    stopwatch = Stopwatch(mode.device, 0.2, most=100, clock=clock)
     runtime = _Runtime(optimizer, mode, make_module, stopwatch)
     steps, layer_s, tiny = runtime.chains(WIDTH)
     wide = own_cache_bytes() // (4 * BATCH) if mode.device.type == "cpu" else WIDTH

@@ -27,6 +27,7 @@ from layerwise.run.execute.reducer import Gradients
 from layerwise.run.execute.working_parameters import WorkingParameters
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
+from layerwise.run.guards.reached import Reached, check_reached
 from layerwise.run.guards.refusals import Structure, Unchanged, check_frozen, check_places, check_unwritten, versions
 from layerwise.run.guards.values import check_folded
 from layerwise.run.local_tensor import Version, is_dtensor
@@ -93,6 +94,7 @@ class LayeredRun(Run):
         self._enter()
 
     def _enter(self) -> None:
+        self._reached = Reached(self.model)
         become(self.model, self)
         refuse_calls(self.model, self.unkept)
         self._unchanged = Unchanged(self.model)
@@ -240,6 +242,7 @@ class LayeredRun(Run):
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         check_places(self._places)
         check_folded(self._folded)
+        check_reached(self._reached)
         self._unchanged.check(training=self.training)
         check_frozen(self._frozen)
 

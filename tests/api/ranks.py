@@ -5,6 +5,7 @@ import copy
 import io
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from layerwise.api.split import split
 from layerwise.api.world import join
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.machine import load as load_profile
+from layerwise.machine import save as save_profile
 from layerwise.measure import timing
 from tests.api.keywords import keywords, quiet
 from tests.api.script import BATCH, SEED, data, network, sgd, step
@@ -280,6 +283,34 @@ def in_a_bad_cache(comm: Comm, folder: str) -> tuple[str, str]:
             parallelize(network(), data().tensors[0][:4], options=ParallelOptions(comm=comm, measure_s=seconds))
         told.append(" ".join(text.getvalue().split()))
     return told[0], told[1]
+
+
+def with_a_stale_cache(comm: Comm, folder: str) -> list[str]:
+    """What rank 0 says: of no cache, of one with links 1,000 times as fast as they are, and with layers as slow."""
+    os.environ["LAYERWISE_CACHE"] = folder
+    path, told = cache_file(join(comm.device, comm=comm)), []
+    for spoilt in (None, "links", "layers"):
+        if comm.rank == 0 and spoilt:
+            profile = load_profile(path)
+            assert profile.links is not None
+            if spoilt == "links":
+                curves = [replace(c, knots=tuple((x, y / 1000) for x, y in c.knots)) for c in profile.links.curves]
+                profile = replace(profile, links=replace(profile.links, curves=tuple(curves)))
+            else:
+                (times,) = profile.layers
+                cells = {
+                    name: {size: replace(t, forward_s=1000 * (t.forward_s + t.backward_s)) for size, t in row.items()}
+                    for name, row in times.cells.items()
+                }
+                profile = replace(profile, layers=(replace(times, cells=cells),))
+            save_profile(profile, path)
+        comm.barrier()
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), short_rounds():
+            parallelize(network(), data().tensors[0][:4], options=ParallelOptions(comm=comm, measure_s=20.0))
+        told.append(" ".join(text.getvalue().split()))
+        comm.barrier()
+    return told
 
 
 def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tuple[int, ...], str]:

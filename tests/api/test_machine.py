@@ -1,4 +1,4 @@
-"""A cache of measured profiles that is damaged, or cannot be written."""
+"""A cache of measured profiles that is damaged, cannot be written, or no longer true."""
 
 from pathlib import Path
 
@@ -27,3 +27,14 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert "what was measured on these ranks (not kept)" in measured
     assert "cannot be written" in measured
     assert nothing == ("", "")
+
+
+@pytest.mark.slow
+def test_what_is_no_longer_true_is_measured_again(tmp_path: Path) -> None:
+    (first, links, layers), nothing = run_ranks(2, "tests.api.ranks:with_a_stale_cache", str(tmp_path))
+    assert "again" not in first
+    assert "links in a node are not as measured on" in links
+    assert "links are measured again" in links
+    assert "layers do not take what was measured on" in layers
+    assert "layers are measured again" in layers
+    assert nothing == ["", "", ""]

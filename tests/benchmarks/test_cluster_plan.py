@@ -27,7 +27,7 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import CellSpec
 from layerwise.measure.cells import CellTask
-from layerwise.measure.job import Measuring
+from layerwise.measure.measuring import Measuring
 from layerwise.ops.fused import needed_box
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
@@ -85,7 +85,7 @@ class FakeLayers:
 
     def __init__(self, comm: Comm, optimizer: str) -> None:
         self.comm = comm
-        self.measuring = Measuring(LayerTimes(Conditions("cpu", "2", "float32")), MODE, lambda _: None, 0.0)
+        self.measuring = Measuring(LayerTimes(Conditions("cpu", "2", "float32")), MODE, lambda _: None, 0.0, comm)
 
     @property
     def known(self) -> LayerTimes:

@@ -20,11 +20,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.measure import bench as cold
-from layerwise.measure import job as layers
+from layerwise.measure import measuring as layers
 from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, UpdateBench, UpdateSpec
 from layerwise.measure.cells import wanted_cells
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
-from layerwise.measure.job import bench_of
+from layerwise.measure.measuring import bench_of
 from layerwise.measure.timing import Stopwatch, nothing
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear

@@ -157,15 +157,18 @@ class _Writer:
         return name
 
     def _filled(self, node: Node, out: Value) -> Node:
-        """fill_ and zero_ as what they leave."""
+        """fill_ and zero_ as a copy of a number: a `full` of sizes does not know which dimension has samples."""
         if node.target.partition("::")[2].partition(".")[0] not in ("fill_", "zero_"):
             return node
-        kind, number = "full", node.arguments.get("value", 0)
-        given: dict[str, object] = {"size": out.shape, "fill_value": number, "dtype": getattr(torch, out.dtype)}
-        if isinstance(number, Ref):
-            kind, given = "copy_", {"self": node.arguments["self"], "src": number}
-        overload = getattr(torch.ops.aten, kind).default
-        return replace(node, target=f"aten::{kind}", arguments=bind(overload, (), given), overload=overload)
+        number, copy, full = node.arguments.get("value", 0), torch.ops.aten.copy_.default, torch.ops.aten.full.default
+        if not isinstance(number, Ref):
+            value = Value(f"{node.name}.{len(self.nodes)}", (), out.dtype)
+            self.values[value.name] = value
+            given = bind(full, (), {"size": (), "fill_value": number, "dtype": getattr(torch, out.dtype)})
+            self.nodes.append(Node(value.name, "aten::full", given, (value,), node.stack, full, node.autocast))
+            number = Ref(value.name)
+        given = bind(copy, (), {"self": node.arguments["self"], "src": number})
+        return replace(node, target="aten::copy_", arguments=given, overload=copy)
 
     def _note_views(self, node: Node) -> None:
         for out, seen in _shared(node):

@@ -1,0 +1,144 @@
+"""Measuring: the times of a machine's cells as they grow, measured by all ranks at once within a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from layerwise.comm.base import Comm
+from layerwise.cost.compute.measured import held_out_error
+from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
+from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, UpdateBench, UpdateSpec, cold
+from layerwise.measure.cells import CellTask, Key
+from layerwise.measure.timing import Stopwatch
+
+SAVE_S = 2.0  # how often what was measured is written
+CELL_S = 0.25  # about what one cell gets, beyond its least number of samples
+TURN_S = 1.0  # how long ranks measure between two meetings
+
+
+Outcome = tuple[float, float, float, int] | str  # seconds forward and back, spread, samples; or why there are none
+
+
+@dataclass(slots=True)
+class Measuring:
+    """The times that were measured so far, and how long that took. Every rank has an equal one."""
+
+    times: LayerTimes  # grows by whatever `measure` takes
+    mode: Mode
+    save: Callable[[LayerTimes], None]  # writes it
+    deadline_s: float  # by time.monotonic: nothing is begun that would end later
+    comm: Comm
+    call_s: float = 0.0  # of an optimizer's step, however few its parameters: counted once a step, not by layer
+    taken: int = 0  # cells measured now
+    failed: dict[Key, str] = field(default_factory=dict)  # why, by cell
+    _saved_at: float = field(default_factory=lambda: time.monotonic())
+
+    def has(self, key: Key) -> bool:
+        """True if a cell needs no measuring (any more)."""
+        return key[1] in self.times.cells.get(key[0], {}) or key in self.failed
+
+    def left(self, cells: Iterable[CellTask]) -> list[CellTask]:
+        """The cells among these that are not measured yet, the longest first."""
+        return sorted((cell for cell in cells if not self.has(cell.key)), key=lambda cell: -cell.predicted_s)
+
+    def measure(self, cells: Sequence[CellTask], after: Callable[[int], None] = lambda _: None) -> None:
+        """Measures in order what fits before the deadline, each rank every so-manieth cell.
+
+        Every rank calls it with the same cells. after: is told how many are done with, measured or not.
+        """
+        mine = deque(list(enumerate(cells))[self.comm.rank :: self.comm.size])
+        try:
+            left = True
+            while left:
+                told = [self._turn(mine), len(mine)]
+                everyone = self.comm.all_gather_object(told)
+                for outcomes, _ in everyone:
+                    for number, outcome in outcomes:
+                        self._learn(cells[number], outcome)
+                left = any(count for _, count in everyone)
+                after(len(cells) - sum(count for _, count in everyone))
+        finally:
+            self.times = replace(self.times, held_out_error=held_out_error(self.times))
+            self.keep()
+
+    def _turn(self, mine: deque[tuple[int, CellTask]]) -> list[tuple[int, Outcome]]:
+        """Measures cells of this rank's for about `TURN_S`; returns their times or why there are none, by number."""
+        began, outcomes = time.monotonic(), list[tuple[int, Outcome]]()
+        while mine and time.monotonic() < began + TURN_S:
+            number, cell = mine.popleft()
+            stopwatch = Stopwatch(self.mode.device, CELL_S, ahead=True)
+            least_s = cell.predicted_s * (stopwatch.least + stopwatch.warm)
+            if not self.has(cell.key) and time.monotonic() + least_s <= self.deadline_s:
+                outcome = self.outcome(cell, stopwatch)
+                outcomes.append((number, outcome))
+                self._learn(cell, outcome)
+        return outcomes
+
+    def outcome(self, cell: CellTask, stopwatch: Stopwatch) -> Outcome:
+        """Measures a cell: seconds forward, seconds back, spread, samples; or why it cannot be."""
+        try:
+            cell_time = timed(cell, self.mode, stopwatch)
+        except (MemoryError, ValueError, RuntimeError) as error:  # too large, or refused: batch norm of a single value
+            reason = "" if isinstance(error, MemoryError | torch.OutOfMemoryError) else str(error).partition("\n")[0]
+            return f"{cell.what}: {reason or 'does not fit into memory'}"
+        forward_s, backward_s = cell_time.forward_s, cell_time.backward_s
+        if isinstance(cell.spec, UpdateSpec):
+            forward_s, backward_s = max(0.0, forward_s + backward_s - self.call_s), 0.0
+        return forward_s, backward_s, cell_time.spread, cell_time.samples
+
+    def _learn(self, cell: CellTask, outcome: Outcome) -> None:
+        if self.has(cell.key):  # this rank's own
+            return
+        if isinstance(outcome, str):
+            self.failed[cell.key] = outcome
+            return
+        self.add(cell.key, CellTime(*outcome, cell.forward, cell.backward))
+        self.taken += 1
+        if time.monotonic() > self._saved_at + SAVE_S:
+            self.keep()
+
+    def add(self, key: Key, cell_time: CellTime) -> None:
+        """Takes a time into `times`."""
+        name, extents = key
+        cells: dict[str, Mapping[Extents, CellTime]] = dict(self.times.cells)
+        cells[name] = {**cells.get(name, {}), extents: cell_time}
+        self.times = replace(self.times, cells=cells)
+
+    def keep(self) -> None:
+        """Writes what there is."""
+        self.save(self.times)
+        self._saved_at = time.monotonic()
+
+
+def bench_of(spec: CellSpec | UpdateSpec | LossSpec, mode: Mode) -> Bench | UpdateBench | LossBench:
+    """The tensors of a task, ready to be timed."""
+    if isinstance(spec, UpdateSpec):
+        return UpdateBench(spec, mode)
+    return LossBench(spec, mode) if isinstance(spec, LossSpec) else Bench(spec, mode)
+
+
+def timed(cell: CellTask, mode: Mode, stopwatch: Stopwatch) -> CellTime:
+    """Measures one cell. MemoryError, or torch's, where it does not fit; ValueError, RuntimeError of its kernels."""
+    if cell.bytes > free_bytes(mode.device):
+        raise MemoryError
+    reading = cold(bench_of(cell.spec, mode), stopwatch)
+    forward_s, backward_s = reading.seconds
+    return CellTime(forward_s, backward_s, reading.spread, reading.samples, cell.forward, cell.backward)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Bytes of memory that a cell may take."""
+    if device.type == "cuda":
+        return 0.9 * torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":") for line in lines)  # MemAvailable: what others' caches hold counts as free
+        return 0.8 * float(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return float("inf")
