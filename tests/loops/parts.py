@@ -84,7 +84,7 @@ def part_replaced(model: Any) -> None:
 @changed
 def pruned(model: Any) -> None:
     """`prune.l1_unstructured` and the like of a layer"""
-    prune.l1_unstructured(model.hidden, "weight", 0.5)
+    prune.l1_unstructured(model.hidden, "weight", 0.5)  # type: ignore[no-untyped-call]
 
 
 @changed
@@ -97,7 +97,7 @@ def parametrized(model: Any) -> None:
 def pruning_removed(setting: Setting) -> Numbers:
     """`prune.remove`"""
     model = setting.parallel(Pruned())
-    prune.remove(model.hidden, "weight")
+    prune.remove(model.hidden, "weight")  # type: ignore[no-untyped-call]
     return train(setting, model)
 
 
@@ -105,7 +105,7 @@ def pruning_removed(setting: Setting) -> Numbers:
 def pruned_again(setting: Setting) -> Numbers:
     """pruning a layer once more"""
     model = setting.parallel(Pruned())
-    prune.l1_unstructured(model.hidden, "weight", 0.2)
+    prune.l1_unstructured(model.hidden, "weight", 0.2)  # type: ignore[no-untyped-call]
     return train(setting, model)
 
 

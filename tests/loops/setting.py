@@ -126,7 +126,7 @@ class Pruned(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        prune.l1_unstructured(self.hidden, "weight", 0.5)
+        prune.l1_unstructured(self.hidden, "weight", 0.5)  # type: ignore[no-untyped-call]
 
 
 class Balanced(Net):
