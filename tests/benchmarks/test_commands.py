@@ -21,7 +21,11 @@ def test_it_can_be_imported(name: str) -> None:
 
 def test_pages_name_benchmarks_that_are_there() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), ROOT / "profiles/README.md"]
-    named = {name for page in pages for name in re.findall(r"-m benchmarks\.(\w+)", page.read_text(encoding="utf-8"))}
+    named = {
+        name for page in pages for name in re.findall(r"-m benchmarks\.([\w.]+\w)", page.read_text(encoding="utf-8"))
+    }
     assert len(named) > 10
-    there = [path for name in named for path in (ROOT / "benchmarks").glob(f"{name}*")]
-    assert {path.stem for path in there if path.suffix == ".py" or (path / "__main__.py").exists()} >= named
+    files = {name: ROOT / "benchmarks" / name.replace(".", "/") for name in named}
+    assert not [
+        n for n, file in files.items() if not file.with_suffix(".py").exists() and not (file / "__main__.py").exists()
+    ]

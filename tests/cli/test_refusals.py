@@ -104,7 +104,7 @@ REFUSED = [
     ("oracle mlp:8x8x8 --gpus 4 --strategy spatial", "no layer has positions to cut"),
     ("oracle lenet5 --gpus 4 --strategy spatial --gather-after features.9", "no such layer (did you mean"),
     ("oracle lenet5 --gpus 4 --strategy spatial --spatial-dims h,x", "--spatial-dims 'h,x'"),
-    ("oracle lenet5 --gpus 4 --batch 0", "'0' is not a whole number of at least 1"),
+    ("oracle lenet5 --gpus 4 --batch 0", "'0' is not a number above 0"),
     ("oracle lenet5 --gpus 4 --max-hours 0", "'0' is not a number above 0"),
     ("oracle lenet5 --gpus 4 --plan plan.json", "name one --strategy and one number of --gpus"),
     ("oracle lenet5 --gpus 4 --strategy data --plan no/plan.json", "cannot be written"),
