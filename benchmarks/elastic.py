@@ -62,7 +62,7 @@ Event = dict[str, Any]
 def job(file: str, command: list[str]) -> None:
     """A rank: `layerwise run`, which notes in the file when it does what."""
     from layerwise.cli import run_main
-    from layerwise.train import command as room
+    from layerwise.commands import run as room
     from layerwise.train.saving import Saving
     from layerwise.train.session import Session
 

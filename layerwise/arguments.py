@@ -75,12 +75,17 @@ def checked_values(target: C) -> C:
     look = _looking(function)
     first = functools.lru_cache(65536, typed=True)(functools.partial(look, None))
 
-    @functools.wraps(function)
-    def call(self: Any, *args: Any, **named: Any) -> None:
+    def look_once(self: Any, *args: Any, **named: Any) -> None:
         try:
             first(*args, **named)
         except TypeError:  # a list, which has no hash
             look(self, *args, **named)
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **named: Any) -> None:
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.compiler.is_compiling():  # Dynamo, which traces kernels, cannot trace a cache
+            look_once(self, *args, **named)
         function(self, *args, **named)
 
     target.__init__ = call
@@ -163,6 +168,8 @@ def _fits(hint: Any) -> Fits:
     if issubclass(kind, Iterable) and args and args[0] is not Any:
         item = _fits(args[0])
         return lambda value: isinstance(value, kind) and not isinstance(value, str | bytes) and all(map(item, value))
+    if kind.__name__ == "ProcessGroup":  # PyTorch's GroupMember.NON_GROUP_MEMBER is told more than its kind
+        return lambda value: isinstance(value, kind) or (type(value) is int and value == -100)
     if kind.__module__.startswith("torch.nn.modules"):
         return lambda value: isinstance(value, kind) and not _lazy(value)
     return lambda value: isinstance(value, kind)
@@ -196,6 +203,8 @@ def _each(hint: Any) -> list[tuple[str, bool]]:
         return [(", and ".join([*ranges, _words(args[0])]), False)]
     if origin is Literal:
         return [(repr(arg), False) for arg in args]
+    if hint is bool:
+        return [("True", False), ("False", False)]
     if hint in _NAMES:
         return [(_NAMES[hint], hint is NoneType)]
     kind = origin or hint
@@ -219,7 +228,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 _NAMES: Mapping[Any, str] = {
-    bool: "True or False", NoneType: "None", int: "a whole number", float: "a number", str: "a text", Any: "a value",
+    NoneType: "None", int: "a whole number", float: "a number", str: "a text", Any: "a value",
     object: "a value",
 }  # fmt: skip
 _ANY: tuple[Fits, str] = (lambda value: True, "")

@@ -126,13 +126,20 @@ class Shapes:
             return None if self._module is None else skeleton(self._module)
 
     def of_call(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Shapes:
-        """Returns the shapes of an evaluation with other arguments than the example's: without labels, for one."""
+        """Returns the shapes of an evaluation with other tensors than the example's: without labels, for one.
+
+        LayerwiseError where a number has another value, or a list or number is none of the example's: the model may
+        write into such a list, a cache for instance, and a plan would not.
+        """
         leaves = self.arguments.named(inputs, named)
         planned = self.arguments.leaves.keys()
         if leaves.keys() == planned or self._skeleton is None or self.plan.io == "boxes":
             return self
         if any(isinstance(x, Mapping) for x in inputs) and not any("[" in path for path in planned):
             return self  # a batch in the place of its items: `tensors_of` says so
+        self.arguments.check(
+            leaves, [p for p, x in leaves.items() if p in planned or "[" in p or not isinstance(x, Tensor)]
+        )
         key = frozenset((path, *_kind(leaf)) for path, leaf in leaves.items())
         if key not in self._of_calls:
             with torch.inference_mode(False):

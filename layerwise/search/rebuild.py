@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast, get_args, get_type_hints
+from typing import cast
 
 from layerwise.config import SearchSpace
 from layerwise.cost.compute.roofline import OPTIMIZERS
@@ -21,8 +21,6 @@ from layerwise.search.find import search
 from layerwise.search.fixed import fixed_layers
 from layerwise.search.make_plan import make_plan
 from layerwise.search.priced.variants import OFFERS
-
-CHOICES = {name: get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync", "kind")}
 
 
 def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) -> tuple[CostModel, SearchSpace]:
@@ -82,13 +80,16 @@ def _searched(
     p = plan.provenance
     try:
         devices = planned(cast(str, p["profile"]), profile).device_graph(plan.gpus, plan.gpus_per_node)
-        options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
+        try:
+            options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
+        except LayerwiseError as error:
+            raise LayerwiseError(f"the plan's provenance: {error}") from None
         dims = tuple(cast(list[str], p["dims"]))
         replicas = cast(int, p.get("replicas", 1))
         space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas)
     except (KeyError, TypeError) as error:
         raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
-    for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES, **CHOICES}.items():
+    for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES}.items():
         if (value := getattr(options, option)) not in choices:
             raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(choices)}")
     if p.get("constraints"):

@@ -80,7 +80,7 @@ def test_what_is_refused() -> None:
         "device_mesh is a process group that this rank is not in: call parallelize on the ranks" in first["not in it"]
     )
     assert "device_mesh has rank 9, and there are 4" in first["too many"]
-    assert "device_mesh must be a DeviceMesh or a process group, not str" in first["no mesh"]
+    assert "device_mesh is 'domain'; it must be a DeviceMesh, a ProcessGroup or None" in first["no mesh"]
     assert "the plan is for 2 ranks, there are 4" in first["a plan of another size"]
     assert "the plan is for 4 ranks, and the group of ranks 0 and 1 has 2: give it" in first["a plan for more"]
     assert "samples in common for the 2 replicas: split n into 2" in first["a plan across replicas"]

@@ -68,7 +68,7 @@ def test_json(run: Run, flags: str) -> None:
     assert all(isinstance(n, int) and n > 0 for n in found["configurations"].values())
     if "powers" in flags:  # 3 is no power of two, and no baseline's degree; 12 is one
         assert all(3 not in degrees.values() for degrees in found["additive_optimum"]["strategy"].values())
-    assert found["io"] == ("free" if "free" in flags or found["batch"] < gpus else "sample")
+    assert found["io"] == ("free" if "free" in flags else "boxes" if found["batch"] < gpus else "sample")
 
 
 def test_dims_restrict(run: Run) -> None:
@@ -244,8 +244,8 @@ PROVENANCE = [
     ("cost_options", {"optimizer": ["sgd"]}, "'cost_options' cannot be"),
     ("cost_options", {"optimizer": "magic"}, "unknown optimizer 'magic': choose sgd"),
     ("cost_options", {"dtype": "float3"}, "has the dtype 'float3'"),
-    ("cost_options", {"link_model": "x"}, "has the link_model 'x'"),
-    ("cost_options", {"sync": "x"}, "has the sync 'x'"),
+    ("cost_options", {"link_model": "x"}, "the plan's provenance: link_model is 'x'; it must be"),
+    ("cost_options", {"sync": "x"}, "the plan's provenance: sync is 'x'; it must be"),
     ("cost_options", {"speed": "x"}, "does not say how it was found"),
 ]
 

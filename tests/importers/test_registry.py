@@ -116,7 +116,7 @@ def test_targets() -> None:
     for wrong in ("", "::x", "x::"):
         with pytest.raises(LayerwiseError, match="is no operator name"):
             canonical(wrong)
-    with pytest.raises(LayerwiseError, match="must be a function"):
+    with pytest.raises(LayerwiseError, match="it must be a function"):
         layerwise.register_op("a::b", Unary("exp"))  # type: ignore[arg-type]
 
 

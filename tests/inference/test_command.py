@@ -63,7 +63,7 @@ def test_one_line_for_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
         "no such file": {"--weights": "none.safetensors"},
         "does not exist": {"--data": "none.npy"},
         "--window takes extents such as": {"--window": "4x"},
-        "overlap must be in": {"--overlap": "1"},
+        "overlap is 1.0; it must be at least 0, below 1": {"--overlap": "1"},
     }
     for said, flags in wrong.items():
         arguments = [part for pair in (usual | flags).items() for part in pair]

@@ -297,7 +297,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         (volumes(), tmp_path / "a", {"overlap": 1.0}, "overlap is 1.0; it must be at least 0"),
         (volumes(), tmp_path / "a", {"mirror": "s"}, "'s' is none of d, h, w"),
         (volumes(), tmp_path / "a", {"window": (4, 4)}, "must have an extent for each of d, h, w"),
-        (volumes(), tmp_path / "a", {"reduce": "max"}, "argmax, softmax, sigmoid or a function"),
+        (volumes(), tmp_path / "a", {"reduce": "max"}, "it must be 'argmax', 'softmax', 'sigmoid', a function or None"),
         (volumes(), tmp_path / "a", {"reduce": lambda y: y.sum()}, "must return a tensor"),
         (volumes(), tmp_path / "a", {"output": 1}, "there is no number 1"),
     ]

@@ -179,3 +179,72 @@ def test_numbers_among_the_arguments_are_those_of_the_example(example: dict[str,
         return made
 
     torch.testing.assert_close(torch.cat(run_threads(2, called)), model(x, **example).detach())  # one row, other kernel
+
+
+class Decoder(nn.Module):
+    """As those of Wan and Qwen: it keeps what the next frame needs in a list that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, cache: Any = None, first: bool = False) -> Tensor:
+        made: Tensor = self.body(x)
+        if cache is not None:
+            made = made + sum(cache)
+            cache.append(made.detach())
+        return made[:, :2] if first else made
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"cache": []}, "'cache' is not one of them"),
+        ({"cache": [1.0]}, "'cache\\[0\\]' is not one of them"),
+        ({"first": True}, "'first' is not one of them"),
+    ],
+)
+def test_evaluation_with_an_argument_that_the_plan_does_not_know(more: dict[str, Any], said: str) -> None:
+    import layerwise
+
+    x = torch.randn(2, 4)
+
+    def called(comm: Comm) -> None:
+        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
+        model = layerwise.parallelize(
+            Decoder().eval(), x, strategy={"body": {"c": 2}}, inference=True, options=options, verbose=False
+        )
+        with torch.no_grad(), pytest.raises(LayerwiseError, match=said):
+            model(x, **more)
+        assert model(x).shape == (2, 4)
+
+    run_threads(2, called)
+
+
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        made: Tensor = self.body(x) * scale
+        return made if labels is None else made - labels
+
+
+def test_evaluation_without_labels_and_with_another_number() -> None:
+    import layerwise
+
+    x, labels = torch.randn(2, 4), torch.randn(2, 4)
+
+    def called(comm: Comm) -> None:
+        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
+        example = {"x": x, "labels": labels, "scale": 2.0}
+        model = layerwise.parallelize(
+            Switched(), example, strategy={"body": {"c": 2}}, options=options, verbose=False
+        ).eval()
+        with torch.no_grad():
+            assert model(x, scale=2.0).shape == (2, 4)
+            with pytest.raises(LayerwiseError, match=r"called with 3.0 where it was made parallel for 2.0 \('scale'\)"):
+                model(x, scale=3.0)
+
+    run_threads(2, called)

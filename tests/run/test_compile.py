@@ -146,7 +146,7 @@ def test_recomputation_and_compile() -> None:
 @pytest.mark.parametrize(
     ("compile", "message"),
     [
-        ("inductor", "compile is 'inductor'; it must be True, False, or a dict"),
+        ("inductor", "compile is 'inductor'; it must be True, False or a dict"),
         ({"speed": 9}, "torch.compile has no argument 'speed', but fullgraph"),
         ({"mode": "fastest"}, "torch.compile refuses compile={'mode': 'fastest'}: Unrecognized mode"),
     ],

@@ -143,7 +143,7 @@ def test_rank_0_alone_plans_for_the_ranks_there_are(here: Path, capsys: pytest.C
     (here / "slowly.py").write_text(
         "import os, sys, time\n"
         "from layerwise.cli import run_main\n"
-        "from layerwise.train import command as room\n"
+        "from layerwise.commands import run as room\n"
         "quick = room.replan\n"
         "def replan(*args, **options):\n"
         "    assert os.environ['RANK'] == '0'\n"
@@ -204,7 +204,7 @@ def test_a_mistake_of_one_rank_is_told_by_all(here: Path) -> None:
     (here / "own_plan.py").write_text(
         "import os, sys\n"
         "from layerwise.cli import run_main\n"
-        "from layerwise.train import command as room\n"
+        "from layerwise.commands import run as room\n"
         "room.PATIENCE_S = 2.0\n"
         "if os.environ['RANK'] == '1':\n"
         "    sys.argv[1] = 'missing.json'\n"

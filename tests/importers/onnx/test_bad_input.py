@@ -168,7 +168,7 @@ def test_a_gather_of_rows_is_no_reshape(tmp_path: Path) -> None:
 def test_batches(tmp_path: Path) -> None:
     path = relu(tmp_path / "m.onnx")
     for batch in (0, -3, True, 1.5):
-        refused(path, "must be at least 1", batch=batch)  # type: ignore[arg-type]
+        refused(path, f"batch is {batch}; it must be at least 1, and a whole number", batch=batch)  # type: ignore[arg-type]
 
 
 # ---- external data

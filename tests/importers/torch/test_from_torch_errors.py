@@ -35,7 +35,9 @@ def test_wrong_inputs_are_one_clear_line() -> None:
         with pytest.raises(LayerwiseError, match=f"{said}.*check that the model runs on these") as caught:
             from_torch(nn.Conv2d(3, 4, 3), inputs)
         assert "\n" not in str(caught.value)
-    with pytest.raises(LayerwiseError, match=r"it must be a Module, a GraphModule or an ExportedProgram"):
+    with pytest.raises(
+        LayerwiseError, match="model is 'vgg16'; it must be a Module, a GraphModule or an ExportedProgram"
+    ):
         from_torch("vgg16", (torch.randn(2),))  # type: ignore[arg-type]
     for nothing in (nn.Identity(), Function(lambda x: torch.ones(3)), Function(lambda x: None)):
         with pytest.raises(LayerwiseError, match="computes nothing from its inputs"):

@@ -76,7 +76,9 @@ class Arguments:
     leaves: Mapping[str, Leaf] = field(init=False)  # by path: `labels`, `batch['x']`
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "leaves", self.named(*self.example))
+        found = self.named(*self.example)
+        leaves = {path: leaf if isinstance(leaf, Leaf) else Leaf(None, leaf) for path, leaf in found.items()}
+        object.__setattr__(self, "leaves", leaves)
 
     @staticmethod
     def of(model: nn.Module, exported: ExportedProgram, samples: int) -> Arguments:
@@ -111,7 +113,7 @@ class Arguments:
                 given[name] = value
         return {
             f"{getattr(path[0], 'key', '')}{pytree.keystr(path[1:])}": leaf
-            for path, leaf in pytree.tree_flatten_with_path(given)[0]
+            for path, leaf in pytree.tree_flatten_with_path(given, is_leaf=_is_empty)[0]
         }
 
     def takes(self, name: str) -> bool:
@@ -124,27 +126,32 @@ class Arguments:
         LayerwiseError where it has other arguments than the example, or another number, text or None among them.
         """
         given = self.named(inputs, named)
-        for path in (*self.leaves, *given):
+        self.check(
+            given, (*self.leaves, *given), batch=len(inputs) == 1 and isinstance(inputs[0], Mapping) and not named
+        )
+        return {leaf.name: given[path] for path, leaf in self.leaves.items() if leaf.name is not None}
+
+    def check(self, given: Mapping[str, Any], paths: Iterable[str], *, batch: bool = False) -> None:
+        """LayerwiseError where one of these paths is not in both, or has another number, text or None than the example.
+
+        batch: the call has one mapping, perhaps in the place of its items.
+        """
+        for path in paths:
             if path not in given or path not in self.leaves:
                 what = "missing" if path not in given else "not one of them"
-                batch = len(inputs) == 1 and isinstance(inputs[0], Mapping) and not named
-                raise LayerwiseError(
-                    f"the model was made parallel for inputs {', '.join(self.leaves)}; {path!r} is {what}: "
-                    + (
-                        "call it with names, model(**batch)"
-                        if batch
-                        else "make it parallel with those it is called with"
-                    )
+                remedy = (
+                    "call it with names, model(**batch)" if batch else "make it parallel with those it is called with"
                 )
-        for path, leaf in self.leaves.items():
-            value = given[path]
+                raise LayerwiseError(
+                    f"the model was made parallel for inputs {', '.join(self.leaves)}; {path!r} is {what}: {remedy}"
+                )
+            leaf, value = self.leaves[path], given[path]
             if leaf.name is None and not _equal(value, leaf.value):
                 said = "a tensor" if isinstance(value, Tensor) else repr(value)
                 raise LayerwiseError(
                     f"the model is called with {said} where it was made parallel for {leaf.value!r} ({path!r}): make "
                     "it parallel with this among its example inputs"
                 )
-        return {leaf.name: given[path] for path, leaf in self.leaves.items() if leaf.name is not None}
 
     def call(self, tensors: Mapping[str, Tensor], samples: int) -> Call:
         """The example's call with these tensors in it; those that the network does not use are made."""
@@ -163,6 +170,11 @@ def _is_default(parameter: Parameter, value: object) -> bool:
     if isinstance(value, Leaf) and value.name is None:
         value = value.value
     return _plain(value) and _equal(value, parameter.default)
+
+
+def _is_empty(value: object) -> bool:
+    """True for a list or dict without items, into which the model may write."""
+    return isinstance(value, list | dict | tuple) and not value
 
 
 def _equal(a: Any, b: Any) -> bool:
