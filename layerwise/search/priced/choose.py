@@ -89,7 +89,8 @@ class Seen:
         The least bound of all cases is the bound; the case that has it is divided next, until it is near the best.
         """
         # What a case leaves out costs more than any price makes what does not fit (`prices.DEAREST`).
-        most, number = DEAREST**2 * max(prices.met[0].cost, 1e-30), count()
+        tables = (*self.problem.time.node.values(), *self.problem.time.edge.values())
+        most, number = DEAREST**2 * max(sum(float(table.max()) for table in tables), 1e-30), count()
         cases: list[tuple[float, int, Problem, Prices]] = [(prices.bound, next(number), self.problem, prices)]
         for _ in range(CASES if len(self.problem.base) > FEW else CASES_OF_FEW):
             if not cases or cases[0][0] * (1 + NEAR) >= self.cost:
