@@ -15,7 +15,6 @@ from benchmarks.common.calibrated import calibrated
 from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.predictions import profile_of, with_times
 from benchmarks.ranks.side_by_side import Layers
-from layerwise.api.machine import ENOUGH
 from layerwise.comm.base import Comm
 from layerwise.config import Config, SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions, Strategy
@@ -26,6 +25,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
 from layerwise.measure.cells import CellTask, wanted_cells
+from layerwise.measure.job import ENOUGH
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan

@@ -12,6 +12,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -53,6 +54,15 @@ class Classifier(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.02)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+class Smooth(Classifier):
+    """Without a batch norm, whose statistics averages of weights would need anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.Identity()
+        self.double()  # as Lightning does it too late for a copy of a callback's
 
 
 class Gan(L.LightningModule):
@@ -159,5 +169,18 @@ def run_mixed(ranks: int, strategy: Any, half: str) -> Any:
     module.scale.requires_grad_(False)  # GradScaler takes it in no optimizer with DTensors
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if half == "16-mixed" else None
     fit = trainer(ranks, strategy, plugins=MixedPrecision(half, "cpu", scaler), gradient_clip_val=0.5)
+    fit.fit(module, loader(ranks))
+    return full(module, fit)
+
+
+def run_averaged(ranks: int, strategy: Any, kind: str) -> Any:
+    """The weights at the end, which Lightning's callback makes the averages."""
+    module = Smooth()
+    callbacks: list[L.Callback] = []
+    if kind == "SWA":
+        callbacks = [StochasticWeightAveraging(1e-3, swa_epoch_start=1)]
+    elif kind == "EMA":
+        callbacks = [WeightAveraging(use_buffers=False, avg_fn=lambda mean, now, _: mean.lerp(now, 0.25))]
+    fit = trainer(ranks, strategy, precision="64-true", max_epochs=4, callbacks=callbacks)
     fit.fit(module, loader(ranks))
     return full(module, fit)

@@ -93,6 +93,14 @@ def test_several_optimizers_by_hand() -> None:
         assert apart(weights, wanted) <= 1e-9
 
 
+@pytest.mark.parametrize("kind", ["EMA", "SWA"])
+def test_averages_of_weights_are_one_devices(kind: str) -> None:
+    wanted = alone("averaged", folder=kind)
+    assert apart(wanted, alone("averaged", folder="none")) > 1e-3  # or nothing would have been averaged
+    for weights in run_ranks(2, RUN, cases.SPLIT, "averaged", kind):
+        assert apart(weights, wanted) <= 1e-9
+
+
 @pytest.mark.parametrize("half", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision(half: str) -> None:
     wanted = alone("mixed", folder=half)

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import prune
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import update_bn
 
 from tests.loops.row import Numbers, changed, row, train
-from tests.loops.setting import Net, Setting, Tied, whole
+from tests.loops.setting import Net, Pruned, Setting, Tied, whole
 
 
 @row
@@ -78,6 +79,34 @@ def another_momentum(model: Any) -> None:
 def part_replaced(model: Any) -> None:
     """`model.head = nn.Linear(...)`"""
     model.head = nn.Linear(12, 10).double()
+
+
+@changed
+def pruned(model: Any) -> None:
+    """`prune.l1_unstructured` and the like of a layer"""
+    prune.l1_unstructured(model.hidden, "weight", 0.5)  # type: ignore[no-untyped-call]
+
+
+@changed
+def parametrized(model: Any) -> None:
+    """`torch.nn.utils.parametrizations.weight_norm` of a layer"""
+    nn.utils.parametrizations.weight_norm(model.hidden)
+
+
+@row
+def pruning_removed(setting: Setting) -> Numbers:
+    """`prune.remove`"""
+    model = setting.parallel(Pruned())
+    prune.remove(model.hidden, "weight")  # type: ignore[no-untyped-call]
+    return train(setting, model)
+
+
+@row
+def pruned_again(setting: Setting) -> Numbers:
+    """pruning a layer once more"""
+    model = setting.parallel(Pruned())
+    prune.l1_unstructured(model.hidden, "weight", 0.2)  # type: ignore[no-untyped-call]
+    return train(setting, model)
 
 
 @row

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import layerwise
 from layerwise.comm.base import Comm
@@ -118,6 +119,14 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.norm(self.first(x.flatten(1))))
         return self.head(torch.tanh(self.third(torch.tanh(self.second(x)))))
+
+
+class Pruned(Net):
+    """With a layer that is pruned before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.hidden, "weight", 0.5)  # type: ignore[no-untyped-call]
 
 
 class Balanced(Net):

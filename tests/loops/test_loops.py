@@ -42,6 +42,16 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "data": "the model has other parameters or layers than when it was made parallel",
         "split": "the parallel module's parameters, buffers or layers are others than it was made with",
     },
+    "pruned": {
+        "data": "the model has other parameters or layers than when it was made parallel",
+        "split": "layers was to be replaced or added, as prune, weight_norm and their removal do",
+    },
+    "parametrized": {
+        "data": "the model has other parameters or layers than when it was made parallel",
+        "split": "layers are others than it was made with",
+    },
+    "pruning_removed": {"split": "layers was to be replaced or added, as prune, weight_norm and their removal do"},
+    "pruned_again": {"split": "a tensor that the model's forward pass sets on a layer, as weight_norm and prune do"},
     "part_called": {"split": "a call or a hook of one of the model's layers is not supported"},
     "statistics_again": {"split": "'momentum' of module 'norm', which was set after"},
     "forward_hooks": {"split": "a call or a hook of one of the model's layers is not supported"},

@@ -5,6 +5,7 @@ import io
 import pickle
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -148,6 +149,22 @@ def optimizer_state(setting: Setting) -> Numbers:
     fresh = AdamW(model.parameters(), lr=1e-2)
     fresh.load_state_dict(state)
     return train(setting, model, fresh)
+
+
+@row
+def optimizer_state_of_one_device(setting: Setting) -> Numbers:
+    """`load_state_dict` of one device's `optimizer.state_dict()`"""
+    numbers: dict[str, Any] = {}
+    for fused in (False, True):
+        model = Net()
+        optimizer = AdamW(model.parameters(), lr=1e-2, fused=fused)
+        train(Setting(), model, optimizer)
+        state = copy.deepcopy(optimizer.state_dict())
+        model = setting.parallel(model)
+        fresh = AdamW(model.parameters(), lr=1e-2, fused=fused)
+        fresh.load_state_dict(state)
+        numbers |= {f"{name}.{fused}": value for name, value in train(setting, model, fresh).items()}
+    return numbers
 
 
 @row

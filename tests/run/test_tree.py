@@ -143,7 +143,7 @@ CHANGES: list[tuple[Act, str]] = [
     (lambda made: delattr(made.norm, "eps"), "'eps' of module 'norm', which was set after"),
     (lambda made: made.blocks.append(nn.Tanh()), "layers are others than it was made with"),
     (lambda made: setattr(made.blocks[0], "1", nn.Identity()), "layers are others than it was made with"),
-    (lambda made: setattr(made.head, "bias", None), "layers are others than it was made with"),
+    (lambda made: setattr(made.head, "bias", None), "layers was to be replaced or added"),
     (lambda made: made.blocks.eval(), "'training' of module 'blocks', which was set after"),
     (lambda made: made.head.eval(), "'training' of module 'head', which was set after"),
     (lambda made: setattr(made, "training", False), "'training' of module 'blocks', which was set after"),
@@ -327,10 +327,16 @@ def shorten(m: nn.Module) -> None:
         m.bias.data = torch.zeros(5, dtype=torch.float64)
 
 
+def swap(m: nn.Module) -> None:
+    if isinstance(m, nn.Linear):
+        m._parameters["bias"] = nn.Parameter(torch.zeros_like(m.bias))
+
+
 LOST: list[tuple[Act, str]] = [
     (keep, "a parameter was used that is the model's no more, as parallelize and apply() put others"),
     (with_gradients, "has one: call zero_grad() before"),
-    (lambda made: made.apply(untie), "apply() put another tensor or module in the place of one of the model's"),
+    (lambda made: made.apply(untie), "layers was to be replaced or added"),
+    (lambda made: made.apply(swap), "apply() put another tensor or module in the place of one of the model's"),
     (lambda made: made.apply(shorten), "'head.bias' has shape (5,)"),
     (
         lambda made: made.apply(lambda m: m.register_forward_hook(print)),

@@ -32,6 +32,16 @@ def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+BEFORE = "change layers before the model is made parallel, or after layerwise.restore(model)"
+
+
+def _changed(*_: Any, **__: Any) -> NoReturn:
+    raise LayerwiseError(
+        "a parameter or buffer of one of the parallel module's layers was to be replaced or added, as prune, "
+        f"weight_norm and their removal do, and its plan goes on with those that it has: {BEFORE}"
+    )
+
+
 _CALLED = _refusing("a call or a hook of one of the model's layers", "let the model return what it is for")
 # Methods of a module of the parallel one, which stand on the instance in place of its class's.
 REFUSED: Mapping[str, Callable[..., NoReturn]] = {
@@ -41,6 +51,8 @@ REFUSED: Mapping[str, Callable[..., NoReturn]] = {
     "register_full_backward_hook": _CALLED,
     "register_full_backward_pre_hook": _CALLED,
     "register_backward_hook": _CALLED,
+    "register_parameter": _changed,
+    "register_buffer": _changed,
     "_apply": _refusing("to(), float() and the like of one of the model's layers", "call it on the whole model"),
     "__reduce_ex__": _refusing("a copy of one of the model's layers", "copy the whole model, or take state_dict()"),
 }
@@ -104,8 +116,8 @@ def check_places(structure: Structure) -> None:
     if structure.changed():
         raise LayerwiseError(
             "the parallel module's parameters, buffers or layers are others than it was made with, as "
-            "torch.func.functional_call has it, and its plan goes on with those: give load_state_dict the values, "
-            "and change layers before the model is made parallel"
+            "torch.func.functional_call and parametrizations have it, and its plan goes on with those: give "
+            f"load_state_dict the values, and {BEFORE}"
         )
 
 

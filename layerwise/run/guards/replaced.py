@@ -46,6 +46,26 @@ def parameter_now(p: nn.Parameter) -> nn.Parameter:
     return now
 
 
+class UnkeptTensor(Tensor):
+    """A stand-in of a tensor that the forward pass sets on a layer, as weight_norm does, and the run does not."""
+
+    is_leaf = True  # for copies of the model
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """LayerwiseError."""
+        raise LayerwiseError(
+            "a tensor that the model's forward pass sets on a layer, as weight_norm and prune do, was used, and a plan "
+            "that splits layers does not set it: let the model return what it is for, or, to prune it or to remove "
+            "these, call layerwise.restore(model) and then the model once"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnkeptTensor:
+        return self
+
+
 class UnreadParameter(nn.Parameter):
     """A parameter that the model's forward pass does not read, so that no plan's layer has it, and nobody trains it."""
 

@@ -91,6 +91,9 @@ def of_lists(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
     first, made = args[0], dict[int, Any]()
     dtensors = [i for i, x in enumerate(first) if isinstance(x, DTensor)]
     others = [i for i, x in enumerate(first) if not isinstance(x, DTensor)]
+    written = [x[i] for x in written_by(func, args, kwargs) if x and len(x) == len(first) for i in dtensors]
+    if any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in written):
+        return in_full(func, args, kwargs)  # an optimizer's state is one device's: full tensors
     if name == "_foreach_norm" and dtensors:
         number = "norm", float(args[1] if len(args) > 1 else 2)
         made = dict(zip(dtensors, reduced(number, [first[i] for i in dtensors], kwargs.get("dtype")), strict=True))

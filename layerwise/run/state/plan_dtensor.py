@@ -198,7 +198,7 @@ class PartView(Tensor):
                 if _writes(func.__name__, kwargs):
                     check_alike([full], all_ranks(p))
                     p._local_tensor.copy_(shard_of(full, p))
-                if type(result) is Tensor and result.untyped_storage()._cdata == full.untyped_storage()._cdata:
+                if type(result) is Tensor and _shared(result, full):
                     return cls.of(result, p, full)
         return result
 
@@ -223,7 +223,14 @@ def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         with _Dispatch():  # type: ignore[no-untyped-call] # C++ takes an object of a subclass for a DTensor
             result = func(*args, **kwargs)
-    return PartView.of(result, *SHARED.pop()) if SHARED and type(result) is Tensor else result
+    if not SHARED or type(result) is not Tensor:
+        return result
+    p, full = SHARED.pop()  # of an operation of several, such as a norm of a view, the result may be no view
+    return PartView.of(result, p, full) if _shared(result, full) else result
+
+
+def _shared(x: Tensor, full: Tensor) -> bool:
+    return bool(x.untyped_storage()._cdata == full.untyped_storage()._cdata)
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.run.guards.refusals import REFUSED
-from layerwise.run.guards.replaced import UnreadParameter, replace_parameter
+from layerwise.run.guards.replaced import UnkeptTensor, UnreadParameter, replace_parameter
 from layerwise.tensorfile import dtype_name
 
 Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters` or `_buffers`, and a key
@@ -193,7 +193,9 @@ def refuse_calls(root: nn.Module, written: Set[str] = frozenset()) -> None:
     for path in written:
         module, _, name = path.rpartition(".")
         if name not in FRESH:
-            root.get_submodule(module).__dict__.pop(name, None)
+            of_layer = root.get_submodule(module).__dict__
+            if isinstance(of_layer.pop(name, None), Tensor) and module:  # the root itself has a sentence for it
+                of_layer[name] = torch.empty(0).as_subclass(UnkeptTensor)
     for part in root.modules():
         if part is not root:
             part.__dict__.update({**REFUSED, "apply": partial(_apply_to, weakref.ref(root), weakref.ref(part))})

@@ -13,7 +13,7 @@ import numpy as np
 from layerwise.cost.additive import Choice, Costs
 from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats
-from layerwise.search.priced.additive import Problem
+from layerwise.search.priced.additive import Problem, least_by_base
 from layerwise.search.priced.choose import Seen
 from layerwise.search.solve.narrow import SLACK
 
@@ -187,17 +187,17 @@ def _lighter(problem: Problem, choice: Choice, size: float) -> Iterator[Choice]:
         (float(change[i]), {name: i}) for name, change in own.items() for i in range(len(change)) if i != choice[name]
     ]
     yield from _below(problem, choice, size, ones)
-    pairs = list[Move]()
+    pairs, light = list[Move](), {name: least_by_base(change, base[name]) for name, change in own.items()}
     for u, v in dict.fromkeys(edge[:2] for edge in problem.time.edge):
-        together: Floats = own[u][:, None] + own[v][None]
+        (of_u, lightest_u), (of_v, lightest_v) = light[u], light[v]
+        together: Floats = of_u[:, None] + of_v[None]
         for edge, table in row.edge.items():
             if edge[:2] == (u, v):
                 at, to = base[u][choice[u]], base[v][choice[v]]
-                both = table - table[at] - table[:, to : to + 1] + table[at, to]
-                together = together + both[np.ix_(base[u], base[v])]
-        for flat in np.argsort(together, axis=None)[:LIGHTER]:
+                together = together + (table - table[at] - table[:, to : to + 1] + table[at, to])
+        for flat in np.argpartition(together, min(LIGHTER, together.size) - 1, axis=None)[:LIGHTER]:
             i, j = divmod(int(flat), together.shape[1])
-            pairs.append((float(together[i, j]), {u: i, v: j}))
+            pairs.append((float(together[i, j]), {u: int(lightest_u[i]), v: int(lightest_v[j])}))
     yield from _below(problem, choice, size, pairs)
 
 

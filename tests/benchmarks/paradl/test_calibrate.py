@@ -13,7 +13,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.ask import Budget, compare_with, suggest
 from layerwise.oracle.question import Oracle, Question
-from layerwise.oracle.runs import FOR, Run
+from layerwise.oracle.runs import FOR, MeasuredRun
 
 GIVEN = {runs: framework("chainermnx", runs) for runs in ("bars", "logs")}
 
@@ -90,7 +90,7 @@ def test_no_published_run_is_called_over_memory() -> None:
     for model, kind in {(r.model, r.runs) for r in every}:
         question = Question(load_model(model, 1), load("v100"), 64)
         some = {  # of runs that differ in the number of groups alone, and so not in memory, one
-            (r.strategy, r.inside, r.batch // r.groups): Run(
+            (r.strategy, r.inside, r.batch // r.groups): MeasuredRun(
                 r.strategy, r.devices, r.batch, r.total_s, r.inside if r.strategy in FOR["inside"] else None
             )
             for r in sorted(every, key=lambda r: -r.devices)
