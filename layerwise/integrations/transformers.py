@@ -61,6 +61,22 @@ class LayerwiseTrainer(Trainer):  # type: ignore[misc] # mypy does not read tran
             of(self.model).steps_done = self.state.global_step * self.args.gradient_accumulation_steps
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """As the Trainer's, with the groups of one device: its own would be split by mesh, and not go on elsewhere."""
+        kind, keywords = super().get_optimizer_cls_and_kwargs(args, model)
+        plain = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        if plain and isinstance(model, ParallelModule) and not keywords.keys() & {"params", "model", "optimizer_dict"}:
+            decayed = set(self.get_decay_parameter_names(model))
+            trained = [(name in decayed, p) for name, p in model.named_parameters() if p.requires_grad]
+            keywords["params"] = [
+                {
+                    "params": [p for of_group, p in trained if of_group == decays],
+                    "weight_decay": args.weight_decay * decays,
+                }
+                for decays in (True, False)
+            ]
+        return kind, keywords
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes the full model; all ranks call it."""
         if not isinstance(self.model, ParallelModule):
