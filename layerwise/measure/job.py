@@ -86,10 +86,10 @@ class Job:
         self.profile = self.base
 
     def run(self, strategies: Strategies, make_module: MakeModule, *, quiet: bool, every: bool = True) -> Summary:
-        """Measures what the budget allows, searches included. What was measured is kept whatever happens.
+        """Measures what the budget allows. What was measured is kept whatever happens.
 
         every: all pieces of all configurations, where there is time, beside what was measured before; else those of the
-            best plans and the baselines, and what was measured before is checked.
+            best plans and the baselines, what was measured before is checked, and the budget includes searches.
         """
         began = time.monotonic()
         before = next((times for times in self.base.layers if times.conditions == self.where), LayerTimes(self.where))
@@ -100,6 +100,8 @@ class Job:
         if changed:
             measuring.times = LayerTimes(self.where, made=before.made)
         self._overhead(measuring, make_module)
+        if every:  # the budget of a command is for measuring alone
+            measuring.deadline_s, over = time.monotonic() + self.budget_s, False
         for number in range(ROUNDS):
             if number or changed:
                 best, over = self._searched(strategies, measuring)
