@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import io
 import json
 import multiprocessing
@@ -63,13 +62,11 @@ SEARCHED = ("--gpus", "2", "--effort", "quick", "--global-batch", "4")
 class Kind:
     """A kind of input.
 
-    seed: makes a sound one in a folder, and returns its file or folder; read: what a user does; seal: makes a changed
-    file pass the check that it has of itself.
+    seed: makes a sound one in a folder, and returns its file or folder; read: what a user does.
     """
 
     seed: Callable[[Path], Path]
     read: Callable[[Path], object]
-    seal: Callable[[bytes], bytes] = bytes
 
 
 def _plan(folder: Path) -> Path:
@@ -147,36 +144,6 @@ def _trace(folder: Path) -> Path:
     return folder / "trace.json"
 
 
-def _cached(folder: Path) -> str:
-    """The plan that a search makes beside a cache."""
-    os.environ["LAYERWISE_CACHE"] = str(folder)
-    with tempfile.TemporaryDirectory() as out:
-        plan = Path(out) / "plan.json"
-        search([*_CACHED, "--out", str(plan)])
-        return json.dumps([str(load_plan(plan).strategy), load_plan(plan).predicted], sort_keys=True)
-
-
-_CACHED = ("lenet5", "--gpus", "4", "--profile", "p100", "--global-batch", "8", "--memory-limit", "60MB")
-
-
-def _cache(folder: Path) -> Path:
-    cache = folder / "cache"
-    (folder / "plan").write_text(_cached(cache))
-    return cache
-
-
-def _from_cache(path: Path) -> None:
-    """AssertionError where the plan is another than without a cache."""
-    found = _cached(path)
-    with tempfile.TemporaryDirectory() as empty:
-        assert found == _cached(Path(empty)), "another plan than without the cache"
-
-
-def _sealed(content: bytes) -> bytes:
-    text = content.partition(b"\n")[2]
-    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
-
-
 KINDS: Mapping[str, Kind] = {
     "plan": Kind(_plan, lambda path: explain.main([str(path), "classifier.0"])),
     "profile": Kind(_profile, lambda path: search(["lenet5", *SEARCHED, "--profile", str(path)])),
@@ -187,7 +154,6 @@ KINDS: Mapping[str, Kind] = {
     "zarr": Kind(_zarr, _array),
     "measured": Kind(_measured, lambda path: oracle([*_ORACLE, "--measured", str(path)])),
     "trace": Kind(_trace, read_trace),
-    "cache": Kind(_cache, _from_cache, _sealed),
 }
 
 
@@ -247,8 +213,6 @@ def tried(kind: Kind, seed: Path, place: Path, draw: random.Random | None) -> st
     if draw is not None:
         victim = draw.choice(files)
         victim.write_bytes(mutated(victim.read_bytes(), draw))
-        if draw.random() < 0.7:
-            victim.write_bytes(kind.seal(victim.read_bytes()))
     said = place / "said"
     child = os.fork()
     if child == 0:

@@ -20,11 +20,11 @@ class Segmentation(torch.nn.Module):
         super().__init__()
         self.network = find("unet3d").build(width=0.125, num_classes=len(CLASSES))
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = self.network(x)
-        p, t, axes = logits.softmax(1), F.one_hot(target, len(CLASSES)).movedim(-1, 1), (0, 2, 3, 4)
+        p, t, axes = logits.softmax(1), F.one_hot(target, len(CLASSES)).movedim(-1, 1), (2, 3, 4)
         dice = 2 * (p * t).sum(axes) / (p + t).sum(axes)
-        return F.cross_entropy(logits, target) + 1 - dice.mean(), dice
+        return F.cross_entropy(logits, target) + 1 - dice.mean(), *dice.mean(0).unbind()
 
 
 def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) -> None:
@@ -46,7 +46,7 @@ def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) ->
     for inputs in loader:
         optimizer.zero_grad()
         with mixed:
-            loss, _ = model(*inputs)
+            loss, *_ = model(*inputs)
         loss.backward()
         optimizer.step()
         if model.comm.rank == 0:
@@ -54,7 +54,7 @@ def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) ->
     if folder:
         checkpoint.save(folder, model, optimizer, {})
     with torch.no_grad(), mixed:
-        dice = torch.stack([model(*inputs)[1] for inputs in crops(held_out, 4 * batch)]).mean(0)
+        dice = torch.stack([torch.stack(model(*inputs)[1:]) for inputs in crops(held_out, 4 * batch)]).mean(0)
     if model.comm.rank == 0:
         print("held out: " + ", ".join(f"{name} {d:.3f}" for name, d in zip(CLASSES, dice.tolist(), strict=True)))
 

@@ -129,7 +129,7 @@ def of(model: nn.Module) -> Run:
         >>> layerwise.of(layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)).plan.gpus
         1
     """
-    run: Run | None = vars(model).get(OWN) if isinstance(model, nn.Module) else None
+    run: Run | None = getattr(model, "__dict__", {}).get(OWN)
     if run is None:
         raise LayerwiseError(f"the {type(model).__name__} is not parallel: give what layerwise.parallelize returns")
     return run
