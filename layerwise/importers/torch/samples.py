@@ -78,7 +78,7 @@ def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> 
 
 
 def _names(model: nn.Module, call: Call, leaves: Collection[int]) -> tuple[str, ...]:
-    named = {id(x): path for path, x in Arguments(signature_of(model), call, 0).leaves.items()}
+    named = {id(leaf.value): path for path, leaf in Arguments(signature_of(model), call, 0).leaves.items()}
     return tuple(named.get(id(x), f"input {i}") for i, x in enumerate(pytree.tree_leaves(call)) if i in leaves)
 
 
