@@ -32,8 +32,8 @@ class Fed:
 
 def fed_by(model: nn.Module, call: Call, shared: Collection[str] = ()) -> Fed:
     """The inputs that may have a row a sample: all as long as the batch, but for those that are said to be shared."""
-    leaves = Arguments(signature_of(model), call, 0).leaves if shared else {}
-    named = {path: leaf.value for path, leaf in leaves.items()}
+    arguments = Arguments(signature_of(model), call, 0).leaves if shared else {}
+    named = {path: leaf.value for path, leaf in arguments.items()}
     unknown = next((name for name in shared if not any(_within(path, name) for path in named)), None)
     if unknown is not None:
         raise LayerwiseError(f"shared= names {unknown!r}, and the model is called with {', '.join(named)}")
