@@ -84,7 +84,7 @@ def import_module(
     graph, stored = build_graph(rewrite(read_program(exported, name)), name, dims)
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
-    graph = replace(graph, unseen=tuple(effects.found))
+    graph = replace(graph, unseen=(*graph.unseen, *effects.found))
     return Imported(graph, stored, structure, arguments, before, effects.numbers)
 
 

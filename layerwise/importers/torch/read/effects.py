@@ -51,14 +51,25 @@ class UntracedEffects(TorchFunctionMode):
             if not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):  # PyTorch warns of it
                 self.found.setdefault("has a reentrant checkpoint, none of whose inputs has a gradient", self.here)
             return None  # what autograd is turned off for, the backward pass of the checkpoint differentiates
-        if func is Tensor.tolist and (known := getattr(args[0], "layerwise_range", None)) is not None:
-            return list(known)
+        # `torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor.
+        known: range = getattr(args[0], "layerwise_range", range(0)) if args else range(0)
+        if func is Tensor.item and len(known) == 1:
+            return known[0]
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()  # of which a trace knows what it is
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            if args[0].shape != args[1].shape or args[0].dtype != args[1].dtype:
+                raise LayerwiseError(f"module {self.here!r} assigns a tensor of another shape or type to .data")
+            args[0].detach().copy_(args[1])
+            return None
         made = func(*args, **(kwargs or {}))
         if func in _NOTED:
             self.found[f"{_NOTED[func]} in its forward"] = self.here
         elif func is torch.arange and args and not kwargs and all(type(a) is int for a in args):
-            # `torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor.
             made.layerwise_range = range(*args)
+        elif func is Tensor.unbind:
+            for one, number in zip(made, known, strict=False):
+                one.layerwise_range = range(number, number + 1)
         return made
 
     @contextmanager
