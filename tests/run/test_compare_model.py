@@ -1,4 +1,4 @@
-"""In training steps 2 and 100 the model computes two samples beside its layers: what no look at its code finds is noticed."""
+"""In steps 2 and 100 the model computes two samples beside its layers: what no look at its code finds is noticed."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ from layerwise.errors import LayerwiseError
 from tests.api.keywords import quiet
 from tests.comm.thread import run_threads
 
-STRATEGIES: list[object] = ["data", {"hidden": {"c": 2}}]
+STRATEGIES: list[Any] = ["data", {"hidden": {"c": 2}}]
 CHANGED = "in training step 2 layer 'drop' gives other numbers than the model as it is written, and did not when"
 
 
@@ -37,14 +37,14 @@ class Net(nn.Module):
         return functional.cross_entropy(self.out(self.drop(h)), y)
 
 
-Before = Callable[[int, nn.Module], None]
+Before = Callable[[int, Any], None]
 
 
 def nothing(step: int, net: nn.Module) -> None:
     pass
 
 
-def trained(strategy: object, before: Before = nothing, steps: int = 3, **options: Any) -> list[dict[str, Tensor]]:
+def trained(strategy: Any, before: Before = nothing, steps: int = 3, **options: Any) -> list[dict[str, Tensor]]:
     """Returns the state of each of two ranks after some steps, and the state of random numbers."""
 
     def rank(comm: Comm) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def test_a_comparison_leaves_nothing_behind(strategy: object) -> None:
 
 
 def test_a_loop_that_has_diverged_is_not_compared() -> None:
-    def diverge(step: int, model: nn.Module) -> None:
+    def diverge(step: int, model: Any) -> None:
         if step == 2:
             with torch.no_grad():
                 model.out.bias.fill_(float("nan"))

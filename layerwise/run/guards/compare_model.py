@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class ModelComparison:
         return self.steps in STEPS
 
     def check(
-        self, model: nn.Module, arguments: Arguments, call: Call, stored: Mapping[str, Callable[[], object]]
+        self, model: nn.Module, arguments: Arguments, call: Call, stored: Mapping[str, Callable[[], Any]]
     ) -> None:
         """LayerwiseError where the two differ. It warns where the model cannot be run.
 
