@@ -213,12 +213,6 @@ class Run:
         finally:
             self._synchronise = before
 
-    def pickled(self) -> Any:
-        """LayerwiseError: a pickle has no ranks."""
-        raise LayerwiseError(
-            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
-        )
-
     def _note_device(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Notes where `to()` and the like bring the parameters."""
         self._parameters_on = fn(torch.zeros((), device=self._parameters_on)).device

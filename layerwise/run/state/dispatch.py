@@ -8,25 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.hooks import in_backward
+from layerwise.run.local_tensor import like
 from layerwise.run.state.meshes import all_ranks, check_alike, everywhere, of_rank, shard_of
 from layerwise.run.state.operations import each, each_of, elementwise, is_view, name_of, reduced, written_by
 
 SHARED = list[tuple[Any, Tensor]]()  # what the last operation has made a view of, and the full tensor
-
-
-def like_it(tensor: DTensor, local: Tensor) -> DTensor:
-    """Returns a DTensor that lies as another does, maybe of another type."""
-    spec, meta = tensor._spec, tensor._spec.tensor_meta
-    if meta is not None and meta.dtype != local.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, local.dtype))
-    kind: Any = type(tensor)  # made as FSDP2 does; `from_local` goes through autograd
-    made: DTensor = kind(local, spec, requires_grad=False)
-    return made
 
 
 def full_of(x: Any) -> Any:
@@ -83,7 +73,7 @@ def locally(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     result = func(*local_args, **named)
     if written:
         return written[0]
-    return like_it(target, result) if isinstance(result, Tensor) else result
+    return like(target, result) if isinstance(result, Tensor) else result
 
 
 def of_lists(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -94,8 +84,9 @@ def of_lists(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
     written = [x[i] for x in written_by(func, args, kwargs) if x and len(x) == len(first) for i in dtensors]
     if any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in written):
         return in_full(func, args, kwargs)  # an optimizer's state is one device's: full tensors
-    if name == "_foreach_norm" and dtensors:
-        number = "norm", float(args[1] if len(args) > 1 else 2)
+    p = float(args[1] if len(args) > 1 else 2) if name == "_foreach_norm" else 0.0
+    if p > 0 and dtensors:
+        number = "norm", p
         made = dict(zip(dtensors, reduced(number, [first[i] for i in dtensors], kwargs.get("dtype")), strict=True))
         dtensors = []
     elif not elementwise(func):
@@ -112,7 +103,7 @@ def of_lists(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
         result = func(*map(some, args), **{key: some(x) for key, x in kwargs.items()})
         for i, x in zip(where, result or (), strict=False):
-            made[i] = like_it(first[i], x) if where is dtensors else x
+            made[i] = like(first[i], x) if where is dtensors else x
     return [made[i] for i in range(len(first))] if made else None
 
 
