@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,49 +20,43 @@ OF_LISTS = ("_foreach_", "_fused_")
 NUMBERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")  # of lists, that are not element by element
 
 
-def name_of(func: Any) -> str:
-    """Returns an operation's name."""
-    name: str = func._schema.name
-    return name.removeprefix("aten::")
+class Operation(NamedTuple):
+    """What is known of an operation before it runs."""
+
+    name: str
+    of_lists: bool
+    elementwise: bool  # whether each element of the result is made of the elements in its place
+    outputs: tuple[int | str, ...]  # the arguments that it writes to, by place, or by name as `out=` is
+    view: bool  # whether the result is in the memory of an argument
+
+    def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Returns the values of the arguments that it writes to."""
+        return [kwargs.get(at) if isinstance(at, str) else args[at] for at in self.outputs]
+
+
+@cache
+def operation(func: Any) -> Operation:
+    """Returns what is known of one."""
+    schema = func._schema
+    name, arguments = schema.name.removeprefix("aten::"), schema.arguments
+    writes = [(i, a) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+    of_lists = name.startswith(OF_LISTS)
+    pointwise = torch.Tag.pointwise in func.tags or name in SAME_PLACES or name.endswith("_like")
+    tensors = all(str(made.type) == "Tensor" for made in schema.returns)  # `equal` makes one bool of all
+    return Operation(
+        name,
+        of_lists,
+        not name.startswith(NUMBERS)
+        if of_lists
+        else pointwise and tensors and torch.Tag.nondeterministic_seeded not in func.tags,
+        tuple(a.name if a.kwarg_only else i for i, a in writes),
+        any(a.alias_info and not a.alias_info.is_write for a in arguments),
+    )
 
 
 def each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
     """Returns what `act` makes of an operation's arguments or results, and of those in lists."""
-    return tuple(type(v)(map(act, v)) if type(v) in (list, tuple) else act(v) for v in values)
-
-
-def each_of(act: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns what `act` makes of both kinds of an operation's arguments."""
-    return each(act, args), dict(zip(kwargs, each(act, kwargs.values()), strict=True))
-
-
-@cache
-def elementwise(func: Any) -> bool:
-    """True if each element of the result is made of the elements in its place."""
-    name = name_of(func)
-    if name.startswith(OF_LISTS):
-        return not name.startswith(NUMBERS)
-    pointwise = torch.Tag.pointwise in func.tags or name in SAME_PLACES or name.endswith("_like")
-    tensors = all(str(made.type) == "Tensor" for made in func._schema.returns)  # `equal` makes one bool of all
-    return pointwise and tensors and torch.Tag.nondeterministic_seeded not in func.tags
-
-
-@cache
-def is_view(func: Any) -> bool:
-    """True if the result is in the memory of an argument."""
-    return any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
-
-
-@cache
-def _outputs(func: Any) -> tuple[int | str, ...]:
-    """Returns the arguments that an operation writes to, by place, or by name as `out=` is."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple(a.name if a.kwarg_only else i for i, a in arguments if a.alias_info and a.alias_info.is_write)
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the values of the arguments that an operation writes to."""
-    return [kwargs.get(at) if isinstance(at, str) else args[at] for at in _outputs(func)]
+    return tuple(type(v)(map(act, v)) if isinstance(v, list | tuple) else act(v) for v in values)
 
 
 Number = tuple[str, float]  # "sum", "mean", "max", "min", "all", "any", or "norm" and its p
@@ -72,7 +66,7 @@ ACROSS = {"mean": "sum", "max": "amax", "min": "amin"}  # what the ranks' number
 
 def one_number(func: Any, args: Sequence[Any]) -> Number | None:
     """Returns what an operation makes of all elements of a tensor; None where it makes something else."""
-    name, overload = name_of(func), func._schema.overload_name
+    name, overload = operation(func).name, func._schema.overload_name
     if name in ("sum", "mean", "max", "min", "all", "any") and not overload:
         return (name, 0.0) if name not in ("max", "min") or args[0].is_floating_point() else None
     if name == "norm" and overload in ("Scalar", "ScalarOpt_dtype"):

@@ -40,7 +40,7 @@ from layerwise.run.state.meshes import (
     shard_of,
     unscale,
 )
-from layerwise.run.state.operations import OF_LISTS, OF_SHAPE, elementwise, name_of, one_number, reduced
+from layerwise.run.state.operations import OF_SHAPE, one_number, operation, reduced
 
 COMPUTED = frozenset(("data", "T", "mT", "H", "mH"))  # attributes that are further tensors
 DISPATCHES = torch.__version__ >= "2.13"
@@ -61,14 +61,14 @@ class PlanDTensor(DTensor, metaclass=_Kind):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Returns what `func` makes of it, which autograd follows where gradients are wanted."""
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if name in ASKS or (name in ("__get__", "__set__") and func.__self__.__name__ not in COMPUTED):
                 return func(*args, **kwargs)
-            if ReplacedParameter in types:
+            if len(types) > 1 and ReplacedParameter in types:
                 return NotImplemented
             if name == "__set__" and isinstance(args[0], cls):  # p.data = x
                 return _set_data(*args)
@@ -85,7 +85,9 @@ class PlanDTensor(DTensor, metaclass=_Kind):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         """Returns what the operation makes: see the module."""
-        kwargs = kwargs or {}
+        kwargs, of = kwargs or {}, operation(func)
+        if of.elementwise and not of.of_lists and (found := locally(func, args, kwargs)) is not NotImplemented:
+            return found
         if func is UNSCALE:
             return unscale(*args)
         if func.namespace == "c10d":
@@ -96,16 +98,13 @@ class PlanDTensor(DTensor, metaclass=_Kind):
                 "module has other parameters, name those of the parallel one in its "
                 "`_ddp_params_and_buffers_to_ignore` first"
             )
-        name = name_of(func)
-        if name == "is_same_size":
+        if of.name == "is_same_size":
             return args[0].shape == args[1].shape
-        if name in OF_SHAPE:
+        if of.name in OF_SHAPE:
             made = func(args[0]._local_tensor, *args[1:], **kwargs)
             return like(args[0], shard_of(made, args[0]).contiguous()) if made.shape == args[0].shape else made
-        if name.startswith(OF_LISTS):
-            return of_lists(func, name, args, kwargs)
-        if elementwise(func) and (found := locally(func, args, kwargs)) is not NotImplemented:
-            return found
+        if of.of_lists:
+            return of_lists(func, args, kwargs)
         if isinstance(args[0], DTensor) and (number := one_number(func, args)) is not None:
             return reduced(number, [args[0]], kwargs.get("dtype"))[0]
         return in_full(func, args, kwargs)
@@ -166,7 +165,7 @@ class PlanDTensor(DTensor, metaclass=_Kind):
 class RetiredDTensor(PlanDTensor):
     """A parameter of a model that is plain again."""
 
-    __torch_function__ = ReplacedParameter.__torch_function__  # type: ignore[assignment]
+    __torch_function__ = ReplacedParameter.__torch_function__
 
 
 class PartView(Tensor):
