@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.calibrated import calibrated
-from benchmarks.ranks.cluster import PATIENCE_S, agreed, latency_s
+from benchmarks.ranks.cluster import PATIENCE_S, agreed
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group
@@ -73,6 +73,16 @@ def coloured() -> tuple[Tensor, Tensor]:
     """The same in CIFAR-10's shape, three equal channels: (5000, 3, 32, 32)."""
     x, labels = square()
     return x.expand(-1, 3, -1, -1), labels
+
+
+def latency_s() -> float:
+    """Of a message, out of an all-reduce of a few bytes: it takes one there and one back for each doubling."""
+    small, times = torch.zeros(1), []
+    for _ in range(30):
+        start = time.perf_counter()
+        dist.all_reduce(small)
+        times.append(time.perf_counter() - start)
+    return agreed(statistics.median(times) / 2 / max(1, (dist.get_world_size() - 1).bit_length()))
 
 
 def bandwidth() -> float:

@@ -32,6 +32,7 @@ from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule, of
+from layerwise.run.step_check import StepCheck
 
 DEFAULT = ParallelOptions()
 
@@ -176,6 +177,8 @@ def parallelize(
         batch_of_step = f"the effective batch is {every * of(module).plan.batch:,}"
         shown += (Text(f"sync_every={every}: the optimizer steps every {every} batches; {batch_of_step}"),)
     if verbose and world.comm.rank == 0:
+        if not inference:
+            of(module).step_check = StepCheck.of(of(module).plan, lambda line: console().print(line, soft_wrap=True))
         for line in shown:
             console().print(line)
     return module

@@ -26,6 +26,7 @@ from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.run.state.model_state import ModelState
 from layerwise.run.state.state import Shard, State
+from layerwise.run.step_check import StepCheck
 from layerwise.trace import Spans, Trace
 
 Function = Callable[[nn.Module], object]
@@ -41,6 +42,7 @@ class Run:
     own_class: type[nn.Module]  # of the model, before
     own_forward: Callable[..., Any] | None = None  # of the instance, before
     plain = False  # whether it does nothing but call the model
+    step_check: StepCheck | None = None  # whether steps take what the plan predicts, while that is looked at
     unkept: frozenset[str] = frozenset()  # attributes that the model's forward pass sets, and the run does not
 
     def __init__(self, model: nn.Module, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
@@ -166,6 +168,8 @@ class Run:
             if differentiable and self.comm.size > 1:
                 gradients.refuse_derivatives()
             gradients.call_hooks()
+        if self.step_check is not None:
+            self.step_check.end(self, summed=self._synchronise)
 
     def _failed(self, gradients: Gradients) -> None:
         """Is called when an error has ended a backward pass."""

@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import Parameter, Signature, ismethod
 from typing import Any, NoReturn, Self
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.read.arguments import signature_of
@@ -160,7 +160,10 @@ def become(model: nn.Module, run: Run) -> None:
     run.own_class, run.own_forward = own, model.__dict__.pop("forward", None)
 
     def forward(self: Any, *inputs: Any, **named: Any) -> Any:
-        return self._layerwise.forward(*inputs, **named)
+        run = self._layerwise
+        if run.step_check is not None and run.training and is_grad_enabled():
+            run.step_check.begin(run)
+        return run.forward(*inputs, **named)
 
     forward.__doc__ = own.forward.__doc__
     forward.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *arguments])  # type: ignore[attr-defined]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import exp, hypot
 
 from layerwise.config import Config
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, CostTables
 from layerwise.cost.price import LayerPrice, Price, model_error, price
+from layerwise.cost.timeline.ranges import Deviations, deviations
 from layerwise.cost.timeline.shares import StepShares, shares
 from layerwise.cost.timeline.simulate import SimulatedSpan, Timeline, step_spans
 from layerwise.graph.layer import Layer
@@ -53,6 +55,11 @@ class Candidate:
     def error(self) -> float:
         """The model's, of its step's time (`cost.price.model_error`)."""
         return model_error(self.model, self.strategy)
+
+    @cached_property
+    def deviations(self) -> Deviations:
+        """How far its step may be off."""
+        return deviations(self.model, self.strategy, self.bucket_bytes)
 
     @cached_property
     def spans(self) -> Sequence[SimulatedSpan]:
@@ -146,6 +153,11 @@ def drawn(c: Candidate) -> tuple[dict[str, Config], Mapping[str, Mapping[str, fl
     """What `draw` is given of a strategy: the layers that take time, their seconds, and how many devices there are."""
     layers = {name: c.strategy[name] for name, p in c.price.layers.items() if p.seconds["compute"] > 0}
     return layers, c.shares.layers, c.shares.devices
+
+
+def error_between(a: Candidate, b: Candidate) -> float:
+    """The share of time by which one must be faster to be told from the other: what both err by alike is no part."""
+    return hypot(max(a.error, b.error), 1 - exp(-a.deviations.apart(b.deviations)))
 
 
 def timeline_s(c: Candidate) -> float:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from layerwise.comm.base import TrafficKind
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
-from layerwise.quantities import samples, units
+from layerwise.quantities import interval, samples, units
 from layerwise.report.content import Table, facts
 from layerwise.train.compare import Difference
 from layerwise.train.loop import Step
@@ -87,7 +87,9 @@ def beginning(plan: Plan, *, data: str, training: str) -> Table:
     ranks, batch = f"{plan.gpus} rank{'s' * (plan.gpus > 1)}", samples(plan.batch)
     rows = [("plan", f"{plan.model} on {ranks}, {batch} a batch, io {plan.io}")]
     if "timeline_s" in predicted:
-        seconds, profile = units(predicted["timeline_s"], "s"), plan.provenance.get("profile")
+        step_s = predicted["timeline_s"]
+        ends_s = predicted.get("timeline_low_s", step_s), predicted.get("timeline_high_s", step_s)
+        seconds, profile = interval(step_s, *ends_s, "s"), plan.provenance.get("profile")
         rows.append(("predicted", f"{seconds} a step, on the machine of the profile {profile}"))
     if isinstance(said := plan.provenance.get("gradients"), str):
         rows.append(("gradients", said))
