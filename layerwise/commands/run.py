@@ -38,7 +38,7 @@ from layerwise.train import compare_times
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.flags import parser
 from layerwise.train.loop import OPTIMIZERS, Settings
-from layerwise.train.report import Result, beginning, check_tensorboard, ending, scalars, steps_shown
+from layerwise.train.report import Result, beginning, ending, steps_shown
 from layerwise.train.session import Session, enough_memory
 
 GONE = 3  # time-outs: after so long a rank of an earlier start has ended, one that is cut off, too
@@ -135,10 +135,9 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
 def _trained(args: argparse.Namespace, session: Session, steps: int) -> None:
     """Rank 0 trains, and shows each step."""
     where = console(stderr=args.json or sys.stderr.isatty())
-    with steps_shown(where, steps, session.first) as show, scalars(args.tensorboard, session.plan) as note:
+    with steps_shown(where, steps, session.first) as show:
         for step in session.train(steps):
             show(step)
-            note(step)
     if session.saving.stopped:
         saved = f"SIGTERM: saved {session.latest}, from which --resume goes on; exit status {STOPPED}"
         console(stderr=args.json).print(saved, soft_wrap=True)
@@ -281,7 +280,6 @@ def _take_places(args: argparse.Namespace, rank: int, places: contextlib.ExitSta
     if rank:
         return False
     check_files({"--trace": args.trace, "--html": args.html})
-    check_tensorboard(args.tensorboard)
     if args.checkpoint is not None:
         try:
             places.enter_context(sole_writer(args.checkpoint, GONE * args.timeout if args.resume else 0.0))

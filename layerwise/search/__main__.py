@@ -13,7 +13,6 @@ from layerwise.cli import (
     check_files,
     command,
     console,
-    fixed_degrees,
     global_batch,
     present,
     progress_bar,
@@ -38,7 +37,7 @@ from layerwise.search.baselines import NAMES, baselines, named_strategy
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.fixed import fixed_layers
-from layerwise.search.flags import parser
+from layerwise.search.flags import fixed_degrees, parser
 from layerwise.search.make_plan import make_plan, write_timeline
 from layerwise.search.plot.devices import layers
 from layerwise.search.remedies import Remedy, remedies
