@@ -24,8 +24,8 @@ from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.cluster_plan import in_short, measured_model, plans, priced_anew
 from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
 from layerwise.comm.base import Comm
-from layerwise.comm.start import join_default_group
-from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.comm.start import join_default_group, leave
+from layerwise.run.base import PREDICTED
 from layerwise.run.parallel import of
 from layerwise.trace import Trace
 from layerwise.train.compare_times import WARM, compare_times
@@ -215,8 +215,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit
+    leave(0)
 
 
 if __name__ == "__main__":

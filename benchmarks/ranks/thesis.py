@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ from benchmarks.common.calibrated import calibrated
 from benchmarks.ranks.cluster import PATIENCE_S, agreed
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.start import join_default_group
+from layerwise.comm.start import join_default_group, leave
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
@@ -153,8 +152,7 @@ def main() -> None:
     if comm.rank == 0:
         out.write_text(json.dumps(report))
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit
+    leave(0)
 
 
 if __name__ == "__main__":

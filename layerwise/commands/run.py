@@ -31,13 +31,14 @@ from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
 from layerwise.run.parallel import of
 from layerwise.run.step_check import StepCheck
+from layerwise.search.plot.devices import layers
 from layerwise.search.rebuild import rebuild, replan
 from layerwise.trace import Trace
 from layerwise.train import compare_times
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.flags import parser
 from layerwise.train.loop import OPTIMIZERS, Settings
-from layerwise.train.report import Result, beginning, check_tensorboard, ending, scalars, steps_shown
+from layerwise.train.report import Result, beginning, ending, steps_shown
 from layerwise.train.session import Session, enough_memory
 
 GONE = 3  # time-outs: after so long a rank of an earlier start has ended, one that is cut off, too
@@ -134,10 +135,9 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
 def _trained(args: argparse.Namespace, session: Session, steps: int) -> None:
     """Rank 0 trains, and shows each step."""
     where = console(stderr=args.json or sys.stderr.isatty())
-    with steps_shown(where, steps, session.first) as show, scalars(args.tensorboard, session.plan) as note:
+    with steps_shown(where, steps, session.first) as show:
         for step in session.train(steps):
             show(step)
-            note(step)
     if session.saving.stopped:
         saved = f"SIGTERM: saved {session.latest}, from which --resume goes on; exit status {STOPPED}"
         console(stderr=args.json).print(saved, soft_wrap=True)
@@ -210,7 +210,7 @@ def _print(
     out, plan, notes = console(stderr=args.json), result.plan, [*said, *session.notes()]
     out.print(text.parts(tables[1:]))
     if args.html is not None:
-        picture = Picture(lambda: svg(plan.plot()), "the plan: layers from left to right, ranks from top to bottom")
+        picture = Picture(lambda: svg(layers(plan)), "the plan: layers from left to right, ranks from top to bottom")
         shown = Report(plan.model, f" on {plan.gpus} ranks", [picture, *tables, Lines(notes)])
         write_text(args.html, html.page(shown))
         notes.append(f"page written to {args.html}")
@@ -280,7 +280,6 @@ def _take_places(args: argparse.Namespace, rank: int, places: contextlib.ExitSta
     if rank:
         return False
     check_files({"--trace": args.trace, "--html": args.html})
-    check_tensorboard(args.tensorboard)
     if args.checkpoint is not None:
         try:
             places.enter_context(sole_writer(args.checkpoint, GONE * args.timeout if args.resume else 0.0))
