@@ -31,6 +31,7 @@ from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
 from layerwise.run.parallel import of
 from layerwise.run.step_check import StepCheck
+from layerwise.search.plot.devices import layers
 from layerwise.search.rebuild import rebuild, replan
 from layerwise.trace import Trace
 from layerwise.train import compare_times
@@ -209,7 +210,7 @@ def _print(
     out, plan, notes = console(stderr=args.json), result.plan, [*said, *session.notes()]
     out.print(text.parts(tables[1:]))
     if args.html is not None:
-        picture = Picture(lambda: svg(plan.plot()), "the plan: layers from left to right, ranks from top to bottom")
+        picture = Picture(lambda: svg(layers(plan)), "the plan: layers from left to right, ranks from top to bottom")
         shown = Report(plan.model, f" on {plan.gpus} ranks", [picture, *tables, Lines(notes)])
         write_text(args.html, html.page(shown))
         notes.append(f"page written to {args.html}")

@@ -122,6 +122,7 @@ def search(
         baselines=compared,
         optimum=chosen.optimum,
         seconds=priced.seconds,
+        configs=priced.configs,
         configurations=counts,
         simulated=simulated,
         memory_bytes=int(limit),

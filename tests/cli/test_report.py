@@ -59,9 +59,8 @@ def test_no_column_is_lost(run: Run) -> None:
 
 
 def test_a_report_with_its_curve(run: Run, here: Path) -> None:
-    pytest.importorskip("plotly")
     run(*LENET, "--out", "plan.json")
     run("report", "plan.json", "--memory-curve", "1MB..4GB", "--out", "report.html")
     page = (here / "report.html").read_text(encoding="utf-8")
     assert "against no limit" in page
-    assert "under 4.00 GB" in page
+    assert "the best plan under a limit" in page
