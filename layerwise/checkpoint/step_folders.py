@@ -130,7 +130,7 @@ def _remove(path: Path, steps: int) -> None:
 
 @contextmanager
 def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> Iterator[None]:
-    """Within it no other process writes into DIR, which is made; afterwards it is removed where it has no checkpoint.
+    """Returns a context in which no other process writes into DIR: it is made, and removed where no checkpoint came.
 
     LayerwiseError where another process still writes there after so many seconds, of which stderr tells; OSError where
     nothing can be written. Where the file system knows no locks, it is only found out whether files can be written.

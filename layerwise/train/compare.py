@@ -70,7 +70,7 @@ def final_state(module: ParallelModule, losses: Sequence[float]) -> FinalState:
 
 
 def full_gradients(module: ParallelModule) -> dict[str, Tensor]:
-    """Every parameter's gradient, whole, on the CPU: gathered as `full_state_dict` gathers values, in their place.
+    """Returns every parameter's full gradient, on the CPU: gathered as `full_state_dict` does, in their place.
 
     Buffers are among them, as they are.
     """

@@ -177,6 +177,6 @@ class Windows(nn.Module):
 
 
 def _end(run: Future[object]) -> str:
-    """What the ranks are told of nnU-Net's end."""
+    """Returns the text that tells the ranks of nnU-Net's end."""
     error = run.exception()
     return "done" if error is None else f"failed {type(error).__name__}: {' '.join(str(error).split())}"
