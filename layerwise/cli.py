@@ -246,29 +246,6 @@ def space_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def fix_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --fix, which `fixed_degrees` reads."""
-    parser.add_argument(
-        "--fix",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("LAYERS", "DEGREES"),
-        help="a configuration that layers keep: --fix 'fc*' c=4, --fix encoder n=2,h=2; 1: one device. Can be repeated",
-    )
-
-
-def fixed_degrees(args: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """The degrees of --fix, by layers' names."""
-    found = {}
-    for layers, degrees in args.fix:
-        parts = [] if degrees == "1" else [part.partition("=") for part in degrees.split(",")]
-        if any(not label or not re.fullmatch("[0-9]{1,9}", degree) for label, _, degree in parts):
-            raise LayerwiseError(f"--fix {layers} {degrees!r}: degrees are such as c=4 or n=2,h=2; 1 is one device")
-        found[layers] = {label: int(degree) for label, _, degree in parts}
-    return found
-
-
 def search_space(args: argparse.Namespace, *, spread: bool) -> SearchSpace:
     """The space that the flags of `machine_arguments` and `space_arguments` ask for."""
     powers_of_two = args.degrees == "powers-of-two"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from layerwise.arguments import Count, checked
 from layerwise.cli import (
@@ -116,7 +116,7 @@ def memory(
     *,
     gpu: str | os.PathLike[str] = DEFAULT,
     gpus: Count = 1,
-    optimizer: Literal["sgd", "momentum", "adam"] = "sgd",
+    optimizer: str = "sgd",
     dtype: str = "float32",
     inference: bool = False,
     memory_limit: float | str | None = None,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import permutations
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, prime_factors
 from layerwise.partition.place import Each
-from layerwise.run.state.meshes import ALL_RANKS
+from layerwise.run.local_tensor import like
+from layerwise.run.state.meshes import ALL_RANKS, box_at
 from layerwise.run.state.plan_dtensor import wrap
 
 Ranks = NDArray[np.int64]  # of a mesh, an axis an axis of it
@@ -55,7 +55,7 @@ def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> RankS
         if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
             placements = _placements(ranks, each)
             if placements is not None and all(
-                _box(shape, axes, where, placements) == each[rank] for where, rank in np.ndenumerate(ranks)
+                box_at(shape, axes, where, placements) == each[rank] for where, rank in np.ndenumerate(ranks)
             ):
                 return RankSharding(ranks, placements, shape)
     return None
@@ -77,13 +77,6 @@ def _ends(each: Each, rank: int) -> list[tuple[int, int]]:
     box = each[rank]
     assert box is not None
     return list(zip(box.lo, box.hi, strict=True))
-
-
-@cache  # many parameters have one shape, and a large mesh has many coordinates
-def _box(shape: tuple[int, ...], axes: tuple[int, ...], where: tuple[int, ...], cuts: tuple[Placement, ...]) -> Box:
-    """Returns the box that a DTensor has at a coordinate of the mesh."""
-    extents, lo = _compute_local_shape_and_global_offset(shape, axes, list(where), cuts)
-    return Box(lo, tuple(a + n for a, n in zip(lo, extents, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +133,7 @@ def shardings(
 def move(tensor: Tensor, local: Tensor) -> None:
     """Gives a DTensor, which others refer to, another local tensor: of another type, or on another device."""
     assert isinstance(tensor, DTensor)
-    old = tensor._spec
-    meta = TensorMeta(old.tensor_meta.shape, old.tensor_meta.stride, local.dtype)  # type: ignore[union-attr]
-    spec = DTensorSpec(old.mesh, old.placements, meta)
+    moved: Any = like(tensor, local)
     with torch._C.DisableTorchFunctionSubclass():
-        tensor.data = wrap(local, spec)
-    tensor._local_tensor, tensor._spec = local, spec
+        tensor.data = moved
+    tensor._local_tensor, tensor._spec = local, moved._spec
