@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,8 +21,7 @@ from layerwise.ops.base import Role
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
-    from layerwise.importers.torch.trace import Imported
+    from layerwise.importers.torch.read.arguments import Arguments, OutputStructure
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
@@ -178,10 +176,11 @@ def network_of(
     """
     import torch
 
+    from layerwise.importers.torch.batches import import_for_batches, import_once
     from layerwise.importers.torch.calls.constants import Missing
 
     call = tuple(examples), dict(kwargs or {})
-    imported, called, written = traced(module, call, name, trusted, shared)
+    imported = (import_once if trusted else import_for_batches)(module, call, name, shared=shared)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
@@ -190,7 +189,7 @@ def network_of(
     stored = dict(made.stored) | {key: (lambda t=t: t) for key, t in built.items()}  # what is written into is read
     return replace(
         made, stored=stored, structure=imported.structure, arguments=imported.arguments, built=built, module=module,
-        called=called, written=written, unproven=imported.unproven,
+        called=imported.called, written=imported.written, unproven=imported.unproven,
         inputs_without_gradient=imported.inputs_without_gradient, shared=() if fed is None else fed.shared,
         shared_found=fed is not None and fed.found,
     )  # fmt: skip
@@ -220,18 +219,6 @@ def network_with(
     return Network(graph if batch is None else graph.rebatch(batch), values, keys)
 
 
-def traced(
-    module: nn.Module, call: Call, name: str, trusted: bool, shared: Collection[str] | None = None
-) -> tuple[Imported, frozenset[str], frozenset[str]]:
-    """The network that the module's code makes; no values but constants. Also its `called` and `written`."""
-    from layerwise.importers.torch.batches import import_for_batches, import_once
-
-    with calls_of(module) as calls, writes_of(module) as writes:
-        make = import_once if trusted else import_for_batches
-        imported = make(module, call, name, shared=shared)
-    return imported, frozenset(calls), frozenset(writes)
-
-
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
     """Within it, a LayerwiseError is that of a model that cannot be imported, and says what runs it."""
@@ -239,46 +226,6 @@ def refused() -> Iterator[None]:
         yield
     except LayerwiseError as why:
         raise LayerwiseError(f"{str(why).rstrip('.')}; DistributedDataParallel runs it as it is written") from why
-
-
-@contextlib.contextmanager
-def calls_of(module: nn.Module) -> Iterator[set[str]]:
-    """The paths of the modules without modules inside that are called within it."""
-    import torch
-
-    called: set[str] = set()
-    with contextlib.ExitStack() as stack:
-        for path, m in module.named_modules(remove_duplicate=False):
-            if not m._modules and not isinstance(m, torch.jit.ScriptModule):
-                note = m.register_forward_pre_hook(lambda *_, path=path: called.add(path))
-                stack.callback(note.remove)
-        yield called
-
-
-@contextlib.contextmanager
-def writes_of(module: nn.Module) -> Iterator[set[str]]:
-    """The paths of attributes of its modules that its calls within it set, or change inside, such as a list."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    modules, written = list(module.named_modules(remove_duplicate=False)), set[str]()
-
-    def leaves() -> dict[str, list[object]]:
-        held = ((path, name, value) for path, m in modules for name, value in vars(m).items())
-        return {f"{path}.{name}" if path else name: pytree.tree_leaves(value) for path, name, value in held}
-
-    before = leaves()
-
-    def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
-        for path, now in leaves().items():
-            known = before.get(path)
-            if known is None or len(known) != len(now) or not all(map(operator.is_, known, now)):
-                written.add(path)
-
-    with contextlib.ExitStack() as stack:
-        if not isinstance(module, torch.jit.ScriptModule):
-            stack.callback(module.register_forward_hook(look).remove)
-        yield written
 
 
 def _names(graph: LayerGraph) -> list[str]:
