@@ -176,11 +176,9 @@ def network_of(
     """
     import torch
 
-    from layerwise.importers.torch.batches import import_for_batches, import_once
     from layerwise.importers.torch.calls.constants import Missing
 
-    call = tuple(examples), dict(kwargs or {})
-    imported = (import_once if trusted else import_for_batches)(module, call, name, shared=shared)
+    imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
@@ -217,6 +215,13 @@ def network_with(
     frozen = {known[id(t)] for t in tensors.values() if isinstance(t, Parameter) and not t.requires_grad}
     graph = graph.freeze(frozen | graph.unreached)  # PyTorch gives these no gradient: an optimizer leaves them alone
     return Network(graph if batch is None else graph.rebatch(batch), values, keys)
+
+
+def traced(module: nn.Module, call: Call, name: str, trusted: bool, shared: Collection[str] | None = None) -> Imported:
+    """The layers that the module's code makes; no values but constants."""
+    from layerwise.importers.torch.batches import import_for_batches, import_once
+
+    return (import_once if trusted else import_for_batches)(module, call, name, shared=shared)
 
 
 @contextlib.contextmanager
