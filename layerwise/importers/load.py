@@ -21,7 +21,8 @@ from layerwise.ops.base import Role
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from layerwise.importers.torch.read.arguments import Arguments, OutputStructure
+    from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
+    from layerwise.importers.torch.trace import Imported
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
