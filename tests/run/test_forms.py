@@ -99,8 +99,8 @@ class Scaled(nn.Module):
         return self.up(x) * scale
 
 
-@pytest.mark.parametrize("degrees", [{}, {"c": 2}], ids=["data", "split"])
-def test_what_is_the_same_for_all_samples_must_be_so_on_all_ranks(degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize("degrees", [None, {"c": 2}], ids=["data", "split"])
+def test_what_is_the_same_for_all_samples_must_be_so_on_all_ranks(degrees: dict[str, int] | None) -> None:
     torch.manual_seed(0)
     scale = torch.randn(8, dtype=torch.float64)
     network = network_of(module := Scaled().double(), (X, scale), 4, "test")

@@ -151,14 +151,13 @@ class Tree:
         return module, last
 
 
-class Before:
-    """What a model has, to be put back where making it parallel fails."""
+class Slots:
+    """A model's class, and what it has in its attributes, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._kind = model, type(model)
         slots = (d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules))
         self._slots = [(d, dict(d)) for d in slots]
-        self._parameters = [(p, p.data, p._post_accumulate_grad_hooks) for p in model.parameters()]
 
     def put_back(self) -> None:
         """Makes the model what it was."""
@@ -166,6 +165,17 @@ class Before:
         for slots, before in self._slots:
             slots.clear()
             slots.update(before)
+
+
+class Before(Slots):
+    """What a model has, its parameters' values, too, to be put back where making it parallel fails."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._parameters = [(p, p.data, p._post_accumulate_grad_hooks) for p in model.parameters()]
+
+    def put_back(self) -> None:
+        super().put_back()
         for p, data, hooks in self._parameters:
             p.data, p._post_accumulate_grad_hooks = data, hooks
 
@@ -222,20 +232,21 @@ def without_memory(network: Network) -> Network:
     stored: dict[str, Callable[[], object]] = {}
     for name in set(network.keys.values()) - {name for x in network.graph.layers for name, _ in x.own_parameters()}:
         if isinstance(value := network.value(name), Tensor):
-            stored[name] = _reads(value.detach().to("meta"))
+            stored[name] = reads(value.detach().to("meta"))
     for layer in network.graph.layers:
         if layer.role is Role.CONSTANT:
             name = layer.name if layer.name in network.stored else layer.name.partition(":")[0]
-            stored[name] = _reads(network.value(name))
+            stored[name] = reads(network.value(name))
         for name, p in layer.own_parameters():
             if name in types:
                 trained = p.trainable or name in layer.frozen
                 empty = torch.empty(p.shape, dtype=getattr(torch, types[name]), device="meta")
-                stored[name] = _reads(empty if trained else network.value(name))
+                stored[name] = reads(empty if trained else network.value(name))
     return replace(network, stored=stored, built={}, module=module)
 
 
-def _reads(value: object) -> Callable[[], object]:
+def reads(value: object) -> Callable[[], object]:
+    """Returns what reads a value that is known."""
     return lambda: value
 
 
