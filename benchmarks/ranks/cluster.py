@@ -25,7 +25,7 @@ from benchmarks.ranks.cluster_plan import in_short, measured_model, plans, price
 from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
 from layerwise.comm.base import Comm
 from layerwise.comm.start import join_default_group, leave
-from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.base import PREDICTED
 from layerwise.run.parallel import of
 from layerwise.trace import Trace
 from layerwise.train.compare_times import WARM, compare_times

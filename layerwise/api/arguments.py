@@ -45,6 +45,9 @@ class ParallelOptions:
         timeout_s: Seconds after which a rank that does not come is named.
         compare_ranks: In some of the first steps and every 100th, ranks that have the same parameters compare a sample
             of them, so that a rank whose loop differs is named.
+        compare_model: Where a plan runs the layers one by one, the model as it is written computes two samples beside
+            them in the training steps 2 and 100, if it was also run when it was imported: a number that it reads
+            elsewhere (a clock, the environment) and that has changed is noticed.
         comm: How ranks talk, where torch.distributed is not it (None).
 
     Examples:
@@ -61,6 +64,7 @@ class ParallelOptions:
     seed: Seed = 0
     timeout_s: Annotated[float, Range(0.001)] = 30.0
     compare_ranks: bool = True
+    compare_model: bool = True
     comm: Comm | None = None
 
 

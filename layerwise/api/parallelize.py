@@ -167,7 +167,12 @@ def parallelize(
     local = options.local_batch_norm
     request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort)
     runtime = RuntimeOptions(
-        device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
+        device,
+        seed=options.seed,
+        local_batch_norm=local,
+        compile=settings,
+        compare_ranks=options.compare_ranks,
+        compare_model=options.compare_model,
     )
     module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, shared).build()
     if inference:

@@ -78,8 +78,11 @@ class ParallelModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._layerwise.copied(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._layerwise.pickled()
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """LayerwiseError: a pickle has no ranks."""
+        raise LayerwiseError(
+            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
+        )
 
     @property
     def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for

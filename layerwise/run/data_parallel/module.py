@@ -37,7 +37,7 @@ from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.hooks import check_around, check_transforms, in_backward
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
-from layerwise.run.parallel import OWN, become, leave
+from layerwise.run.parallel import become, leave
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.state.model_state import ModelState, map_kept_losses
@@ -192,7 +192,8 @@ class DataRun(Run):
         fed, training = self._samples.given(inputs, named), self.training
         batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
         alike, reducer = self._averaged.comparison, self._averaged.reducer
-        return ModelCall(seed, batch_of_ranks(alike=alike, step=self.steps_done * training, gradients=reducer))
+        step, shared = self.steps_done * training, self._samples.shared(inputs, named)
+        return ModelCall(seed, batch_of_ranks(alike=alike, step=step, gradients=reducer, shared=shared))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
@@ -295,12 +296,6 @@ class DataRun(Run):
         DataRun(copied, self._facts).steps_done = self.steps_done
         return copied
 
-    def pickled(self) -> Any:
-        if self.comm.size > 1:
-            return super().pickled()
-        state = {name: value for name, value in vars(self.model).items() if name != OWN}
-        return _made, (self.own_class, state, self._facts, self.steps_done)
-
     def compile(self, **settings: Any) -> None:
         """Compiles the model, with torch.compile's arguments; what communicates is between the compiled parts."""
         self._called = compile_with(self._own, settings)
@@ -327,10 +322,3 @@ def _returned_shapes(
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise LayerwiseError(f"the model takes no input of shape {shapes[0]}: {reason}") from None
     return tuple(tuple(x.shape) for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor))
-
-
-def _made(kind: type[nn.Module], state: dict[str, Any], facts: Facts, steps: int) -> nn.Module:
-    model = kind.__new__(kind)
-    nn.Module.__setstate__(model, state)  # type: ignore[no-untyped-call]
-    DataRun(model, facts).steps_done = steps
-    return model
