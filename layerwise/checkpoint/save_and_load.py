@@ -101,7 +101,8 @@ def begin_saving(
     """Begins what `save` does. beside: a thread writes a copy of the state, and training may go on meanwhile."""
     comm, folder, steps = of(module).comm, Path(directory), of(module).steps_done
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
-    about = {"model": model_digest(of(module).layer_graph), "steps": steps, "progress": copy.deepcopy(dict(progress))}
+    about: dict[str, JSON] = {"model": model_digest(of(module).layer_graph), "steps": steps}
+    about["progress"] = copy.deepcopy(dict(progress))
 
     def start() -> tuple[list[Shard], JSON]:
         if keep < 1:
@@ -115,9 +116,10 @@ def begin_saving(
         if beside:
             local = [replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in local]
         if comm.rank == 0:
-            held.enter_context(sole_writer(folder))
+            guards.enter_context(sole_writer(folder))
         name = begin(folder, steps).name if comm.rank == 0 else None
-        return local, {"steps": steps, "folder": name, "optimizer": facts}
+        answer: dict[str, Any] = {"steps": steps, "folder": name, "optimizer": facts}
+        return local, answer
 
     def write() -> JSON:
         path = temporary / file_name(comm.rank)
@@ -140,16 +142,16 @@ def begin_saving(
 
     def finish() -> Path:
         meet, part = (agree, write) if future is None else (patiently, future.result)
-        with held:
+        with guards:
             _, written = meet(comm, lambda: (None, part()), failed)
             _, names = agree(comm, lambda: (None, complete(written)), failed)
         return folder / str(names[0])
 
-    with ExitStack() as held:  # until `finish`: no other run saves in this folder, and what fails leaves nothing
+    with ExitStack() as guards:  # until `finish`: no other run saves in this folder, and what fails leaves nothing
         shards, answers = agree(comm, start, failed)
         temporary = folder / answers[0]["folder"]
-        held.push(remove)
-        held = held.pop_all()
+        guards.push(remove)
+        guards = guards.pop_all()
     future = in_thread(write, "layerwise checkpoint") if beside else None
     return Writing(finish, future)
 
