@@ -220,7 +220,8 @@ class LayeredRun(Run):
         step = (self.steps_done + 1) * self.training
         alike_in = (*sizes, shapes.called) if shapes.called else sizes
         agreement = partial(Batch, self.plan, self.comm, samples, batch, alike_in, training=self.training, step=step)
-        fed = agreement(alike=self._ranks, gradients=self._reducer)
+        shared = shapes.inputs.shared(inputs)
+        fed = agreement(alike=self._ranks, gradients=self._reducer, shared=shared)
         return fed.total, shapes.at(sizes, training=self.training)
 
     def _run(

@@ -249,7 +249,7 @@ def _returned(model: nn.Module, call: Call, samples: int, norms: Sequence[Statis
     replay = _BatchNorms(samples, norms)
     positional, named = pytree.tree_map_only(Tensor, Tensor.clone, call)
     try:
-        with torch.no_grad(), as_it_was(model), undrawing(), torch.compiler.set_stance("force_eager"), replay:
+        with torch.no_grad(), as_it_was(model), undrawing(), replay:
             leaves = pytree.tree_leaves(model(*positional, **named))
     except (LayerwiseError, torch.OutOfMemoryError) as error:
         raise UnprovenError(f"it cannot be run here: {first_line(error)}") from error

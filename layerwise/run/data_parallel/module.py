@@ -192,7 +192,8 @@ class DataRun(Run):
         fed, training = self._samples.given(inputs, named), self.training
         batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
         alike, reducer = self._averaged.comparison, self._averaged.reducer
-        return ModelCall(seed, batch_of_ranks(alike=alike, step=self.steps_done * training, gradients=reducer))
+        step, shared = self.steps_done * training, self._samples.shared(inputs, named)
+        return ModelCall(seed, batch_of_ranks(alike=alike, step=step, gradients=reducer, shared=shared))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
