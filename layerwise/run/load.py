@@ -107,7 +107,9 @@ def load(
         check_plain(model)
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            imported = network_of(model, positional, plan.batch, plan.model, named, shared=plan.shared)
+            imported = network_of(
+                model, positional, plan.batch, plan.model, named, shared=plan.shared, together=plan.together
+            )
             network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
