@@ -66,9 +66,9 @@ class LayeredRun(Run):
         self._executors: dict[tuple[object, ...], Executor] = {}
         boxes = parameter_boxes(self.layer_graph, places(self.layer_graph, plan))
         shared_out = shardings(self.layer_graph, plan)
-        held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
+        owned = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._network = without_memory(network)  # for other sizes, copies, and other element types
-        self._state = State(network, held, plan.device_order, comm, options, model)  # the model has them from here on
+        self._state = State(network, owned, plan.device_order, comm, options, model)  # the model has them from here on
         self._applying = False  # whether a function sees full parameters now
         self._shapes = Shapes(self._network, plan, comm, options)
         self.arguments = self._shapes.arguments
@@ -83,9 +83,9 @@ class LayeredRun(Run):
         scale = 1 / self._mean_over
         self._working = WorkingParameters(self._state, first, boxes, shared_out, scale, self.pass_gradients)
         self._reducer = self._working.reducer
-        held_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
+        shared_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
         compare = options.compare_ranks and comm.size > 1
-        self._ranks = RankComparison(every, held_by, comm.members) if compare else None
+        self._ranks = RankComparison(every, shared_by, comm.members) if compare else None
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})

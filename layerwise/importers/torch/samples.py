@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.importers.torch.read.arguments import Arguments, Call, signature_of
-from layerwise.importers.torch.read.effects import as_it_was, noted
+from layerwise.importers.torch.read.effects import as_it_was, noted, uncompiled
 from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.unfused import UnprovenError, distance, undrawing
 
@@ -260,7 +260,7 @@ def _returned(model: nn.Module, call: Call, samples: int, norms: Sequence[Statis
     positional, named = pytree.tree_map_only(Tensor, Tensor.clone, call)
     try:
         with torch.no_grad(), as_it_was(model), undrawing(), replay:
-            leaves = pytree.tree_leaves(model(*positional, **named))
+            leaves = pytree.tree_leaves(uncompiled(model)(*positional, **named))
     except (LayerwiseError, torch.OutOfMemoryError) as error:
         raise UnprovenError(f"it cannot be run here: {first_line(error)}") from error
     except Exception as error:  # the model's own code, which may raise anything
