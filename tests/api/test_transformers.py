@@ -98,14 +98,14 @@ def test_a_split_plan_generates_the_text_of_one_device() -> None:
     """Without the cache of keys and values, which the layers were traced without, whatever the call says."""
     model = build("gpt2", "sdpa").eval()
     ids = torch.randint(0, hugging_face.WORDS, (2, 6))
-    wanted = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    wanted = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
     def generated(comm: Comm) -> torch.Tensor:
         own = copy.deepcopy(model)
         how = {"strategy": {"transformer.h.0.mlp.c_fc": {"c": 2}}}
         made = layerwise.parallelize(own, {"input_ids": ids}, **keywords(how, comm=comm, verbose=False))
-        text: torch.Tensor = made.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        text: torch.Tensor = made.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
         return text
 
-    for text in run_threads(2, generated):
+    for text in run_threads(2, generated, timeout_s=240.0):
         assert torch.equal(text, wanted)
