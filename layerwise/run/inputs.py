@@ -94,7 +94,7 @@ class Inputs:
         own = schedule.places[name].owned.each[self.comm.rank]
         wanted = spec.shape if own is None else own.shape
         if self.plan.io == "boxes" and own is not None and tuple(x.shape) == spec.shape:
-            x = x[own.slices()]  # of the whole batch, which stays where it is
+            x = x[own.slices()]  # of the full batch, which stays where it is
         if tuple(x.shape) != wanted:
             raise LayerwiseError(f"input {name!r} must have shape {wanted} on this rank, not {tuple(x.shape)}")
         if x.dtype not in self._types[name]:

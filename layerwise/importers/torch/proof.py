@@ -24,7 +24,7 @@ from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.affordable import check_affordable
 from layerwise.importers.torch.read.arguments import Call
-from layerwise.importers.torch.read.effects import as_it_was, changed, configure, noted, numbers
+from layerwise.importers.torch.read.effects import as_it_was, changed, configure, noted, numbers, uncompiled
 from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.trace import Imported
 from layerwise.importers.torch.traced_program import TRACING
@@ -218,7 +218,7 @@ def _returned(model: nn.Module, call: Call) -> list[object]:
     """The leaves of what a module returns, where nothing is drawn."""
     inputs, named = _copied(call)
     with undrawing():
-        return pytree.tree_leaves(model(*inputs, **named))
+        return pytree.tree_leaves(uncompiled(model)(*inputs, **named))
 
 
 def _ends(made: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 The executor comes to the first layer of a segment and calls all of it; redistributions, statistics and sums over ranks
 are between segments, in the order that all ranks have. So are layers whose parameters or saved tensors come and go:
-gathered and recomputed ones, and a segment ends with a block in which some are made again. Each function has a code
+gathered and recomputed ones, and a segment ends with a block in which some are recomputed. Each function has a code
 object of its own, as PyTorch limits how often one is compiled anew.
 """
 
@@ -30,7 +30,7 @@ Function = Callable[[Values, Values, Tensor | None], list[Tensor]]
 
 
 class SegmentInput(NamedTuple):
-    """An input of a segment: a layer's output as this rank has it, or what has arrived of it."""
+    """An input of a segment: a layer's output as this rank has it, or what it has received of it."""
 
     source: str
     slot: int | None = None  # of its first layer's edges, the one by which it arrives
