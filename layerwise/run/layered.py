@@ -20,7 +20,7 @@ from layerwise.importers.torch.read.arguments import Call
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
-from layerwise.run import in_full
+from layerwise.run import hugging_face, in_full
 from layerwise.run.base import Function, Run
 from layerwise.run.batch import Batch
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
@@ -112,13 +112,7 @@ class LayeredRun(Run):
         self._state.tree.keep()
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        own: Any = self.own_class
-
-        def save_pretrained(model: Any, *args: Any, **named: Any) -> Any:
-            """Has rank 0 write the full model; every rank calls it."""
-            return in_full.write(model._layerwise._state, lambda: own.save_pretrained(model, *args, **named))
-
-        return {"save_pretrained": save_pretrained} if hasattr(own, "save_pretrained") else {}
+        return hugging_face.methods(self.own_class)
 
     def apply(self, apply: Callable[[Function], object], fn: Function) -> None:
         """Calls `fn` with full parameters, in which initial values at random are one device's: those of rank 0 count.
@@ -183,6 +177,7 @@ class LayeredRun(Run):
         self._working.check_hooks()
         self._check_parameters()
         batch = None if self.arguments.takes("batch") else named.pop("batch", None)
+        named = hugging_face.as_configured(self.model, named, self.arguments.leaves)
         shapes = self._shapes if self.training else self._shapes.of_call(inputs, named)
         call, inputs = (inputs, named), shapes.tensors_of(inputs, named)
         total, shaped = self._agreed(shapes, inputs, batch)
