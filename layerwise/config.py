@@ -74,8 +74,12 @@ class Config:
     @property
     def cells(self) -> Config:
         """The configuration without the choices that save memory: who computes what."""
-        plain = not self.recompute and self.states == "replicated"
-        return self if plain else Config(self.degrees, self.placement)
+        return self.saving(recompute=False, states="replicated")
+
+    def saving(self, *, recompute: bool, states: States) -> Config:
+        """The configuration with these choices that save memory."""
+        same = recompute == self.recompute and states == self.states
+        return self if same else _made(self.degrees, self.placement, recompute, states)
 
     @property
     def alters_saved(self) -> bool:
@@ -90,6 +94,9 @@ class Config:
 
     def __str__(self) -> str:
         return "/".join(["{" + ", ".join(f"{d}={v}" for d, v in self.degrees) + "}", *self.marks])
+
+
+_made = lru_cache(1 << 16)(Config)  # a search asks for the same ones over and over
 
 
 def distinct_cells(configs: Sequence[Config]) -> tuple[tuple[Config, ...], list[int]]:

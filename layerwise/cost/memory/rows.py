@@ -70,6 +70,8 @@ class ByteRows:
             *(f"backward {name}{which}" for name in self.backward for which in ("", ", inputs gone")),
             *(f"gradient of {u} from {v}" for u, v, _ in self.back),
         )
+        lasting = {(u, *end): self._lasting((u, *end)) for u, end in self.within.items()}
+        self.lasting = {edge: bytes_ for edge, bytes_ in lasting.items() if bytes_.any()}
         self.loss = self._loss()
         self._tables: dict[int, Costs] = {}  # of rows; those there are stay as they are
 
@@ -153,6 +155,23 @@ class ByteRows:
         kept = claims * own * ~(keeps & ~again_u) * ~(again_u & together) * (not _view(self.graph[u]))
         return inside, np.where(again_v, kept, held(~again_u))  # of full shape both
 
+    def _lasting(self, edge: EdgeName) -> Floats:
+        """(B_u, B_v) bytes that a reader has received beyond the box that its source saves within them.
+
+        They are held with that box: after the reader's backward pass, until the source's.
+        """
+        u, v, slot = edge
+        source, target, at, to = self.layers[u], self.layers[v], self.first[u], self.first[v]
+        maps, epilogue = input_maps(self.graph[v], slot)
+        count, owned, need = len(self.watched), source.place.owned, target.place.at(epilogue).needs(maps)
+        lo, hi, first, last = (side[::count] for side in (owned.lo, owned.hi, need.lo, need.hi))
+        both = owned.active[::count, None] & need.active[None, ::count]
+        inside = both & (first[None] <= lo[:, None]).all(-1) & (hi[:, None] <= last[None]).all(-1)
+        inside = (inside & ~self._locality(edge))[np.ix_(source.rows[at], target.rows[to])]
+        _, travels, _, saves = (array[to][None] for array in target.read(slot))
+        mine = (source.keeps & ~self.recomputed[u])[at][:, None] & ~self.recomputed[v][to][None]
+        return np.where(inside & mine & saves, np.maximum(travels - source.own[at][:, None], 0), 0.0)
+
     def _locality(self, edge: EdgeName) -> Mask:
         """(C_u, C_v) whether all that watched devices need lies where it is needed."""
         u, v, slot = edge
@@ -228,8 +247,10 @@ class ByteRows:
             i, (start, end) = self.index[v], self.span[v]
             if i < at or (i == at and not late):
                 edge[u, v, slot] = inside if start <= at < end else before
+        for (u, v, slot), more in self.lasting.items():
+            if self.index[u] < at and (at < self.index[v] or (at == self.index[v] and late)):
+                edge[u, v, slot] = edge.get((u, v, slot), 0.0) + more
         if returned:
-            u, v, _ = returned
             edge[returned] = edge.get(returned, 0.0) + self._returned(returned)
         return Costs(node, edge)
 
@@ -261,7 +282,13 @@ class ByteRows:
         returned = np.array([self._returned(e)[base[e[0]][choice[e[0]]], base[e[1]][choice[e[1]]]] for e in self.back])
         found = []
         for edges in self.families:
-            saved, own = alive.copy(), here.copy()
+            saved, own, gone = alive.copy(), here.copy(), np.zeros(count)
+            for (u, v, _), more in self.lasting.items():
+                pair, i = (base[u][choice[u]], base[v][choice[v]]), self.index[v]
+                saved[self.index[u] + 1] += more[pair]
+                saved[i] -= more[pair]
+                own[i, 1] += more[pair]
+                gone[i] += more[pair]
             for (u, v, _), (inside, before) in edges.items():
                 pair, i = (base[u][choice[u]], base[v][choice[v]]), self.index[v]
                 own[i, 0] += inside[pair]
@@ -269,7 +296,7 @@ class ByteRows:
                 saved[self.span[v][1]] += before[pair] - inside[pair]
             saved = saved.cumsum()
             layers = (saved[at] + later[at + 1])[:, None] + own[at]
-            back = saved[to] + later[to] + returned
+            back = saved[to] + later[to] + gone[to] + returned
             found += [ends, saved[count : count + 1] + self.loss, layers.ravel(), back]
         rows: Floats = np.concatenate(found) + steady
         return rows

@@ -131,7 +131,7 @@ class _Clocks:
     ) -> None:
         self.model, self.sums, self.record = model, sums, record
         # What a recomputed layer does once more has instructions of its own.
-        self.strategy = {name: replace(c, recompute=False) if c.recompute else c for name, c in strategy.items()}
+        self.strategy = {name: c.saving(recompute=False, states=c.states) for name, c in strategy.items()}
         self.clock = np.zeros(model.devices.count)  # (N,) until when each device is busy
         self.stream = Stream(model.devices.count)
         self.forward_s = self.backward_s = self.exposed_s = 0.0

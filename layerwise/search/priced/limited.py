@@ -237,7 +237,7 @@ class LimitedSearch:
             place, layer = {config: i for i, config in enumerate(configs)}, dict[int, int]()
             for i, config in enumerate(configs):
                 forms = [
-                    replace(config, recompute=recompute, states=states)
+                    config.saving(recompute=recompute, states=states)
                     for recompute in (False, True)[: 1 + config.recompute]
                     for states in get_args(States)[: 1 + get_args(States).index(config.states)]
                 ]
