@@ -101,8 +101,13 @@ _made = lru_cache(1 << 16)(Config)  # a search asks for the same ones over and o
 
 def distinct_cells(configs: Sequence[Config]) -> tuple[tuple[Config, ...], list[int]]:
     """Configurations without the choices that save memory, each once, and which of these each one is."""
+    return _distinct(tuple(configs))
+
+
+@lru_cache(256)
+def _distinct(configs: tuple[Config, ...]) -> tuple[tuple[Config, ...], list[int]]:
     if len(set(configs)) == len(configs) and all(config.cells is config for config in configs):
-        return tuple(configs), list(range(len(configs)))
+        return configs, list(range(len(configs)))
     numbers: dict[Config, int] = {}
     of = [numbers.setdefault(config.cells, len(numbers)) for config in configs]
     return tuple(numbers), of

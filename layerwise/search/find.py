@@ -89,10 +89,12 @@ def search(
     if objective == "additive" or all(len(these) == 1 for these in priced.configs.values()):
         effort = "quick"
     known, untuned = tuned(priced, known) if effort != "quick" else (known, [])
-    found, bound_s = improve(priced, effort, [chosen.best, *known.values()], fits=False)
-    unlimited = best = (
-        chosen.best if objective == "additive" else decide([chosen.best, *found], known, heed_memory=False)
-    )
+    found, bound_s = list[Candidate](), None
+    unlimited = best = chosen.best if objective == "additive" else decide([chosen.best], known, heed_memory=False)
+    if best.fits:  # else moves begin with what fits
+        found, bound_s = improve(priced, effort, [chosen.best, *known.values()], fits=False)
+        if objective != "additive":
+            unlimited = best = decide([chosen.best, *found], known, heed_memory=False)
     within, least, every = None, None, [chosen.best, *untuned, *found]
     if not best.fits:
         within, least = choose_within(priced, [c.strategy for c in every])
@@ -217,11 +219,13 @@ def improve(
     started, model, known = time.perf_counter(), priced.model, sorted(known, key=timeline_s)
     cap = best_cap(model, known[0].strategy)
     forms = Forms.of(model.graph, model.devices.count, priced.offer, dict(priced.space.fixed))
+    saved = replace(forms, offered=tuple(form for form in forms.offered if not form[0]))
     better = overlapped(
         model,
-        Variants.of(priced.configs, forms) if fits else Variants.grouped(priced.configs),
+        Variants.of(priced.configs, saved) if fits else Variants.grouped(priced.configs),
         [c.strategy for c in known],
         lambda strategy: timeline(model, strategy, bucket_bytes=cap).total_s,
+        forms if fits and "recompute" in priced.offer else None,
         effort=effort,
         fits=lambda strategy: not fits or float(peak_bytes(model, strategy).max()) <= priced.limit,
         memory_bytes=priced.memory_bytes,

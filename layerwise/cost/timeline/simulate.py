@@ -9,7 +9,7 @@ travels beside computation costs it, and computation that, what was measured (`s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 

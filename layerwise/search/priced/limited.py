@@ -20,7 +20,7 @@ from layerwise.cost.additive import Choice, Costs
 from layerwise.cost.memory.rows import ByteRows
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName, Progress
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.search.priced.additive import (
     Minimise,
     Problem,
@@ -30,13 +30,17 @@ from layerwise.search.priced.additive import (
     lower_bounds,
     possible,
 )  # fmt: skip
+from layerwise.search.priced.choose import FEW as FEW_LAYERS
 from layerwise.search.priced.choose import LOOKS, Seen
-from layerwise.search.priced.moves import PEAKS, Moves, lightest
+from layerwise.search.priced.moves import PEAKS, STARTS, Moves, lightest
 from layerwise.search.priced.prices import Prices, least_rows
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
+from layerwise.search.solve.eliminate import sums_of
 from layerwise.search.solve.narrow import SLACK, exact_costs, node_costs, rough_tables
 
 T = TypeVar("T")  # what has a peak
+WORK = 5e6  # sums of an elimination
+NEAR = 0.002  # of a bound: what is nearer is looked at, whatever elimination takes
 FEW = 8  # peaks that are simulated where it is proven that nothing fits
 
 
@@ -46,23 +50,25 @@ def fastest_within(
     minimise: Minimise,
     kinds: Mapping[str, object],
     known: Sequence[Choice] = (),
-    bound: float = -np.inf,
+    known_s: tuple[float, float] = (-np.inf, np.inf),
     plainer: Mapping[str, Mapping[int, int]] | None = None,
 ) -> tuple[Seen, Prices, float]:
     """Looks for the fastest choice whose peak is within `limit` bytes: what was seen, the prices, a bound of all.
 
-    kinds: of each layer, equal for equal layers. known: choices to begin with. bound: of all that fit, as far as it is
-    known. plainer: see `Moves.plain`.
+    kinds: of each layer, equal for equal layers. known: choices to begin with. known_s: a bound of all that fit, and
+    seconds that all take at least that are not in the problem. plainer: see `Moves.plain`.
     """
     seen = Seen(problem, limit)
     for choice in known:
         seen.peak(choice)
     prices = seen.choose(minimise)
-    bound = max(bound, prices.bound)
-    if bound < np.inf:
+    least, others = known_s
+    bound = max(least, min(prices.bound, others))
+    if prices.bound < np.inf:
         moves = Moves(seen, kinds, seen.others(prices, minimise))
-        moves.improve(bound)
-        bound = max(bound, seen.cases(prices, minimise))
+        moves.improve(bound, prices.exceeding(limit)[:STARTS])
+        if len(problem.base) <= FEW_LAYERS:
+            bound = max(bound, min(seen.cases(prices, minimise), others))
         moves.plain(plainer or {name: {} for name in problem.base})
     return seen, prices, min(bound, seen.cost)
 
@@ -140,13 +146,31 @@ class LimitedSearch:
         if hand is not None:
             seen.peak(space.choice(hand))
         prices = seen.choose(by_messages)
-        keep = possible(space.base, prices.criteria(seen.problem, limit, seen.cost)) if prices.bound < np.inf else {}
-        if not keep or not all(mask.any() for mask in keep.values()):
-            found = () if seen.best is None else (space.strategy(seen.best),)
-            return Within(limit, found, seen.cost, seen.cost, (), 0)
-        small = space.restrict(keep)
         fitting = [] if seen.best is None else [space.strategy(seen.best)]
-        return self._exactly(limit, small, {n: cost[keep[n]] for n, cost in node.items()}, fitting, prices)
+        keep, below = self._promising(space, seen, prices) if prices.bound < np.inf else ({}, np.inf)
+        if not keep or not all(mask.any() for mask in keep.values()):
+            return Within(limit, tuple(fitting), seen.cost, seen.cost, (), 0)
+        small = space.restrict(keep)
+        return self._exactly(limit, small, {n: cost[keep[n]] for n, cost in node.items()}, fitting, prices, below)
+
+    def _promising(self, space: Variants, seen: Seen, prices: Prices) -> tuple[dict[str, Mask], float]:
+        """The variants of all choices that fit and take less than so many seconds, and the best; and these seconds.
+
+        As many seconds as what is in hand takes; where elimination would take too long, so many fewer.
+        """
+        limit, bound, edges = seen.limit, prices.bound, [edge[:2] for edge in self.model.graph.edges()]
+        fits, lower = possible(space.base, prices.capped(limit)), prices.least_s(seen.problem, limit)
+        beyond = seen.cost - bound if np.isfinite(seen.cost) else abs(bound)
+        below = seen.cost
+        while True:
+            keep = {name: fits[name] & (least <= below * SLACK) for name, least in lower.items()}
+            for name, variant in (seen.best or {}).items():
+                keep[name][variant] = True
+            sizes = {name: len(np.unique(space.base[name][mask])) for name, mask in keep.items()}
+            if beyond < NEAR * abs(bound) or sums_of(sizes, edges) <= WORK:
+                return keep, below
+            beyond /= 2
+            below = bound + beyond
 
     def _exactly(
         self,
@@ -155,13 +179,18 @@ class LimitedSearch:
         node: Mapping[str, Floats],
         known: Sequence[Strategy],
         rough: Prices,
+        below: float,
     ) -> Within:
-        """The answer of what is left, with transfers as they are. known: what fits; rough: prices among all."""
+        """The answer of what is left, with transfers as they are.
+
+        known: what fits; rough: prices among all; below: seconds that all others take at least.
+        """
         rows = ByteRows(self.model, space.configs, space.base)
         problem = self._problem(space, rows, node, self.model.tables(space.bases, self.progress).transfer)
         kinds = {n: (self.model.kind(self.model.graph[n]), configs) for n, configs in space.configs.items()}
         begin, plainer = space.choices(known), self._plainer(space)
-        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, rough.bound, plainer)
+        known_s = rough.bound, below
+        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, known_s, plainer)
         found = ([] if seen.best is None else [space.strategy(seen.best)]) + list(known)
         strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.cost)
         cost, price = min(map(self.cost, strategies), default=np.inf), prices.price

@@ -97,6 +97,15 @@ class Variants:
             base[name] = np.array([place[config] for config in seen])
         return Variants(configs, bases, base, base if cell is None else cell)
 
+    def recomputed(self, forms: Forms) -> Variants:
+        """These variants, and each of them recomputed where its layer can be."""
+        may = forms.recomputable - forms.fixed
+        both = {
+            name: [*these, *(config.saving(recompute=True, states=config.states) for config in these if name in may)]
+            for name, these in self.configs.items()
+        }
+        return Variants.grouped({name: tuple(dict.fromkeys(these)) for name, these in both.items()})
+
     def restrict(self, keep: Mapping[str, Mask]) -> Variants:
         """The variants that are kept."""
         configs = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in self.configs.items()}
