@@ -89,12 +89,10 @@ def search(
     if objective == "additive" or all(len(these) == 1 for these in priced.configs.values()):
         effort = "quick"
     known, untuned = tuned(priced, known) if effort != "quick" else (known, [])
-    found, bound_s = list[Candidate](), None
-    unlimited = best = chosen.best if objective == "additive" else decide([chosen.best], known, heed_memory=False)
-    if best.fits:  # else moves begin with what fits
-        found, bound_s = improve(priced, effort, [chosen.best, *known.values()], fits=False)
-        if objective != "additive":
-            unlimited = best = decide([chosen.best, *found], known, heed_memory=False)
+    found, bound_s = improve(priced, effort, [chosen.best, *known.values()], fits=False)
+    unlimited = best = (
+        chosen.best if objective == "additive" else decide([chosen.best, *found], known, heed_memory=False)
+    )
     within, least, every = None, None, [chosen.best, *untuned, *found]
     if not best.fits:
         within, least = choose_within(priced, [c.strategy for c in every])

@@ -73,6 +73,9 @@ class ByteRows:
         lasting = {(u, *end): self._lasting((u, *end)) for u, end in self.within.items()}
         self.lasting = {edge: bytes_ for edge, bytes_ in lasting.items() if bytes_.any()}
         self.loss = self._loss()
+        self.returned = self._root(self.graph.layers[-1].inputs[0]) if self.loss else ""
+        if self.returned in self.readers or graph[self.returned or self.names[-1]].role is not Role.COMPUTE:
+            self.returned = ""  # somebody claims it, or nobody made it
         self._tables: dict[int, Costs] = {}  # of rows; those there are stay as they are
 
     # ---- what two layers hold together ----
@@ -86,20 +89,28 @@ class ByteRows:
     def _read(self) -> list[EdgeName]:
         """Edges to layers that compute, not only view."""
         graph = self.graph
-        return [e for e in graph.edges() if graph[e[1]].role is Role.COMPUTE and not _view(graph[e[1]])]
+        return [e for e in graph.edges() if graph[e[1]].role is Role.COMPUTE and not is_view(graph[e[1]])]
 
     def _edges(self, claims: Collection[EdgeName]) -> dict[EdgeName, Tables]:
         found = {edge: self._edge(edge, edge in claims) for edge in self._read()}
         return {edge: tables for edge, tables in found.items() if tables[0].any() or tables[1].any()}
+
+    def _root(self, name: str) -> str:
+        """The layer whose storage a layer's output is."""
+        while is_view(self.graph[name]):
+            name = self.graph[name].inputs[0]
+        return name
+
+    def _is_stored(self, name: str) -> bool:
+        """Whether a layer's output is not larger than the storage that it is, as an expanded one is."""
+        return self.graph[name].out.volume <= self.graph[self._root(name)].out.volume
 
     def _readers(self) -> dict[str, dict[str, list[EdgeName]]]:
         """The edges to those who may hold a tensor that its maker does not save: by the maker, and by the reader."""
         graph, readers = self.graph, dict[str, dict[str, list[EdgeName]]]()
         for edge in self._read():
             u, v, _ = edge
-            root = u
-            while _view(graph[root]):
-                root = graph[root].inputs[0]
+            root = self._root(u)
             if graph[root].role is Role.COMPUTE and (root == u or not self.layers[root].keeps.any()):
                 mine = readers.setdefault(root, {}).setdefault(v, [])
                 if u not in [e[0] for e in mine]:
@@ -146,13 +157,18 @@ class ByteRows:
         inside_it = self.within.get(u) == (v, slot)
         local = self._locality(edge)[np.ix_(source.rows[at], target.rows[to])]
 
+        # Where it lies here, it is the source's storage that is held, all of it.
+        whole = np.where(need > 0, np.maximum(need, own), 0.0) if self._is_stored(u) else need
+
         def held(here: Mask) -> Floats:  # whether the source holds what it saves
-            lies = padded + claims * need * saves * ~(keeps & here)
+            lies = padded + claims * whole * saves * ~(keeps & here)
             received = np.maximum(saves * travels - inside_it * own * (keeps & here), 0)
             return np.where(local, lies, received)
 
         inside = held(here=np.ones_like(again_u) if together else ~again_u)
-        kept = claims * own * ~(keeps & ~again_u) * ~(again_u & together) * (not _view(self.graph[u]))
+        # What a block is recomputed from; of a view that is recomputed, too, that may be its source's.
+        gone = again_u & (together or is_view(self.graph[u]))
+        kept = claims * own * ~(keeps & ~again_u) * ~gone * self._is_stored(u)
         return inside, np.where(again_v, kept, held(~again_u))  # of full shape both
 
     def _lasting(self, edge: EdgeName) -> Floats:
@@ -243,6 +259,9 @@ class ByteRows:
             node[name] = total
         if row == 3:
             node[self.names[0]] = node[self.names[0]] + self.loss
+            if self.returned:  # is there until its loss is
+                last = self.layers[self.returned]
+                node[self.returned] = node[self.returned] + last.own * ~last.keeps
         for (u, v, slot), (inside, before) in self.families[family].items():
             i, (start, end) = self.index[v], self.span[v]
             if i < at or (i == at and not late):
@@ -277,6 +296,10 @@ class ByteRows:
             alive[i + 1] += mine.saved[variant]
             if self.recomputed[name][variant]:
                 alive[self.span[name][1]] -= mine.saved[variant]
+        loss = self.loss
+        if self.returned:
+            last, variant = self.layers[self.returned], choice[self.returned]
+            loss += float(last.own[variant] * ~last.keeps[variant])
         later, at = after[::-1].cumsum()[::-1], np.array([self.index[name] for name in self.backward], np.int64)
         to = np.array([self.index[v] for _, v, _ in self.back], np.int64)
         returned = np.array([self._returned(e)[base[e[0]][choice[e[0]]], base[e[1]][choice[e[1]]]] for e in self.back])
@@ -297,10 +320,11 @@ class ByteRows:
             saved = saved.cumsum()
             layers = (saved[at] + later[at + 1])[:, None] + own[at]
             back = saved[to] + later[to] + gone[to] + returned
-            found += [ends, saved[count : count + 1] + self.loss, layers.ravel(), back]
+            found += [ends, saved[count : count + 1] + loss, layers.ravel(), back]
         rows: Floats = np.concatenate(found) + steady
         return rows
 
 
-def _view(layer: Layer) -> bool:
+def is_view(layer: Layer) -> bool:
+    """Whether a layer's output is the storage of its input."""
     return layer.role is Role.COMPUTE and all(stage.view for stage in layer.stages)

@@ -53,17 +53,17 @@ class Moves:
         self.others = list({tuple(choice.values()): choice for choice in others}.values())
         self.edges = edges_of(self.problem.base, self.problem.time.edge)
 
-    def improve(self, lower: float, mixed: Sequence[Choice]) -> None:
-        """Makes the best faster, until it is near the lower bound, no move helps, or peaks are used up.
+    def repair(self, mixed: Sequence[Choice]) -> None:
+        """Moves choices that fit on average only until they fit; from there moves begin, too."""
+        self.others += [choice for choice in map(self._repaired, mixed) if choice is not None]
 
-        mixed: choices that fit on average only, from which moves begin, too, when they have been made to fit.
-        """
+    def improve(self, lower: float) -> None:
+        """Makes the best faster, until it is near the lower bound, no move helps, or peaks are used up."""
         seen, cost = self.seen, self.problem.cost
         near = [choice for choice in self.others if cost(choice) < FAR * seen.cost]
-        repaired = [] if seen.cost <= lower * (1 + GAP) else list(map(self._repaired, mixed))
-        starts = [choice for choice in (seen.best, *near, *repaired) if choice is not None]
-        fitting = {tuple(choice.values()): choice for choice in starts if seen.peak(choice) <= seen.limit}
-        for choice in sorted(fitting.values(), key=cost)[:STARTS]:
+        starts = {tuple(choice.values()): choice for choice in (seen.best, *near) if choice is not None}
+        fitting = [choice for choice in starts.values() if seen.peak(choice) <= seen.limit]
+        for choice in sorted(fitting, key=cost)[:STARTS]:
             self.left = PEAKS
             better: Choice | None = choice
             while better is not None and self.left > 0 and seen.cost > lower * (1 + GAP):

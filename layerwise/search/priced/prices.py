@@ -8,7 +8,7 @@ what the mixture exceeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,6 +54,13 @@ class Prices:
     def begun(start: Prices | None) -> Prices:
         """Prices without prices, with what `start` has met and looked at."""
         return Prices() if start is None else Prices(met=list(start.met), solved=dict(start.solved))
+
+    @staticmethod
+    def warm(problem: Problem, choices: Sequence[Choice], rows: Iterable[int]) -> Prices:
+        """Prices without prices that begin with these choices, and these rows as far as the problem has them."""
+        met = [_known(problem, choice) for choice in choices]
+        count = len(met[0].rows) if met else 0
+        return Prices(met=met, solved={row: problem.row(row) for row in rows if row < count})
 
     def lightest(self, count: int) -> list[Met]:
         """Returns, of the choices that were met, those whose fullest rows have the fewest bytes."""
