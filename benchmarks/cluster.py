@@ -8,9 +8,8 @@ speed-up means nothing without it. Ratios are what counts: a rank here is a core
     python -m benchmarks.cluster                                    # everything: about 45 minutes
     python -m benchmarks.cluster --only alexnet --nodes 4 --rates 1gbit
     python -m benchmarks.cluster --only unet,unet2 --nodes 2,4,8 --json volumes.json    # volumes: about an hour
-    python -m benchmarks.cluster --markdown --json volumes.json
 
-Of volumes and of states shared out a plan rests on links and layers that the ranks measure first; a rank has an equal
+A plan rests on links and layers that the ranks measure first; a rank has an equal
 part of four fifths of the cores, and keeps what it allocates (see benchmarks.common.launch).
 """
 
@@ -41,20 +40,19 @@ class Kind:
 
     variants: tuple[str, ...]
     against: str  # the variant that all others are compared with
-    measured: bool = False  # links and layers are, by ranks of which each has an equal part of the cores
     nodes: int | None = None  # only this number of them
     rate: str | None = None
     network: str | None = None  # default: that of the part's name
 
 
 KINDS = {
-    "alexnet": Kind(("alone", "DDP", "data", "capped", "DDP fp16", "FSDP2", "searched"), "DDP", True),
-    "vgg": Kind(("alone", "DDP", "data", "capped", "DDP fp16", "FSDP2", "searched"), "DDP", True),
+    "alexnet": Kind(("alone", "DDP", "data", "capped", "DDP fp16", "FSDP2", "searched"), "DDP"),
+    "vgg": Kind(("alone", "DDP", "data", "capped", "DDP fp16", "FSDP2", "searched"), "DDP"),
     "states": Kind(
-        ("alone", "DDP", "data", "FSDP2 once", "sharded", "FSDP2", "gathered"), "FSDP2", True, 4, "1gbit", "alexnet"
+        ("alone", "DDP", "data", "FSDP2 once", "sharded", "FSDP2", "gathered"), "FSDP2", 4, "1gbit", "alexnet"
     ),
-    "unet": Kind(("one rank", "fixed d", "searched"), "one rank", measured=True),
-    "unet2": Kind(("one rank", "DDP", "FSDP2", "fixed d", "searched"), "one rank", measured=True),
+    "unet": Kind(("one rank", "fixed d", "searched"), "one rank"),
+    "unet2": Kind(("one rank", "DDP", "FSDP2", "fixed d", "searched"), "one rank"),
 }
 VOLUMES = ("unet", "unet2")
 NOISE = 0.95  # of the speed of another plan: as fast
@@ -71,7 +69,6 @@ MEANING = {
     "searched": "searched plan",
     "fixed d": "every layer split along depth",
     "one rank": "one rank, the others idle",
-    "together": "every rank all of it, at once",
 }
 
 
@@ -85,17 +82,14 @@ def run(kind: str, nodes: int, rate: str, args: argparse.Namespace) -> Cell:
         budget,
         args.rounds,
         kind == "states",
-        args.cprofile,
-        args.measure_seconds if KINDS[kind].measured else None,
+        args.measure_seconds,
     )
-    quota = args.cpu_quota or (quota_of(f"{nodes}x1") if KINDS[kind].measured else None)
-    flags = ["--nodes", str(nodes), "--rate", rate, "--quiet"]
-    flags += ["--cpu-quota", str(quota)] if quota else []
+    quota = args.cpu_quota or quota_of(f"{nodes}x1")
+    flags = ["--nodes", str(nodes), "--rate", rate, "--quiet", "--cpu-quota", str(quota)]
     flags += ["--wait-quiet", str(args.wait_quiet)] if args.wait_quiet else []
     flags += ["--timeout", str(args.timeout)]
     title = f"{kind} at {nodes} nodes of {rate}"
-    keep = KINDS[kind].measured  # as a layer that is measured again and again does
-    cell: Cell = launch("benchmarks.ranks.cluster", asdict(job), *flags, title=title, keep_memory=keep)
+    cell: Cell = launch("benchmarks.ranks.cluster", asdict(job), *flags, title=title, keep_memory=True)
     return cell | {"kind": kind, "nodes": nodes, "link": rate, "cpu_quota": quota}
 
 
@@ -136,14 +130,12 @@ def ratio(cell: Cell) -> str:
 def table(cell: Cell) -> Table:
     """The variants of one run."""
     against = KINDS[cell["kind"]].against
-    quota = f", {cell['cpu_quota']} core a rank" if cell["cpu_quota"] else ""
     title = (
-        f"{cell['network']}: {cell['nodes']} nodes at {cell['link']}{quota}, batch {cell['batch']}, "
-        f"{units(cell['parameter_bytes'], 'B')} of parameters{ratio(cell)}"
+        f"{cell['network']}: {cell['nodes']} nodes at {cell['link']}, {cell['cpu_quota']} core a rank, "
+        f"batch {cell['batch']}, {units(cell['parameter_bytes'], 'B')} of parameters{ratio(cell)}"
     )
     head = ("step", "range", "steps", f"× {against}", "CPU a rank", "sent", "busiest link", "in use", "predicted")
-    bound = cell["cpu_quota"] is not None  # else it is not the CPU that a step waits for
-    head += ("without waiting",) * bound
+    head += ("without waiting",)
     head += ("memory",) * any(row["live_bytes"] for row in cell["variants"].values())
     result = Table("", *head, title=title, title_justify="left", box=None)
     for name, row in cell["variants"].items():
@@ -160,7 +152,7 @@ def table(cell: Cell) -> Table:
             units(row["busiest_link_bytes"], "B"),
             "" if use is None else f"{use:.0%}",
             f"{units(row['predicted_s'], 's')} {error(row):+.0%}" if "predicted_s" in row else "",
-            *(["" if (most := at_most(cell, name, against)) is None else f"{most:.2f}×"] if bound else []),
+            "" if (most := at_most(cell, name, against)) is None else f"{most:.2f}×",
             *([units(row["live_bytes"], "B")] if "memory" in head else []),
         )
     return result
@@ -212,27 +204,6 @@ def aims(cells: list[Cell]) -> Table:
     return result
 
 
-def markdown(cells: list[Cell]) -> Iterator[str]:
-    """The runs of volumes as the rows of docs/benchmarks/ddp.md."""
-    head = ("samples", "ranks", "link", "compute : communication", "one rank", "searched", "× one rank", "at most")
-    head += ("fixed d", "DDP", "FSDP2", "predicted: searched", "fixed d")
-    yield from (f"| {' | '.join(head)} |", "|---" * len(head) + "|")
-    for cell in sorted(
-        (c for c in cells if c["kind"] in VOLUMES), key=lambda c: (c["batch"], c["ranks"], -(c["rate"] or 0))
-    ):
-        rows = cell["variants"]
-        times = [units(rows[name]["step_s"], "s") if name in rows else "" for name in ("one rank", "searched")]
-        others = [speed(cell, name, "one rank") for name in ("searched", "fixed d", "DDP", "FSDP2")]
-        faster, *fixed = ("no" if one is None else f"{one:.2f}" for one in others)
-        most = at_most(cell, "searched", "one rank")
-        told = [
-            f"{units(r['predicted_s'], 's')} {error(r):+.0%}" for n in ("searched", "fixed d") if (r := rows.get(n))
-        ]
-        link, part = units(cell["rate"], "b/s") if cell["rate"] else "no limit", ratio(cell).rpartition("plan ")[2]
-        row = (cell["batch"], cell["ranks"], link, part, *times, faster, "" if most is None else f"{most:.2f}", *fixed)
-        yield f"| {' | '.join(map(str, (*row, *told)))} |"
-
-
 def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
     """Parts, numbers of nodes and rates."""
     for kind in args.only:
@@ -255,12 +226,10 @@ def main() -> None:
     p.add_argument("--variants", type=words, help=f"of {', '.join(MEANING)} (default: all)")
     p.add_argument("--rounds", type=int, help="turns of each variant (default: as many as the time allows)")
     p.add_argument("--seconds", type=float, help="about how long the turns of one run take (default: 40)")
-    p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: all, or an equal part)")
+    p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: an equal part)")
     p.add_argument("--measure-seconds", type=float, default=60.0, metavar="SEC", help="for links and layers")
     p.add_argument("--timeout", type=float, default=600, metavar="SEC", help="of a run (default: %(default)s)")
     p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="before each run, for idle CPUs")
-    p.add_argument("--cprofile", metavar="VARIANT", help="print where rank 0 spends its time in this variant")
-    p.add_argument("--markdown", action="store_true", help="only print the runs of volumes that --json has, for docs")
     p.add_argument("--json", metavar="FILE", help="keeps every run; what it has is not run again")
     args = p.parse_args()
     if unknown := [kind for kind in args.only if kind not in KINDS]:
@@ -269,8 +238,6 @@ def main() -> None:
         parse_rate(rate)
     console, kept = Console(width=150), Path(args.json) if args.json else None
     cells: list[Cell] = json.loads(kept.read_text()) if kept and kept.exists() else []
-    if args.markdown:
-        return print(*markdown(cells), sep="\n")
     known, missing = {(cell["kind"], cell["nodes"], cell["link"]) for cell in cells}, []
     for cell in cells:
         show(cell, console)

@@ -1,14 +1,13 @@
 """python -m benchmarks.grids: process grids of MLPs (Laugier et al., 2018), predicted, measured, as published.
 
     python -m benchmarks.grids --only predicted,cori              # no measurement: seconds
-    python -m benchmarks.grids --plot grids.png --json grids.json # everything, as root: about 6 minutes
-    python -m benchmarks.grids --plot grids.png --json grids.json # again: nothing is measured twice
+    python -m benchmarks.grids --json grids.json                  # everything, as root: about 6 minutes
+    python -m benchmarks.grids --json grids.json                  # again: nothing is measured twice
 
 measured: P = 1, 2 and 4 on an emulated cluster of nodes of half a core each (benchmarks.emulate), beside what is
-predicted with links and layers that were measured there just before. distribution: both ways to hand out an input on a
-2x2 grid, and the paper's threshold between them; its alpha and beta are those of one scatter of next to nothing, and of
-2 MB a process. predicted: strong scaling of MLPs of three square layers over P = 1 to 32 processes by the cost tables,
-for the emulated nodes if they were measured. cori: the paper's own measurements.
+predicted with links and layers that were measured there just before. predicted: strong scaling of MLPs of three square
+layers over P = 1 to 32 processes by the cost tables, for the emulated nodes if they were measured. cori: the paper's
+own measurements.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.common.calibrated import calibrated
 from benchmarks.common.launch import launch
-from benchmarks.common.process_grids import AlphaBeta, GridStudy, distribution, study
+from benchmarks.common.process_grids import GridStudy, study
 from benchmarks.published import cori as published
 from benchmarks.ranks.grids import Job, spec
 from benchmarks.ranks.predictions import OPTIMIZER
@@ -44,11 +43,9 @@ from layerwise.search.baselines import grids
 WIDTHS = (32, 64, 128, 256, 512, 1024)
 PROCESSES = (1, 2, 4, 8, 16, 32)
 MEASURED_WIDTHS, MEASURED_NODES = (32, 128, 512, 1024), (1, 2, 4)
-SLICES = (1024, 4096, 16384, 65536, 262144, 1048576)
 BATCH, RATE, QUOTA = 1024, "1gbit", 0.5
 LINKS_S, LAYERS_S, PLAN_S = 12.0, 3.0, 2.0  # budgets of a run
-PARTS = ("predicted", "measured", "distribution", "cori")
-WAYS = ("one scatter", "scatter, then broadcast")
+PARTS = ("predicted", "measured", "cori")
 Run = dict[str, Any]
 
 
@@ -88,7 +85,7 @@ def seconds(result: GridStudy) -> dict[str, float]:
     return {str(g.grid): g.tables.timeline.total_s for g in result.grids}
 
 
-def scaling(console: Console, profile: Profile) -> dict[int, dict[int, dict[str, float]]]:
+def scaling(console: Console, profile: Profile) -> None:
     """Predicted strong scaling: seconds by width, P and grid; `layer-wise` is one of the grids here."""
     result: dict[int, dict[int, dict[str, float]]] = {}
     heads = [f"P={p}" for p in PROCESSES[1:]]
@@ -115,7 +112,6 @@ def scaling(console: Console, profile: Profile) -> dict[int, dict[int, dict[str,
                 cells = [f"{c} ({studies[p].best_grid.grid})" for c, p in zip(cells, PROCESSES[1:], strict=True)]
             table.add_row(str(width) if name == "batch (Px1)" else "", name, *cells)
     console.print(table, "", sep="\n")
-    return result
 
 
 def emulated(nodes: int, job: Job) -> Run:
@@ -164,32 +160,7 @@ def speed(one: Run, row: Run, key: str) -> tuple[str, str]:
     return units(row[key], "s"), f"{one[key] / row[key]:.2f}×"
 
 
-def handed_out(console: Console, run: Run) -> None:
-    """Both ways to distribute an input on a 2x2 grid, and where the threshold is."""
-    link = AlphaBeta(run["alpha_s"], run["beta_s_per_byte"])
-    title = f"input onto grid 2x2: alpha {units(link.alpha_s, 's')}, beta {link.beta_s_per_byte * 1e9:.2f} ns a byte"
-    heads = ("slice", "one scatter", "scatter, broadcast", "faster", "in", "by the formulas", "", "chosen", "loses")
-    table = Table(*heads, title=title, box=None)
-    right, lost = 0, []
-    for row in run["rows"]:
-        predicted = distribution(row["slice_bytes"], 2, 2, link)
-        times = {WAYS[0]: row["one_scatter"], WAYS[1]: row["scatter_broadcast"]}
-        faster = min(times, key=lambda name: times[name])
-        wins = row["one_scatter_wins"] if faster == WAYS[0] else 1 - row["one_scatter_wins"]
-        right += faster == predicted.way
-        lost.append(times[predicted.way] / times[faster] - 1)
-        cells = [units(t, "s") for t in times.values()] + [faster, f"{wins:.0%}"]
-        cells += [units(t, "s") for t in (predicted.one_scatter_s, predicted.scatter_broadcast_s)]
-        table.add_row(units(row["slice_bytes"], "B"), *cells, predicted.way, f"{lost[-1]:.0%}" if lost[-1] else "")
-    console.print(table)
-    console.print(
-        "in: share of the pairs of runs in which it was the faster one. threshold "
-        f"{units(predicted.threshold_bytes, 'B')}; the faster way is chosen in {right} of {len(lost)}, which loses "
-        f"{np.mean(lost):.0%} of time on average\n"
-    )
-
-
-def cori(console: Console) -> list[published.Case]:
+def cori(console: Console) -> None:
     """The published measurements."""
     records = published.records()
     constants = published.fit(records)
@@ -213,7 +184,10 @@ def cori(console: Console) -> list[published.Case]:
         f"time lost by choosing so: {lost:.1%} (rule: {trivially:.1%});\n"
         f"times are off by a factor of {np.exp(np.mean(errors)):.2f} (mean)\n"
     )
-    return cases
+    table = Table("32 processes", "stated", "their records", "predicted", title="Speed-ups", box=None)
+    for name, *ratios in published.speed_ups(records, constants):
+        table.add_row(name, *(f"{ratio:.2f}×" for ratio in ratios))
+    console.print(table)
 
 
 def words(text: str) -> list[str]:
@@ -228,7 +202,6 @@ def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", type=words, default=list(PARTS), metavar=",".join(PARTS))
-    p.add_argument("--plot", metavar="FILE.png", help="plot as the paper's figures 5 to 7 (needs matplotlib)")
     p.add_argument("--nodes", type=whole, default=list(MEASURED_NODES), metavar="1,2,4", help="clusters to measure")
     p.add_argument("--json", metavar="FILE", help="keep what is measured; what it has already is not measured again")
     args = p.parse_args()
@@ -238,26 +211,18 @@ def main() -> None:
     kept = Path(args.json) if args.json else None
     known = json.loads(kept.read_text()) if kept and kept.exists() else {}
     runs: dict[int, Run] = {int(nodes): run for nodes, run in known.items()}
-    if {"measured", "distribution"} & set(args.only):
-        widths = list(MEASURED_WIDTHS) if "measured" in args.only else []
-        for n in args.nodes if widths else [4]:
+    if "measured" in args.only:
+        for n in args.nodes:
             if n not in runs:
-                slices = list(SLICES) if "distribution" in args.only else []
-                runs[n] = emulated(n, Job(widths, BATCH, slices, LINKS_S, LAYERS_S, PLAN_S))
+                runs[n] = emulated(n, Job(list(MEASURED_WIDTHS), BATCH, LINKS_S, LAYERS_S, PLAN_S))
                 if kept:
                     kept.write_text(json.dumps(runs))
-    predicted = scaling(console, machine(runs)) if "predicted" in args.only or args.plot else {}
+    if "predicted" in args.only:
+        scaling(console, machine(runs))
     if "measured" in args.only and 1 in runs:
         measured(console, runs)
-    if "distribution" in args.only and 4 in runs:
-        handed_out(console, runs[4]["distribution"])
     if "cori" in args.only:
         cori(console)
-    if args.plot:
-        from benchmarks.common.grids_plot import plot
-
-        plot(args.plot, predicted, runs)
-        console.print(f"plot written to {args.plot}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ process time; the ratio is that of the medians, the spread the quartiles of the 
 
     python -m benchmarks.host_time              against eager
     python -m benchmarks.host_time --compile    parallelize(compile=True) against torch.compile of the model
-    python -m benchmarks.host_time --split      what a layer and an exchange of a split plan add (`host_time_split`)
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,10 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise
-from benchmarks import host_time_split
-from benchmarks.host_time_split import SplitRow
 
-Networks = Sequence[tuple[str, int]]
 # (network, side of its images); two samples a step.
 NETWORKS = (("mobilenet_v2", 32), ("densenet121", 32), ("resnet18", 32), ("resnet50", 64))
 BATCH = 2
@@ -101,20 +97,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__.split(": ", 1)[1])
     parser.add_argument("--steps", type=int, default=60, help="of each model, turn about (default: %(default)s)")
     parser.add_argument("--only", choices=[name for name, _ in NETWORKS], help="one network")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--compile", action="store_true", help="both models through torch.compile")
-    how.add_argument("--split", action="store_true", help="plans that are run layer by layer")
+    parser.add_argument("--compile", action="store_true", help="both models through torch.compile")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers there")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    networks = [(name, side) for name, side in NETWORKS if args.only in (None, name)]
-    rows = _split(networks, args.steps) if args.split else _whole(networks, args.steps, compiled=args.compile)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-
-
-def _whole(networks: Networks, steps: int, *, compiled: bool) -> list[Row]:
-    rows = [compare(name, side, steps, compiled=compiled) for name, side in networks]
+    rows = [
+        compare(name, side, args.steps, compiled=args.compile) for name, side in NETWORKS if args.only in (None, name)
+    ]
     print("network       pixels  layers      eager  layerwise  ratio  (quartiles)      added a layer")
     for row in rows:
         times = f"{row.eager_s * 1e3:6.1f} ms  {row.layerwise_s * 1e3:6.1f} ms  {row.ratio:.3f}"
@@ -122,17 +111,8 @@ def _whole(networks: Networks, steps: int, *, compiled: bool) -> list[Row]:
         print(
             f"{row.network:12}  {row.side:6}  {row.layers:6}  {times}  {spread}  {row.added_s_per_layer * 1e6:10.0f} µs"
         )
-    return rows
-
-
-def _split(networks: Networks, steps: int) -> list[SplitRow]:
-    rows = [host_time_split.compare(name, side, 2 * BATCH, steps, step_of) for name, side in networks]
-    print("network       pixels  layers  a layer, 1 device  a layer, 2 ranks  exchanges  an exchange")
-    for row in rows:
-        added = f"{row.alone_s * 1e6:14.0f} µs  {row.layer_s * 1e6:13.0f} µs"
-        added += f"  {row.exchanges:9}  {row.exchange_s * 1e6:8.0f} µs"
-        print(f"{row.network:12}  {row.side:6}  {row.layers:6}  {added}")
-    return rows
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.gpt import Gpt2
+from benchmarks.common.launch import in_a_process
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
@@ -74,15 +73,6 @@ def measure(name: str, gpus: int, share: float, profile: str) -> Row:
     }
 
 
-def alone(*arguments: str) -> Row:
-    """A row in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.limits", "--row", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    row: Row = json.loads(done.stdout)
-    return row
-
-
 def shown(row: Row) -> list[str]:
     """The cells of a row."""
     if not row["fits"]:
@@ -101,7 +91,7 @@ def report(names: Iterable[str], gpus: Iterable[int], shares: Iterable[float], p
     for name in names:
         for count in gpus:
             for share in shares:
-                cells = shown(alone(name, str(count), str(share), profile))
+                cells = shown(in_a_process("benchmarks.limits", name, str(count), str(share), profile))
                 print(name, count, share, *cells, file=sys.stderr, flush=True)
                 table.add_row(name, str(count), f"{share:g}", *cells)
     return table

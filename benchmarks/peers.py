@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.planner import Row
+from benchmarks.planner import Row, optimum_of
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostTables
 from layerwise.cost.price import complete
@@ -36,7 +36,7 @@ from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.export import export_costs
 from layerwise.search.find import configurations
-from layerwise.search.solve.narrow import exact_optimum, narrow
+from layerwise.search.solve.narrow import narrow
 
 OURS = {"alexnet": "alexnet", "resnet101": "benchmarks.common.networks:resnet101", "inception3": "inception_v3"}
 SAMPLES = 8  # a GPU: PaSE's default is 128 of all, on 8 and more GPUs
@@ -67,22 +67,9 @@ def model_of(name: str, gpus: int) -> CostModel:
 def ours(name: str, gpus: int) -> Row:
     """The optimum of equation 1, proven."""
     model = model_of(name, gpus)
-    started = time.process_time()
-    named = {n: complete(model, baseline(model, n)) for n in NAMES}
-    configs = configurations(model, SearchSpace(gpus, spread=model.devices.nodes > 1), named)
-    narrowed = narrow(model, configs, named, (1.0,))
-    built = time.process_time()
-    optimum = exact_optimum(model, narrowed.tables, narrowed.nodes[0], narrowed.uppers[0], 2.0**31)[1]
-    ended = time.process_time()
-    assert optimum.proven
-    return {
-        "layers": len(model.graph.inner),
-        "configurations": max(map(len, configs.values())),
-        "tables": built - started,
-        "search": ended - built,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
-        "optimum_s": optimum.cost_s,
-    }
+    row, optimum_s = optimum_of(model, SearchSpace(gpus, spread=model.devices.nodes > 1))
+    assert row["proven"]
+    return row | {"optimum_s": optimum_s}
 
 
 def toulbar2(name: str, gpus: int, which: str) -> Row:
@@ -94,7 +81,7 @@ def toulbar2(name: str, gpus: int, which: str) -> Row:
     named = {n: complete(model, baseline(model, n)) for n in NAMES}
     configs = configurations(model, SearchSpace(gpus, spread=model.devices.nodes > 1), named)
     if which == "left":
-        configs = narrow(model, configs, named, (1.0,)).tables.configs
+        configs = narrow(model, configs, list(named.values())).tables.configs
     tables: CostTables = model.tables(configs)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.cfn"

@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.depth_first import depth_first
+from benchmarks.common.launch import in_a_process
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
@@ -41,6 +40,7 @@ GPUS = "16,64,256"
 PAPER = ["lenet5", "alexnet", "vgg16", "inception_v3"]
 P100 = [(name, n) for n in (4, 16) for name in ("alexnet", "vgg16", "inception_v3", "resnet50")]
 PUBLISHED = {"alexnet": (12.2, 6.1), "vgg16": (14.8, 10.2), "inception_v3": (15.5, 11.2)}  # Jia et al., section 6.3
+alone = partial(in_a_process, "benchmarks.planner")  # a row of a table
 READINGS = {
     "sum": CostOptions("sum", "parameter-server", "free"),
     "connection": CostOptions("connection", "parameter-server", "free"),
@@ -54,15 +54,20 @@ def measure(name: str, gpus: int, profile: str, degrees: str) -> Row:
     """The optimum of equation 1, as `layerwise search` finds them without a memory limit."""
     graph = fuse(load_model(name, (4 if name.startswith(TRANSFORMERS) else 32) * gpus))
     devices = load(profile).device_graph(gpus)
-    model, space = CostModel(graph, devices), SearchSpace(gpus, powers_of_two=degrees == "2", spread=devices.nodes > 1)
+    space = SearchSpace(gpus, powers_of_two=degrees == "2", spread=devices.nodes > 1)
+    return optimum_of(CostModel(graph, devices), space)[0]
+
+
+def optimum_of(model: CostModel, space: SearchSpace) -> tuple[Row, float]:
+    """How the optimum of equation 1 was found, and its seconds a step."""
     started = time.process_time()
     named = {n: complete(model, baseline(model, n)) for n in NAMES}
     configs = configurations(model, space, named)
     narrowed = narrow(model, configs, list(named.values()))
     built = time.process_time()
     _, optimum = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
-    return {
-        "layers": len(graph.inner),
+    row = {
+        "layers": len(model.graph.inner),
         "K": optimum.final_nodes,
         "configurations": max(map(len, configs.values())),
         "kept": max(map(len, narrowed.tables.configs.values())),
@@ -71,6 +76,7 @@ def measure(name: str, gpus: int, profile: str, degrees: str) -> Row:
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "proven": float(optimum.proven),
     }
+    return row, optimum.cost_s
 
 
 def before(row: Row) -> Row:
@@ -122,16 +128,6 @@ def readings(name: str) -> Row:
                 each = (c.price.step_time_s if additive else c.timeline.total_s for c in candidates)
                 rates[kind][gpus] = 32 * gpus / min(each)
         row |= {f"{kind}{label}": rate[16] / rates[""][1] for kind, rate in rates.items()}
-    return row
-
-
-def alone(kind: str, *arguments: str) -> Row:
-    """A row in a process of its own, on one core."""
-    command = [sys.executable, "-m", "benchmarks.planner", "--row", kind, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)}: {done.stderr.strip()[-500:]}")
-    row: Row = json.loads(done.stdout)
     return row
 
 
@@ -188,7 +184,9 @@ def main() -> None:
         pairs = [(name, gpus) for name in args.models.split(",") for gpus in args.gpus]
         found = dict[tuple[str, int], Row]()
         for name, gpus in pairs:
-            found[name, gpus] = alone("planner", name, str(gpus), args.profile, args.degrees)
+            found[name, gpus] = in_a_process(
+                "benchmarks.planner", "planner", name, str(gpus), args.profile, args.degrees
+            )
             if args.json:  # after each, as they may take long
                 kept = {f"{n} at {g}": row for (n, g), row in found.items()}
                 args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

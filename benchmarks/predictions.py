@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Sequence
 from itertools import combinations
+from math import ceil, log
 from pathlib import Path
 from statistics import mean
 
@@ -109,8 +110,26 @@ def table(cells: list[Cell]) -> Table:
     return result
 
 
+def covered(rows: list[Cell]) -> str:
+    """The share of plans whose measured time lies in the predicted range, and how wide ranges would have to be.
+
+    The law: nine of ten lie in it, and it is at most twice as wide as what would do.
+    """
+    ranged = [row for row in rows if "range_s" in row]
+    if not ranged:
+        return "no ranges"
+    inside = sum(row["range_s"][0] <= row["measured_s"] <= row["range_s"][1] for row in ranged)
+    # By what factor of their logarithms the ranges would just have nine of ten.
+    needed = sorted(
+        abs(log(row["measured_s"] / row["predicted_s"]))
+        / abs(log(row["range_s"][row["measured_s"] > row["predicted_s"]] / row["predicted_s"]))
+        for row in ranged
+    )[ceil(0.9 * len(ranged)) - 1]
+    return f"{inside} of {len(ranged)} in their ranges; ranges {needed:.2f} times as wide would have nine of ten"
+
+
 def summary(cells: list[Cell]) -> str:
-    """How many errors are within the standard and the aim."""
+    """How many errors are within the standard and the aim, and within their ranges."""
     rows = [row for cell in cells for name in SMALL for row in cell["result"].get(name, {}).values()]
     pairs = [pair for cell in cells for name in SMALL for pair in orders(cell["result"].get(name, {}))]
     errors = [abs(error(row)) for row in rows]
@@ -118,7 +137,7 @@ def summary(cells: list[Cell]) -> str:
         f"{len(rows)} plans: error {mean(errors):.1%} on average, at most {max(errors):.1%}; "
         f"{sum(e <= AIM for e in errors)} within {AIM:.0%}, {sum(e <= STANDARD for e in errors)} within "
         f"{STANDARD:.0%}. "
-        f"Order: {sum(right for _, _, right in pairs)} of {len(pairs)} pairs right."
+        f"{covered(rows)}. Order: {sum(right for _, _, right in pairs)} of {len(pairs)} pairs right."
     )
 
 

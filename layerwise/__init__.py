@@ -38,6 +38,7 @@ _HOME = {
     "memory": "layerwise.commands.fits",
     "of": "layerwise.run.parallel",
     "parallelize": "layerwise.api.parallelize",
+    "plot": "layerwise.plot",
     "predict": "layerwise.inference.predict",
     "price": "layerwise.cost.price",
     "register_op": "layerwise.importers.registry",
@@ -54,6 +55,7 @@ if not (_here := Path(__file__).parent).joinpath("models").is_dir():
     __path__.append(str(_here.parent))
 
 if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
+    from layerwise import plot as plot
     from layerwise.api.arguments import ParallelOptions as ParallelOptions
     from layerwise.api.fit import fit as fit
     from layerwise.api.parallelize import parallelize as parallelize
@@ -95,7 +97,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'layerwise' has no attribute {name!r}")
     inside = "load" if name == "load_profile" else name
     with process_kept():
-        return getattr(importlib.import_module(_HOME[name]), inside)
+        home = importlib.import_module(_HOME[name])
+    return home if name == "plot" else getattr(home, inside)
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ Fits = Callable[[Any], bool]
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which numbers an argument may be, for `Annotated`: at least `least`, and below `below`."""
+    """The numbers that an argument may be, for `Annotated`: at least `least`, and below `below`."""
 
     least: float
     below: float = math.inf

@@ -74,7 +74,12 @@ def command(
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in layerwise's form, the nearest names, and one line of usage."""
+    """argparse, with its errors in layerwise's form, the nearest names, one line of usage, and epilogs as they are."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if "epilog" in options:
+            options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         raise LayerwiseError(f"{message}{self._nearest(message)} (see {self.prog} --help)")
@@ -238,35 +243,20 @@ def dtype_argument(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def step_arguments(group: argparse._ArgumentGroup, io: str = "as in layerwise search") -> None:
+    """Adds the flags of the step that is planned: --input-shape, --optimizer, --dtype, --io (whose help is `io`)."""
+    group.add_argument("--input-shape", type=shape, metavar="3x224x224", help="one sample, as in layerwise search")
+    optimizer_argument(group)
+    dtype_argument(group)
+    group.add_argument("--io", choices=["auto", "sample", "free", "boxes"], default="auto", help=io)
+
+
 def space_arguments(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of what may be split: --dims, --degrees."""
     group.add_argument("--dims", metavar="n,c,h,w", help="dimensions to split (default: all but k, the reduction)")
     group.add_argument(
         "--degrees", choices=["all", "powers-of-two"], default="all", help="divisors of N to try (default: all)"
     )
-
-
-def fix_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --fix, which `fixed_degrees` reads."""
-    parser.add_argument(
-        "--fix",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("LAYERS", "DEGREES"),
-        help="a configuration that layers keep: --fix 'fc*' c=4, --fix encoder n=2,h=2; 1: one device. Can be repeated",
-    )
-
-
-def fixed_degrees(args: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """The degrees of --fix, by layers' names."""
-    found = {}
-    for layers, degrees in args.fix:
-        parts = [] if degrees == "1" else [part.partition("=") for part in degrees.split(",")]
-        if any(not label or not re.fullmatch("[0-9]{1,9}", degree) for label, _, degree in parts):
-            raise LayerwiseError(f"--fix {layers} {degrees!r}: degrees are such as c=4 or n=2,h=2; 1 is one device")
-        found[layers] = {label: int(degree) for label, _, degree in parts}
-    return found
 
 
 def search_space(args: argparse.Namespace, *, spread: bool) -> SearchSpace:

@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import groupby
+from typing import Any, Literal
 
 from layerwise.arguments import Count, checked
 from layerwise.config import NOT_DEGREES, Config, check_choices, parse
@@ -20,14 +21,9 @@ from layerwise.ops.facts import Dim
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.sharding import check_held
 from layerwise.quantities import samples
-from layerwise.report.content import Column, Lines, Picture, Table, filled
-from layerwise.report.figures import svg
+from layerwise.report.content import Column, Lines, Table, filled
 from layerwise.report.html import fragment
-from layerwise.report.picture import draw, runs
 from layerwise.tensor import LABELS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FORMAT, VERSION = "layerwise-plan", 2
 READABLE = (1, VERSION)  # 1 knows neither recompute nor states
@@ -96,25 +92,21 @@ class Plan:
         write_text(path, self.dumps())
 
     def _repr_html_(self) -> str:
-        rows = [(title, str(config) if config.total > 1 else "one device") for title, config, _ in runs(self.strategy)]
+        rows = [(title, str(config) if config.total > 1 else "one device") for title, config in _runs(self.strategy)]
         table = Table(filled([Column("layers"), Column("configuration")], rows))
         about = Lines([f"{self.model} on {self.gpus} devices, {samples(self.batch)} a step"])
-        picture = Picture(lambda: svg(self.plot()), "layers from left to right, devices from top to bottom")
-        return fragment([about, picture, table])
-
-    def plot(self) -> Figure:
-        """Returns the picture of the plan, a figure of matplotlib: layers by time, devices, and who has what."""
-        seconds = {
-            name: {part.removesuffix("_s"): value for part, value in parts.items()}
-            for name, parts in self.predicted_layers.items()
-        }
-        return draw(self.strategy, seconds, self.gpus)
+        return fragment([about, table])
 
     @property
     def shared(self) -> list[str] | None:
         """The inputs that are the same for all samples, by name, where the plan says so."""
         shared = self.provenance.get("shared")
         return shared if isinstance(shared, list) else None
+
+    @property
+    def together(self) -> bool:
+        """Whether layers may compute samples together."""
+        return bool(self.provenance.get("together"))
 
     def layers(self, network: LayerGraph) -> LayerGraph:
         """The layers that the plan is for: fused, where it says so."""
@@ -275,6 +267,7 @@ def _provenance(value: object, where: str) -> dict[str, Any]:
     sound = {
         "profile": isinstance(facts.get("profile", ""), str),
         "powers_of_two": isinstance(facts.get("powers_of_two", False), bool),
+        "together": isinstance(facts.get("together", False), bool),
         "shared": _list_of(str, facts.get("shared", [])),
         "dims": _list_of(str, facts.get("dims", [])) and set(facts.get("dims", [])) <= {*LABELS, "k"},
         "input_shape": facts.get("input_shape") is None
@@ -313,3 +306,12 @@ def _object(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LayerwiseError(f"{where} must be a JSON object, not {type(value).__name__}")
     return value
+
+
+def _runs(strategy: Mapping[str, Config]) -> list[tuple[str, Config]]:
+    """Neighbouring layers of one configuration: `first … last`."""
+    result = []
+    for config, group in groupby(strategy.items(), key=lambda item: item[1]):
+        names = [name for name, _ in group]
+        result.append((names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}", config))
+    return result

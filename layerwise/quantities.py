@@ -96,6 +96,11 @@ def units(value: float, unit: str) -> str:
     return f"0 {unit}" if value == 0 else f"{value / 1e-6:.2g} µ{unit}"
 
 
+def interval(value: float, low: float, high: float, unit: str) -> str:
+    """`221 ms (195 ms to 260 ms)`: a prediction and its 90 % range."""
+    return f"{units(value, unit)} ({units(low, unit)} to {units(high, unit)})"
+
+
 def three_digits(value: float) -> str:
     """`1.50`, `12.3`."""
     return f"{value:#.3g}".rstrip(".")

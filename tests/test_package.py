@@ -14,6 +14,7 @@ import tomllib
 import zipfile
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,8 @@ def test_imports_are_lazy(tmp_path: Path) -> None:
         "from layerwise.cli import run_main\n"
         "for name in ('search vgg61 --gpus 4', 'explain none.json a', 'diff none.json none.json'):\n"
         "    assert run_main(dispatch, name.split()) == 2\n"
-        "assert not {'torch', 'onnx'} & set(sys.modules), 'planning'\n"
+        "layerwise.plot.strategy\n"
+        "assert not {'torch', 'onnx', 'matplotlib'} & set(sys.modules), 'planning'\n"
     )
     python("-c", script, cwd=tmp_path)
 
@@ -222,9 +224,12 @@ def test_modules_run_without_warning(module: str, tmp_path: Path) -> None:
     assert python("-W", "error", "-m", module, "--help", cwd=tmp_path).startswith("usage: layerwise")
 
 
-@pytest.mark.parametrize("name", [name for name in layerwise.__all__ if name != "__version__"])
+NAMED = [name for name in layerwise.__all__ if name not in ("__version__", "plot")]
+
+
+@pytest.mark.parametrize("name", [*NAMED, *(f"plot.{name}" for name in layerwise.plot.__all__)])
 def test_public_names_say_their_arguments_and_their_examples_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    public = getattr(layerwise, name)
+    public = attrgetter(name)(layerwise)
     monkeypatch.setenv("COLUMNS", "80")
     text = inspect.getdoc(public) or ""
     if inspect.isclass(public):

@@ -1,4 +1,4 @@
-"""Runs one of `benchmarks.ranks` on the emulated cluster."""
+"""Processes of benchmarks: one of `benchmarks.ranks` on the emulated cluster, and a row of a table on one core."""
 
 from __future__ import annotations
 
@@ -31,3 +31,13 @@ def launch(module: str, job: Mapping[str, object], *flags: str, title: str, keep
         if done.returncode:
             print(f"{title}: not through ({done.returncode}); what is missing is run the next time")
         return json.loads(out.read_text())
+
+
+def in_a_process(module: str, *arguments: str) -> dict[str, float]:
+    """The JSON that `python -m MODULE --row ARGUMENTS...` prints, on one core. SystemExit where it fails."""
+    command = [sys.executable, "-m", module, "--row", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: {done.stderr.strip()[-500:]}")
+    result: dict[str, float] = json.loads(done.stdout)
+    return result

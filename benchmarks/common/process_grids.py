@@ -1,15 +1,14 @@
 """The study of process grids: an MLP's communication by the complexities of Laugier et al. (2018), beside the tables.
 
-The paper counts no arithmetic: it is the same on every grid of as many processes. Two misprints are corrected here:
-ring collectives move (P-1)/P of a tensor, not P/(P-1), and one scatter is the faster way to distribute an input while
-it is small, not while it is large. Logarithms are to base 2 and rounded up.
+The paper counts no arithmetic: it is the same on every grid of as many processes. A misprint is corrected here: ring
+collectives move (P-1)/P of a tensor, not P/(P-1). Logarithms are to base 2 and rounded up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import prod
 
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
@@ -84,40 +83,12 @@ def link_between(devices: DeviceGraph, first: int, last: int) -> AlphaBeta:
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
-    """Two ways from one process to all: everyone is sent its slice, or one of each group, which broadcasts it."""
-
-    slice_bytes: float  # what a process needs: the samples of its batch group
-    one_scatter_s: float
-    scatter_broadcast_s: float
-    threshold_bytes: float  # of the slice from which the second way is the faster one
-
-    @property
-    def way(self) -> str:
-        """The faster one: `one scatter`, or `scatter, then broadcast`."""
-        return "one scatter" if self.slice_bytes < self.threshold_bytes else "scatter, then broadcast"
-
-
-def distribution(slice_bytes: float, batch_groups: int, model_parts: int, link: AlphaBeta) -> Distribution:
-    """How an input gets onto a grid."""
-    sent, longest = batch_groups * model_parts, max(batch_groups, model_parts)
-    threshold = link.alpha_s / (link.beta_s_per_byte * (sent - longest)) if sent > longest else inf
-    return Distribution(
-        slice_bytes,
-        link.alpha_s + sent * slice_bytes * link.beta_s_per_byte,
-        2 * link.alpha_s + longest * slice_bytes * link.beta_s_per_byte,
-        threshold,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class PricedGrid:
     """A grid's communication by the paper's complexity, and its whole step by the cost tables."""
 
     grid: ProcessGrid
     paper_s: float
     tables: Candidate
-    distribution: Distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +131,5 @@ def price_grid(model: CostModel, grid: ProcessGrid) -> PricedGrid:
     layers = full_layers(graph)
     within = link_between(devices, 0, grid.model_parts - 1)
     across = link_between(devices, 0, grid.processes - grid.model_parts)
-    slice_bytes = graph.batch / grid.batch_groups * layers[0].inputs * layers[0].item_bytes
-    return PricedGrid(
-        grid,
-        grid_s(layers, graph.batch, grid.batch_groups, grid.model_parts, within, across),
-        tables,
-        distribution(slice_bytes, grid.batch_groups, grid.model_parts, link_between(devices, 0, devices.count - 1)),
-    )
+    paper_s = grid_s(layers, graph.batch, grid.batch_groups, grid.model_parts, within, across)
+    return PricedGrid(grid, paper_s, tables)

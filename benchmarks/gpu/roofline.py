@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import borders
 from benchmarks.gpu.rows import Found, Results, Row, Setting, printed
 from benchmarks.host_time import step_of
 from benchmarks.published.records import order
@@ -78,10 +77,9 @@ def layers(setting: Setting) -> list[Row]:
 
 
 def boxes(setting: Setting) -> list[Row]:
-    """A row a network, then the convolutions of volumes."""
+    """A row a network."""
     networks = {"lenet5": 4} if setting.tiny else BOXES
-    taken = [Row(name, partial(steps, setting, name, batch), 400.0) for name, batch in networks.items()]
-    return [*taken, Row("halos of volumes", partial(halos, setting))]
+    return [Row(name, partial(steps, setting, name, batch), 400.0) for name, batch in networks.items()]
 
 
 def figure(setting: Setting) -> list[Row]:
@@ -320,13 +318,3 @@ def step_s(plan: Plan, network: Network, setting: Setting) -> float:
     target = torch.randint(out.shape[1], (len(x), *out.shape[2:]), device=setting.where)
     step = step_of(module, x, target)
     return Stopwatch(setting.where, 0.02 if setting.tiny else 0.3)([step]).seconds[0]
-
-
-def halos(setting: Setting) -> Found:
-    """What the copies of a halo add to a convolution, and what three convolutions in its place do."""
-    watch, found = Stopwatch(setting.where, 0.01 if setting.tiny else 0.2, ahead=True), []
-    for shape in [(1, 4, 4, 4, 8, 8)] if setting.tiny else (*borders.BATCH_1, *borders.BATCH_2, *borders.DEEP):
-        times = [watch([way]).seconds[0] for way in borders.ways(*shape, device=setting.where)]
-        found.append({"shape": shape} | dict(zip(("whole_s", "alone_s", "in_parts_s"), times, strict=True)))
-    added = [fmean(one[way] / one["alone_s"] - 1 for one in found) for way in ("whole_s", "in_parts_s")]
-    return {"convolutions": found, "told": f"copies add {added[0]:+.0%}, three convolutions {added[1]:+.0%} (mean)"}

@@ -24,7 +24,7 @@ import torch
 from benchmarks.gpu.rows import Found, Row, Setting, absent, die_with_parent, printed
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.base import PREDICTED
 from layerwise.search.__main__ import main as search
 from tests.comm.pool import environment, run_ranks
 from tests.run.plans import SMALL, Trained, check_equal, optimised_plan, priced, random_plan, recomputed, small, train

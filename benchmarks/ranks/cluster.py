@@ -6,10 +6,8 @@ than cores, a timer that starts when rank 0 does misses part of what the others 
 
 from __future__ import annotations
 
-import cProfile
 import json
 import os
-import pstats
 import statistics
 import sys
 import time
@@ -23,11 +21,11 @@ import torch.distributed as dist
 
 from benchmarks.common.live import Live
 from benchmarks.common.networks import NETWORKS
-from benchmarks.ranks.cluster_plan import Measured, calibrated_model, in_short, measured_model, plans, priced_anew
+from benchmarks.ranks.cluster_plan import in_short, measured_model, plans, priced_anew
 from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
 from layerwise.comm.base import Comm
-from layerwise.comm.start import join_default_group
-from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.comm.start import join_default_group, leave
+from layerwise.run.base import PREDICTED
 from layerwise.run.parallel import of
 from layerwise.trace import Trace
 from layerwise.train.compare_times import WARM, compare_times
@@ -46,10 +44,9 @@ class Job:
     network: str
     variants: list[str]
     budget_s: float  # about how long its timed rounds may take together
-    rounds: int | None = None  # None: as many as the budget allows, at least 2
-    memory: bool = False  # measure it, too
-    profile: str | None = None  # the variant whose time on rank 0 is listed by function
-    measure_s: float | None = None  # seconds for measuring links and layers; None: a roofline, calibrated by a step
+    rounds: int | None  # None: as many as the budget allows, at least 2
+    memory: bool  # measure it, too
+    measure_s: float  # seconds for measuring links and layers
 
 
 def wire() -> tuple[int, int]:
@@ -116,17 +113,6 @@ def by_part(variant: Ours, comm: Comm) -> dict[str, object]:
     return compare_times(trace, variant.module, record.times, comm).as_dict()
 
 
-def by_function(variant: Variant) -> None:
-    """Five more steps under cProfile: the functions that take rank 0 longest."""
-    profile = cProfile.Profile()
-    if dist.get_rank() == 0:
-        profile.enable()
-    block(variant, 5, Record())
-    if dist.get_rank() == 0:
-        profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-
-
 def agreed(value: float) -> float:
     """Rank 0's value."""
     box = [value]
@@ -134,33 +120,21 @@ def agreed(value: float) -> float:
     return float(box[0])
 
 
-def latency_s() -> float:
-    """Of a message, out of an all-reduce of a few bytes: it takes one there and one back for each doubling."""
-    small, times = torch.zeros(1), []
-    for _ in range(30):
-        start = time.perf_counter()
-        dist.all_reduce(small)
-        times.append(time.perf_counter() - start)
-    return agreed(statistics.median(times) / 2 / max(1, (dist.get_world_size() - 1).bit_length()))
-
-
-def take_turns(job: Job, variants: dict[str, Variant], first: str | None, records: dict[str, Record]) -> None:
-    """Every variant's blocks of steps, one after the other, again and again. `first` has had its warm-up."""
+def take_turns(job: Job, variants: dict[str, Variant], records: dict[str, Record]) -> None:
+    """Every variant's blocks of steps, one after the other, again and again."""
     seconds: dict[str, float] = {}
     for name, variant in variants.items():  # the first two steps: buffers, connections, DDP's second set of buckets
-        if name == first or (name.startswith("FSDP2") and seconds.get("DDP", 0) > SLOW_S):
+        if name.startswith("FSDP2") and seconds.get("DDP", 0) > SLOW_S:
             continue  # FSDP2 takes half a minute then: no warm-up, and one step
         seconds[name] = agreed(block(variant, 1, Record()))
         if seconds[name] < SLOW_S:
             seconds[name] = agreed(block(variant, 1, Record()))
-    if first == "alone" and first in variants:
-        seconds[first] = agreed(records[first].times[0])
     steps = {name: max(1, min(5, int(BLOCK_S / s))) for name, s in seconds.items()}
     a_round = sum(s * steps[name] for name, s in seconds.items())
     rounds = job.rounds or max(2, min(10, round(job.budget_s / a_round)))
     for number in range(rounds):
         for name, variant in variants.items():
-            if name in seconds or (number == 0 and name != first):
+            if name in seconds or number == 0:
                 block(variant, steps.get(name, 1), records[name])
 
 
@@ -170,32 +144,21 @@ def measure(job: Job) -> dict[str, object]:
     rate = float(os.environ["EMU_RATE_BPS"]) or None
     batch = network.global_batch(world)
     comm = join_default_group(torch.device("cpu"), PATIENCE_S)
-    variants, records = dict[str, Variant](), {name: Record() for name in job.variants}
-    if job.measure_s is None:
-        first = "alone" if batch >= world else "together"
-        alone = variants[first] = build(job.network, {}, first, comm)
-        block(alone, 1, Record())
-        step_s = agreed(block(alone, 1, records.setdefault(first, Record())))
-        model = calibrated_model(job.network, world, Measured(step_s, len(alone.x), rate, latency_s()))
-        del alone
-        made = plans(model, job.network, job.variants)  # every rank finds the same: it starts from the same numbers
-    else:
-        first, links_s, anew_s = None, LINKS * job.measure_s, ANEW * job.measure_s
-        model, known, layers = measured_model(job.network, comm, links_s, job.measure_s - links_s)
-        chosen = plans(model, job.network, job.variants, known)
-        made = priced_anew(model, job.network, layers, chosen, anew_s)
-    variants = {name: variants.get(name) or build(job.network, made, name, comm) for name in job.variants}
-    take_turns(job, variants, first, records)
+    records = {name: Record() for name in job.variants}
+    links_s, anew_s = LINKS * job.measure_s, ANEW * job.measure_s
+    model, known, layers = measured_model(job.network, comm, links_s, job.measure_s - links_s)
+    chosen = plans(model, job.network, job.variants, known)
+    made = priced_anew(model, job.network, layers, chosen, anew_s)
+    variants = {name: build(job.network, made, name, comm) for name in job.variants}
+    take_turns(job, variants, records)
     for name, variant in variants.items():
         if job.memory and dist.get_rank() in variant.ranks:
             records[name].live_bytes = live_bytes(variant)
         dist.barrier()
     parts = {}
     for name, variant in variants.items():
-        if job.measure_s is not None and isinstance(variant, Ours):
+        if isinstance(variant, Ours):
             parts[name] = by_part(variant, comm)
-    if job.profile in variants:
-        by_function(variants[job.profile])
     of_ranks: list[dict[str, Record]] = [{}] * world
     dist.all_gather_object(of_ranks, records)
     return {
@@ -245,16 +208,14 @@ def main() -> None:
     """argv: the job as JSON, and where rank 0 writes the result."""
     job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
     torch.set_num_threads(1)
-    if job.measure_s is not None:  # an equal part of one core, as it is measured
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})  # a part of one core, as it is measured
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     result = measure(job)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
-"""Plans for the emulated cluster: its links, and this machine's speed as it was just measured.
-
-Of networks of volumes the layers are measured, each by itself: a roofline does not know which kernel PyTorch takes.
-"""
+"""Plans for the emulated cluster, by its links and layers as they were just measured: each layer by itself."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from benchmarks.common.calibrated import calibrated
 from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.predictions import profile_of, with_times
 from benchmarks.ranks.side_by_side import Layers
@@ -23,7 +19,7 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.machine import Profile, load
+from layerwise.machine import Profile
 from layerwise.measure.cells import CellTask, wanted_cells
 from layerwise.measure.job import ENOUGH
 from layerwise.partition.buckets import BUCKET_BYTES
@@ -33,19 +29,8 @@ from layerwise.search.baselines import baseline
 from layerwise.search.find import best_cap, candidate, search
 from layerwise.search.make_plan import make_plan
 
-GOODPUT = 0.92  # of the nominal rate: what gloo's all_reduce of 16 MB reaches here, headers and all
 OPTIMIZER = "momentum"
 OTHER = 5 << 20  # bytes of a bucket
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a plan rests on."""
-
-    step_s: float  # of one rank without communication, all ranks at work
-    samples: int  # of that step
-    rate: float | None  # of each node's link in bits per second; None: no limit
-    latency_s: float  # of a message
 
 
 def graph_of(name: str, batch: int) -> LayerGraph:
@@ -56,12 +41,8 @@ def graph_of(name: str, batch: int) -> LayerGraph:
     return from_torch(module, examples, name=name).rebatch(batch)
 
 
-def calibrated_model(name: str, ranks: int, measured: Measured) -> CostModel:
-    """The roofline's."""
-    return _model(name, calibrated_profile(name, measured), ranks)
-
-
-def _model(name: str, profile: Profile, ranks: int) -> CostModel:
+def model_of(name: str, profile: Profile, ranks: int) -> CostModel:
+    """The cost model of the network at its batch for so many ranks."""
     batch = NETWORKS[name].global_batch(ranks)
     io = "sample" if batch >= ranks else "free"
     graph = fuse(graph_of(name, batch))
@@ -81,7 +62,7 @@ def measured_model(name: str, comm: Comm, links_s: float, layers_s: float) -> tu
     until nothing is missing of it.
     """
     layers = Layers(comm, OPTIMIZER)
-    model = _model(name, profile_of(comm, links_s), comm.size)
+    model = model_of(name, profile_of(comm, links_s), comm.size)
     return *measured_layers(model, space_of(name, comm.size), layers, layers_s), layers
 
 
@@ -124,14 +105,6 @@ def _spec(name: str) -> str:
 
 def _cells(model: CostModel, strategy: Strategy) -> Collection[CellTask]:
     return wanted_cells(model, {layer.name: [strategy[layer.name]] for layer in model.graph.inner}).values()
-
-
-def calibrated_profile(name: str, measured: Measured) -> Profile:
-    """`cpu`, its speed scaled so that one rank's step takes as long as measured, and the links of the emulation."""
-    node = load("cpu").levels[0]
-    bandwidth = GOODPUT * measured.rate / 8 if measured.rate else node.bandwidth_bytes_per_s
-    graph = fuse(graph_of(name, measured.samples))
-    return calibrated(graph, measured.step_s, measured.latency_s, bandwidth, OPTIMIZER)
 
 
 SHARED: Mapping[str, States] = {"sharded": "sharded", "gathered": "gathered"}  # how the data-parallel plan has states

@@ -107,8 +107,6 @@ def build(name: str, made: Mapping[str, Plan], variant: str, comm: Comm) -> Vari
     module = network.build()
     if variant == "alone":  # one rank's share of the work, no communication, all ranks at once
         return Torch(module, network, max(1, batch // world) * world, everyone)
-    if variant == "together":  # the whole batch on every rank at once: what sharing the cores costs
-        return Torch(module, network, batch * world, everyone)
     if variant == "one rank":
         return Torch(module, network, batch, (0,))
     few = everyone[: min(world, batch)]

@@ -28,7 +28,7 @@ from benchmarks.ranks.predictions import profile_of
 from benchmarks.ranks.side_by_side import Layers
 from benchmarks.zoo.shims import torchvision_operators
 from layerwise.comm.base import Comm
-from layerwise.comm.start import join_default_group
+from layerwise.comm.start import join_default_group, leave
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.setting import Strategy
@@ -197,8 +197,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit
+    leave(0)
 
 
 if __name__ == "__main__":

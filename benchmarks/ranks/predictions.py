@@ -181,6 +181,7 @@ def reported(plan: Plan, training: Training, times: Sequence[float], comm: Comm)
     return {
         "strategy": {name: str(config) for name, config in plan.strategy.items()},
         "predicted_s": plan.predicted["timeline_s"],
+        "range_s": [plan.predicted["timeline_low_s"], plan.predicted["timeline_high_s"]],
         "measured_s": median(times),
         "times_s": times,
         "traced_s": median(traced),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.calibrated import calibrated
-from benchmarks.ranks.cluster import PATIENCE_S, agreed, latency_s
+from benchmarks.ranks.cluster import PATIENCE_S, agreed
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.start import join_default_group
+from layerwise.comm.start import join_default_group, leave
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
@@ -73,6 +72,16 @@ def coloured() -> tuple[Tensor, Tensor]:
     """The same in CIFAR-10's shape, three equal channels: (5000, 3, 32, 32)."""
     x, labels = square()
     return x.expand(-1, 3, -1, -1), labels
+
+
+def latency_s() -> float:
+    """Of a message, out of an all-reduce of a few bytes: it takes one there and one back for each doubling."""
+    small, times = torch.zeros(1), []
+    for _ in range(30):
+        start = time.perf_counter()
+        dist.all_reduce(small)
+        times.append(time.perf_counter() - start)
+    return agreed(statistics.median(times) / 2 / max(1, (dist.get_world_size() - 1).bit_length()))
 
 
 def bandwidth() -> float:
@@ -143,8 +152,7 @@ def main() -> None:
     if comm.rank == 0:
         out.write_text(json.dumps(report))
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import nn
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
+from layerwise.cli import progress_bar
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel
@@ -128,7 +129,8 @@ def _checked(planner: Planner, base: Machine, budget_s: float) -> Machine:
     if changed or not known or profile.links is None:
         notes += [changed] if changed else []
         if budget_s:
-            links = measure_links(comm, topology, LINKS * budget_s)
+            with progress_bar("measuring links", quiet=comm.rank > 0) as progress:
+                links = measure_links(comm, topology, LINKS * budget_s, progress)
             profile = with_links(profile, links, topology, link_conditions(comm, topology))
     if not budget_s:
         return Machine(profile, MEASURED.format(file), tuple(notes))

@@ -32,6 +32,7 @@ from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule, of
+from layerwise.run.step_check import StepCheck
 
 DEFAULT = ParallelOptions()
 
@@ -166,7 +167,12 @@ def parallelize(
     local = options.local_batch_norm
     request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort)
     runtime = RuntimeOptions(
-        device, seed=options.seed, local_batch_norm=local, compile=settings, compare_ranks=options.compare_ranks
+        device,
+        seed=options.seed,
+        local_batch_norm=local,
+        compile=settings,
+        compare_ranks=options.compare_ranks,
+        compare_model=options.compare_model,
     )
     module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, shared).build()
     if inference:
@@ -176,6 +182,8 @@ def parallelize(
         batch_of_step = f"the effective batch is {every * of(module).plan.batch:,}"
         shown += (Text(f"sync_every={every}: the optimizer steps every {every} batches; {batch_of_step}"),)
     if verbose and world.comm.rank == 0:
+        if not inference:
+            of(module).step_check = StepCheck.of(of(module).plan, lambda line: console().print(line, soft_wrap=True))
         for line in shown:
             console().print(line)
     return module

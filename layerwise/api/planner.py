@@ -26,7 +26,7 @@ from layerwise.search.make_plan import make_plan
 from layerwise.search.overlap.polish import Effort
 from layerwise.search.priced.variants import OFFERS
 from layerwise.search.remedies import remedies
-from layerwise.search.report.sentences import nothing_fits, why_data
+from layerwise.search.report.sentences import nothing_fits, step_range, why_data
 from layerwise.search.report.tables import strategy_table
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
@@ -217,15 +217,15 @@ def lines(choice: Choice, world: World, machine: str) -> Iterator[str]:
     best, data = choice.best, choice.data
     time, other = best.timeline.total_s, data.timeline.total_s
     if world.size == 1:
-        yield f"one rank, nothing to split: {units(time, 's')} a step predicted"
+        yield f"one rank, nothing to split: {step_range(best)} a step predicted"
     elif best.strategy == data.strategy:
         why = "as asked for" if choice.searched is None else why_data(choice.searched)
-        yield f"data parallelism, {why}; {units(time, 's')} a step, {units(best.price.bytes_moved, 'B')} sent"
+        yield f"data parallelism, {why}; {step_range(best)} a step, {units(best.price.bytes_moved, 'B')} sent"
     else:
         ratio = f"{other / time:.2f}× as fast as data parallelism" + " (SLOWER)" * (time > other)
         ratio += "" if data.fits else ", which does not fit into memory"
         yield (
-            f"{best.name}: {units(time, 's')} a step predicted, {ratio}: {units(other, 's')}; "
+            f"{best.name}: {step_range(best)} a step predicted, {ratio}: {units(other, 's')}; "
             f"{units(best.price.bytes_moved, 'B')} sent a step instead of {units(data.price.bytes_moved, 'B')}"
         )
     yield f"predictions rest on {machine}"

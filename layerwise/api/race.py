@@ -127,7 +127,7 @@ def race(
     copied = replace(network, itself=False, built={}, stored={n: _copied(read) for n, read in network.stored.items()})
 
     def steps_s(plan: Plan) -> list[float]:
-        module = build_module(plan, copied, comm, replace(options, compare_ranks=False))
+        module = build_module(plan, copied, comm, replace(options, compare_ranks=False, compare_model=False))
         return _steps_s(module.train(training), call, training, autocast)
 
     with random_state_kept(options.device):

@@ -101,11 +101,8 @@ def begin_saving(
     """Begins what `save` does. beside: a thread writes a copy of the state, and training may go on meanwhile."""
     comm, folder, steps = of(module).comm, Path(directory), of(module).steps_done
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
-    about: dict[str, JSON] = {
-        "model": model_digest(of(module).layer_graph),
-        "steps": steps,
-        "progress": copy.deepcopy(dict(progress)),
-    }
+    about: dict[str, JSON] = {"model": model_digest(of(module).layer_graph), "steps": steps}
+    about["progress"] = copy.deepcopy(dict(progress))
 
     def start() -> tuple[list[Shard], JSON]:
         if keep < 1:
@@ -115,17 +112,14 @@ def begin_saving(
         except (TypeError, ValueError) as error:
             raise LayerwiseError(f"'progress' must be what JSON can hold: {error}") from None
         facts, states = describe(optimizer, owned(module)) if optimizer is not None else (None, [])
+        local = [*map(_in_checkpoint, filter(_writes, of(module).shards())), *states]
+        if beside:
+            local = [replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in local]
         if comm.rank == 0:
-            held.enter_context(sole_writer(folder))
+            guards.enter_context(sole_writer(folder))
         name = begin(folder, steps).name if comm.rank == 0 else None
         answer: dict[str, Any] = {"steps": steps, "folder": name, "optimizer": facts}
-        return [*map(_in_checkpoint, filter(_writes, of(module).shards())), *states], answer
-
-    def collect() -> tuple[list[Shard], JSON]:
-        if any(answer["steps"] != steps for answer in answers):
-            raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
-        about["optimizer"] = merged([answer["optimizer"] for answer in answers], comm.members.ranks)
-        return [replace(s, tensor=s.tensor.detach().to("cpu", copy=True)) for s in local] if beside else local, None
+        return local, answer
 
     def write() -> JSON:
         path = temporary / file_name(comm.rank)
@@ -134,6 +128,9 @@ def begin_saving(
         return [path.name, write_shards(path, shards)] if shards else None
 
     def complete(written: list[Any]) -> JSON:
+        if any(answer["steps"] != steps for answer in answers):
+            raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
+        about["optimizer"] = merged([answer["optimizer"] for answer in answers], comm.members.ranks)
         if comm.rank:
             return None
         seal(temporary, about, dict(file for file in written if file))
@@ -145,17 +142,16 @@ def begin_saving(
 
     def finish() -> Path:
         meet, part = (agree, write) if future is None else (patiently, future.result)
-        with held:
+        with guards:
             _, written = meet(comm, lambda: (None, part()), failed)
             _, names = agree(comm, lambda: (None, complete(written)), failed)
         return folder / str(names[0])
 
-    with ExitStack() as held:  # until `finish`: no other run saves in this folder, and what fails leaves nothing
-        local, answers = agree(comm, start, failed)
+    with ExitStack() as guards:  # until `finish`: no other run saves in this folder, and what fails leaves nothing
+        shards, answers = agree(comm, start, failed)
         temporary = folder / answers[0]["folder"]
-        held.push(remove)
-        shards, _ = agree(comm, collect, failed)
-        held = held.pop_all()
+        guards.push(remove)
+        guards = guards.pop_all()
     future = in_thread(write, "layerwise checkpoint") if beside else None
     return Writing(finish, future)
 

@@ -22,7 +22,7 @@ STOPPED: Final = 75  # exit status of a training that SIGTERM has ended, once it
 
 @contextmanager
 def handled(handler: Callable[[int, object], object], *numbers: signal.Signals) -> Iterator[Collection[int]]:
-    """Within it these signals have this handler, where the user's program has none; in the main thread only.
+    """Returns a context in which signals have this handler, where the user's program has none (main thread only).
 
     Yields those of them that have it.
     """
@@ -62,7 +62,7 @@ class SaveSignals:
 
     @contextmanager
     def taken(self, *, stop: bool = True) -> Iterator[SaveSignals]:
-        """Within it the signals end nothing by themselves. stop: SIGTERM, too; else that is left as it is."""
+        """Returns a context in which the signals end nothing by themselves. stop: SIGTERM, too; else it is left."""
         process = os.getpid()
 
         def note(number: int, _: object) -> None:

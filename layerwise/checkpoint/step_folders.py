@@ -130,7 +130,7 @@ def _remove(path: Path, steps: int) -> None:
 
 @contextmanager
 def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> Iterator[None]:
-    """Within it no other process writes into DIR, which is made; afterwards it is removed where it has no checkpoint.
+    """Returns a context in which no other process writes into DIR: it is made, and removed where no checkpoint came.
 
     LayerwiseError where another process still writes there after so many seconds, of which stderr tells; OSError where
     nothing can be written. Where the file system knows no locks, it is only found out whether files can be written.
@@ -142,7 +142,6 @@ def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> I
         return
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(mark, os.fspath(directory), patience_s)
         _locked.add(mark)
         try:
@@ -160,34 +159,35 @@ def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> I
 
 def _lock(mark: Path, directory: str, patience_s: float) -> int:
     """Returns the descriptor of the locked file. A lock of fcntl's is not handed on to forked processes."""
-    began, waits = time.monotonic(), False
+    until, told = time.monotonic() + patience_s, False
     while True:
+        mark.parent.mkdir(parents=True, exist_ok=True)  # the run before may have saved nothing, and removed it
         try:
             lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:  # the run before saved nothing, and has removed its folder
-            mark.parent.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError:
             continue
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = False
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                who = os.read(lock, 200).decode(errors="replace").strip() or "its process is not known"
-                os.close(lock)
-                if time.monotonic() - began < patience_s:
-                    if not waits:
-                        text = f"another run is writing checkpoints into {directory!r} ({who}): waiting for its end"
-                        print(f"layerwise: {text}, for {patience_s:.0f} s at most", file=sys.stderr, flush=True)
-                    waits = True
-                    time.sleep(POLL_S)
-                    continue
-                raise LayerwiseError(
-                    f"another run is writing checkpoints into {directory!r} ({who}): give every run a folder of its "
-                    "own, or wait until that one has ended"
-                ) from None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(mark.stat(), os.fstat(lock)):
-                break
-        os.close(lock)  # its holder has just ended and removed it
+            taken = error.errno in (errno.EACCES, errno.EAGAIN)  # else the file system knows no locks
+        if not taken:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(mark.stat(), os.fstat(lock)):
+                    break
+            os.close(lock)  # its holder has just ended and removed it
+            continue
+        who = os.read(lock, 200).decode(errors="replace").strip() or "its process is not known"
+        os.close(lock)
+        text = f"another run is writing checkpoints into {directory!r} ({who})"
+        if time.monotonic() >= until:
+            raise LayerwiseError(f"{text}: give every run a folder of its own, or wait until that one has ended")
+        if not told:
+            print(
+                f"layerwise: {text}: waiting for its end, for {patience_s:.0f} s at most", file=sys.stderr, flush=True
+            )
+        told = True
+        time.sleep(POLL_S)
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock

@@ -125,15 +125,15 @@ class Comm(ABC):
         elements: both sides leave it out. `what` is for error messages.
         """
 
-    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
-        """Writes (len(group), *mine.shape) into `out`: row i is what the i-th rank of the group brings.
+    def all_gather(self, out: Tensor, local: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
+        """Writes (len(group), *local.shape) into `out`: row i is what the i-th rank of the group brings.
 
-        Counts len(group) - 1 times `mine`.
+        Counts len(group) - 1 times `local`.
         """
         others = self._others(group)
-        out[group.index(self.rank)] = mine
+        out[group.index(self.rank)] = local
         return self.exchange(
-            [(rank, mine) for _, rank in others], [(rank, out[row]) for row, rank in others], kind, what
+            [(rank, local) for _, rank in others], [(rank, out[row]) for row, rank in others], kind, what
         )
 
     def reduce_scatter(

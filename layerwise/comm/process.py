@@ -159,12 +159,12 @@ class ProcessComm(Comm):
         while self.given_up:
             self.given_up.pop().wait()
 
-    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
+    def all_gather(self, out: Tensor, local: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
         """Starts NCCL's own, else an exchange."""
-        if not self.collectives or len(group) == 1 or not mine.numel():
-            return super().all_gather(out, mine, group, kind, what)
-        self.sent[kind] += (len(group) - 1) * mine.nbytes
-        return self._collective(_all_gather, out.view(-1), mine.contiguous().view(-1), group, kind, what)
+        if not self.collectives or len(group) == 1 or not local.numel():
+            return super().all_gather(out, local, group, kind, what)
+        self.sent[kind] += (len(group) - 1) * local.nbytes
+        return self._collective(_all_gather, out.view(-1), local.contiguous().view(-1), group, kind, what)
 
     def reduce_scatter(
         self, out: Tensor, parts: Tensor, group: Group, kind: TrafficKind, what: str, stream: TrafficKind | None = None

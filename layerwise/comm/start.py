@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Final, Literal, NoReturn
 
 import torch
@@ -31,7 +28,6 @@ from layerwise.errors import LayerwiseError
 Backend = Literal["gloo", "nccl"]
 POLL_S: Final = 0.05  # between two looks at who has arrived
 CONNECT_SLACK_S: Final = 1.0  # for torch to answer after the time-out
-FATAL: Final = 3  # of c10's levels: it aborts
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +165,6 @@ def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
 
     CommError where there is none to be had within the time-out (and a second).
     """
-    hush()
     serves = seat.rank == 0 and not seat.agent
 
     def do() -> tuple[Store, Store]:
@@ -190,18 +185,6 @@ def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
                 "started, has ended or is stopped, the network is cut, or another program listens there;"
             )
         raise CommError(f"{what} check MASTER_ADDR and MASTER_PORT") from error
-
-
-def hush() -> None:
-    """Silences torch's C++, which logs a stack trace for every connection that fails; our line says what happened.
-
-    Not where the user has chosen with TORCH_CPP_LOG_LEVEL, which torch reads when it is imported.
-    """
-    if "TORCH_CPP_LOG_LEVEL" in os.environ:
-        return
-    with suppress(OSError, ValueError):  # a build without the library or the flag
-        library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"), Path())
-        ctypes.c_int.in_dll(ctypes.CDLL(os.fspath(library)), "FLAGS_caffe2_log_level").value = FATAL
 
 
 def _device(seat: Seat | None, name: str | None) -> torch.device:

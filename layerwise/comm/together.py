@@ -1,4 +1,4 @@
-"""What ranks do together: each its part, or rank 0 alone while the others wait; where one fails, all raise."""
+"""Ranks act together: each does its part, or rank 0 alone while the others wait; where one fails, all raise."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
     failure: Exception | None = None
     try:
         result, answer = act()
-        mine = json.dumps({"answer": answer})
+        told = json.dumps({"answer": answer})
     except Exception as error:
         failure = error
-        mine = json.dumps({"error": _reason(error)})
-    texts = comm.all_gather_text(mine)
+        told = json.dumps({"error": _reason(error)})
+    texts = comm.all_gather_text(told)
     answers = [_understood(rank, text, what) for rank, text in zip(comm.members.ranks, texts, strict=True)]
     if failure is not None and not isinstance(failure, LayerwiseError | OSError):
         raise failure

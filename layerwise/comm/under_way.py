@@ -34,7 +34,7 @@ class Starter(Protocol):
 class UnderWay:
     """Messages, or a collective: its works, with what each of them does, and its tensors.
 
-    staged: on another device, (where it belongs, what has arrived). silent: the works tell nobody that they are done.
+    staged: on another device, (where it belongs, what is received). silent: the works tell nobody that they are done.
     The tensors may not go before all has ended, so the Comm takes over what is given up.
     """
 
@@ -59,8 +59,8 @@ class UnderWay:
         with self.comm.during(self.what) as now:
             for now[0], work in works:
                 work.wait()
-        for into, arrived in self.staged:
-            into.detach().copy_(arrived)
+        for into, received in self.staged:
+            into.detach().copy_(received)
         self.tensors = self.staged = ()
 
     def when_done(self, call: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""layerwise doctor: tries what a training needs: devices, backends, the host's name, shared memory, two ranks."""
+"""layerwise doctor: tries what a training needs: devices, the host's name, shared memory, two ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from layerwise.cli import Parser, command, output_arguments, positive, present, run_main
@@ -49,15 +49,9 @@ def parser() -> argparse.ArgumentParser:
 @command(parser)
 def main(args: argparse.Namespace) -> int:
     """Tries, prints; 1 where something is broken."""
-    tries: dict[str, Callable[[], str]] = {
-        "devices": _devices,
-        "backends": _backends,
-        "host name": _host,
-        "shared memory": _shared,
-        f"{RANKS} ranks": lambda: _self_test(args.timeout),
-    }
+    tries = {"devices": _devices, "host name": _host, "shared memory": _shared}
     rows, wrong = dict[str, str](), list[str]()
-    for what, look in tries.items():
+    for what, look in (tries | {f"{RANKS} ranks": lambda: _self_test(args.timeout)}).items():
         try:
             rows[what] = look()
         except Exception as error:  # whatever is broken here is what is asked for
@@ -70,22 +64,17 @@ def main(args: argparse.Namespace) -> int:
 
 def _devices() -> str:
     import torch
+    import torch.distributed as dist
 
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise RuntimeError("this build of PyTorch has no torch.distributed with gloo, which layerwise needs")
     names = []
     for i in range(torch.cuda.device_count()):
         torch.ones(1, device=f"cuda:{i}").add_(1).item()  # raises where it cannot be used
         name = torch.cuda.get_device_name(i)
         row = reported(name)
         names.append(name + (f" (--gpu {row})" if row else ""))
-    return "; ".join(names) or f"no GPU; {os.cpu_count()} cores"
-
-
-def _backends() -> str:
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_gloo_available()):
-        raise RuntimeError("this build of PyTorch has no torch.distributed with gloo, which layerwise needs")
-    return "nccl, gloo" if dist.is_nccl_available() else "gloo"
+    return f"{'; '.join(names) or f'no GPU; {os.cpu_count()} cores'}; {'nccl, ' * dist.is_nccl_available()}gloo"
 
 
 def _host() -> str:
@@ -97,31 +86,21 @@ def _host() -> str:
 
 
 def _shared() -> str:
-    if not SHARED.is_dir():
-        return "not as on Linux"
-    free = shutil.disk_usage(SHARED).free
-    if free < LITTLE:
+    free = shutil.disk_usage(SHARED).free if SHARED.is_dir() else None
+    if free is not None and free < LITTLE:
         raise RuntimeError(f"{units(free, 'B')} free in {SHARED}: start the container with --shm-size=8g")
-    return f"{units(free, 'B')} free"
+    return "not as on Linux" if free is None else f"{units(free, 'B')} free"
 
 
 def _self_test(timeout_s: float) -> str:
     """Two ranks of this machine split a network, over gloo; their outputs are one device's."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "CUDA_VISIBLE_DEVICES": ""}
     place |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TEST],
-            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    until = time.monotonic() + timeout_s
+    environments = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
+    start = partial(subprocess.Popen[str], [sys.executable, "-c", TEST], text=True, stderr=subprocess.PIPE)
+    ranks, until = [start(env=environment) for environment in environments], time.monotonic() + timeout_s
     try:
         for rank, process in enumerate(ranks):
             _, errors = process.communicate(timeout=max(until - time.monotonic(), 0.1))

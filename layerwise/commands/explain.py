@@ -17,7 +17,6 @@ from layerwise.search.find import configurations
 from layerwise.search.rebuild import memory_limit, rebuild
 from layerwise.search.report.forms import (
     MOST,
-    alternatives,
     alternatives_table,
     forms_of,
     forms_table,
@@ -25,6 +24,7 @@ from layerwise.search.report.forms import (
     limit_of,
     why,
 )
+from layerwise.search.solve.alternatives import all_alternatives
 
 CHOSEN = "The plan was chosen by simulated time with overlap; equation 1 alone would choose the first row."
 
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
     model, space = rebuild(plan, args.model, args.profile)
     named = baselines(model, space)
     tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}))
-    options = alternatives(tables, args.layer, args.search_memory * 2**30)
+    options = all_alternatives(tables, args.search_memory * 2**30)[args.layer]
     best, chosen = options[0].step_time_s, plan.strategy[args.layer]
     limit = memory_limit(plan, model)
     forms = forms_of(model, plan.strategy, args.layer, limit, plan.bucket_bytes)

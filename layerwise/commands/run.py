@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -30,13 +30,15 @@ from layerwise.report.figures import svg
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
 from layerwise.run.parallel import of
+from layerwise.run.step_check import StepCheck
+from layerwise.search.plot.devices import layers
 from layerwise.search.rebuild import rebuild, replan
 from layerwise.trace import Trace
 from layerwise.train import compare_times
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.flags import parser
 from layerwise.train.loop import OPTIMIZERS, Settings
-from layerwise.train.report import Result, beginning, check_tensorboard, ending, scalars, steps_shown
+from layerwise.train.report import Result, beginning, ending, steps_shown
 from layerwise.train.session import Session, enough_memory
 
 GONE = 3  # time-outs: after so long a rank of an earlier start has ended, one that is cut off, too
@@ -97,7 +99,9 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         if args.compare:
             compare_times.check(plan, steps - session.first, args.accumulate)
             of(session.module).trace = of(session.module).trace or Trace(device=comm.device)
-        trace = of(session.module).trace
+        trace, said = of(session.module).trace, list[str]()
+        step_check = StepCheck.of(session.plan, said.append) if comm.rank == 0 else None
+        of(session.module).step_check = step_check
         started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
         if comm.rank == 0:
             lines = [raced] if raced else []
@@ -120,7 +124,10 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             seconds = [step.seconds for step in result.steps]
             times = compare_times.compare_times(trace, session.module, seconds, comm)
         if comm.rank == 0:
-            _print(args, started, session, result, times)
+            told: dict[str, object] = {"times": times.as_dict()} if times else {}
+            told |= {"step_check": step_check.outcome} if step_check and step_check.outcome else {}
+            tables = started, ending(result, ALLOWED[args.dtype], args.dtype)
+            _print(args, session, result, [*tables, *(compare_times.tables(times) if times else ())], said, told)
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
 
@@ -128,10 +135,9 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
 def _trained(args: argparse.Namespace, session: Session, steps: int) -> None:
     """Rank 0 trains, and shows each step."""
     where = console(stderr=args.json or sys.stderr.isatty())
-    with steps_shown(where, steps, session.first) as show, scalars(args.tensorboard, session.plan) as note:
+    with steps_shown(where, steps, session.first) as show:
         for step in session.train(steps):
             show(step)
-            note(step)
     if session.saving.stopped:
         saved = f"SIGTERM: saved {session.latest}, from which --resume goes on; exit status {STOPPED}"
         console(stderr=args.json).print(saved, soft_wrap=True)
@@ -184,21 +190,34 @@ def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
 
 
 def _print(
-    args: argparse.Namespace, started: Table, session: Session, result: Result, times: compare_times.Comparison | None
+    args: argparse.Namespace,
+    session: Session,
+    result: Result,
+    tables: Sequence[Table],
+    said: Sequence[str],
+    told: Mapping[str, object],
 ) -> None:
-    """The end of a run; with --html the whole of it as a page."""
-    out, plan, notes = console(stderr=args.json), result.plan, session.notes()
-    parts = [ending(result, ALLOWED[args.dtype], args.dtype), *(compare_times.tables(times) if times else ())]
-    out.print(text.parts(parts))
+    """The end of a run; with --html the whole of it as a page.
+
+    Args:
+        args: The command's arguments.
+        session: What has trained.
+        result: What it came to.
+        tables: What was said at the beginning, and what is to be said now.
+        said: Lines that the training has left.
+        told: What programs are told beside the result.
+    """
+    out, plan, notes = console(stderr=args.json), result.plan, [*said, *session.notes()]
+    out.print(text.parts(tables[1:]))
     if args.html is not None:
-        picture = Picture(lambda: svg(plan.plot()), "the plan: layers from left to right, ranks from top to bottom")
-        shown = Report(plan.model, f" on {plan.gpus} ranks", [picture, started, *parts, Lines(notes)])
+        picture = Picture(lambda: svg(layers(plan)), "the plan: layers from left to right, ranks from top to bottom")
+        shown = Report(plan.model, f" on {plan.gpus} ranks", [picture, *tables, Lines(notes)])
         write_text(args.html, html.page(shown))
         notes.append(f"page written to {args.html}")
     for note in notes:
         out.print(note, soft_wrap=True)
     if args.json:
-        print(as_json.text(result.as_dict() | ({"times": times.as_dict()} if times else {})))
+        print(as_json.text({**result.as_dict(), **told}))
 
 
 def _world() -> int:
@@ -261,7 +280,6 @@ def _take_places(args: argparse.Namespace, rank: int, places: contextlib.ExitSta
     if rank:
         return False
     check_files({"--trace": args.trace, "--html": args.html})
-    check_tensorboard(args.tensorboard)
     if args.checkpoint is not None:
         try:
             places.enter_context(sole_writer(args.checkpoint, GONE * args.timeout if args.resume else 0.0))

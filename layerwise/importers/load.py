@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,7 @@ class Network:
     inputs_without_gradient: str | None = None  # why its layers' gradients of inputs are not the module's
     shared: tuple[str, ...] = ()  # inputs as long as the example's batch that are the same for all samples
     shared_found: bool = False  # whether running the module told so
+    together: bool = False  # whether layers may compute samples together
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""
@@ -170,18 +171,20 @@ def network_of(
     *,
     trusted: bool = False,
     shared: Collection[str] | None = None,
+    together: bool = False,
 ) -> Network:
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch.
 
     examples, kwargs: what it is called with, by position and by name. shared: which of them are the same for all
-    samples, by name; None: those as long as the batch are found out by running the module.
+    samples, by name; None: those as long as the batch are found out by running the module. together: whether its layers
+    may compute samples together.
     """
     import torch
 
     from layerwise.importers.torch.calls.constants import Missing
 
     call = tuple(examples), dict(kwargs or {})
-    imported, called, written = traced(module, call, name, trusted, shared)
+    imported, called, written = traced(module, call, name, trusted, shared, together)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
@@ -192,7 +195,7 @@ def network_of(
         made, stored=stored, structure=imported.structure, arguments=imported.arguments, built=built, module=module,
         called=called, written=written, unproven=imported.unproven,
         inputs_without_gradient=imported.inputs_without_gradient, shared=() if fed is None else fed.shared,
-        shared_found=fed is not None and fed.found,
+        shared_found=fed is not None and fed.found, together=together,
     )  # fmt: skip
 
 
@@ -221,13 +224,18 @@ def network_with(
 
 
 def traced(
-    module: nn.Module, call: Call, name: str, trusted: bool, shared: Collection[str] | None = None
+    module: nn.Module,
+    call: Call,
+    name: str,
+    trusted: bool,
+    shared: Collection[str] | None = None,
+    together: bool = False,
 ) -> tuple[Imported, frozenset[str], frozenset[str]]:
     """The network that the module's code makes; no values but constants. Also its `called` and `written`."""
     from layerwise.importers.torch.batches import import_for_batches, import_once
 
     with calls_of(module) as calls, writes_of(module) as writes:
-        make = import_once if trusted else import_for_batches
+        make = import_once if trusted else partial(import_for_batches, together=together)
         imported = make(module, call, name, shared=shared)
     return imported, frozenset(calls), frozenset(writes)
 

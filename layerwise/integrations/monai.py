@@ -92,7 +92,7 @@ def update_boxes(engine: Any, batch: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 class FullState:
-    """What MONAI's CheckpointSaver and CheckpointLoader save of a parallel network or its optimizer: the full state.
+    """The full state of a parallel network or its optimizer, for MONAI's CheckpointSaver and CheckpointLoader.
 
         state = {"net": FullState(network), "optimizer": FullState(network, optimizer)}
         CheckpointSaver("runs", state, save_final=True).attach(trainer)     # on every rank; rank 0 writes

@@ -107,6 +107,6 @@ class Profile:
             )
 
 
-def _divisor_from(least: int, whole: int) -> int:
-    """The smallest divisor of `whole` that is at least `least`, or `whole` itself."""
-    return next((d for d in range(least, whole) if whole % d == 0), whole)
+def _divisor_from(least: int, number: int) -> int:
+    """Returns the smallest divisor of `number` that is at least `least`, or `number` itself."""
+    return next((d for d in range(least, number) if number % d == 0), number)

@@ -7,11 +7,13 @@ device that computes one has all of its inputs. Where an operator is known to tr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import lcm, prod
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
 
 import numpy as np
@@ -47,8 +49,33 @@ def dry_run(function: Callable[[list[Tensor]], Tensor], inputs: Sequence[Shaped]
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
+    with unlogged(), FakeTensorMode():
         return observed(function, [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in inputs])
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Within it PyTorch logs no call that fails on this thread: what is raised says enough."""
+    thread, loggers = get_ident(), [logging.getLogger(name) for name in LOGGERS]
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    for logger in loggers:
+        logger.addFilter(of_others)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(of_others)
+
+
+LOGGERS = (
+    "torch._subclasses.fake_tensor",
+    "torch.export._trace",
+    "torch._export.non_strict_utils",
+    "torch.fx.experimental.symbolic_shapes",
+)
 
 
 def observed(function: Callable[[list[Tensor]], Tensor], given: list[Tensor]) -> Made:

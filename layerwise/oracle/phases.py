@@ -11,6 +11,7 @@ from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import Price, complete, model_error, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
+from layerwise.cost.timeline.ranges import Deviations, deviations
 from layerwise.cost.timeline.simulate import Timeline, timeline
 from layerwise.oracle.strategies import SPATIAL, Limit, Shape
 from layerwise.search.find import best_cap
@@ -89,6 +90,11 @@ class PricedPhases:
     def error(self) -> float:
         """The model's, of its step's time (`cost.price.model_error`)."""
         return model_error(self.model, complete(self.model, self.strategy))
+
+    @cached_property
+    def deviations(self) -> Deviations:
+        """How far an iteration may be off."""
+        return deviations(self.model, self.strategy, best_cap(self.model, self.strategy))
 
 
 def cheapest(model: CostModel, plans: Sequence[Strategy]) -> int:

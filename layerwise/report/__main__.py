@@ -8,7 +8,7 @@ import sys
 from layerwise.cli import MODEL_HELP, Parser, check_files, command, output_arguments, present, run_main
 from layerwise.plan import load_plan
 from layerwise.quantities import parse_bytes_range
-from layerwise.report.html import check_charts
+from layerwise.report.figures import check_drawable
 from layerwise.search.curve import Point, memory_curve
 from layerwise.search.priced.variants import OFFERS
 from layerwise.search.rebuild import memory_limit, rebuild
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
     """Writes the report of a plan. LayerwiseError: it cannot be priced anew, or the trace is none."""
     check_files({"--out": args.html})
     if args.html is not None:
-        check_charts()
+        check_drawable("--out of a report")
     limits = None if args.memory_curve is None else parse_bytes_range(args.memory_curve, "--memory-curve")
     plan = load_plan(args.plan)
     measured = None if args.measured is None else read_trace(args.measured)

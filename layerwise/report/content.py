@@ -81,21 +81,12 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
-    """A figure of Plotly, as plain data. Pages show it, and nothing else does."""
-
-    label: str
-    data: Sequence[Mapping[str, object]]
-    layout: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
 class Fold:
     """Parts that a page shows when their summary is clicked. A terminal shows neither."""
 
     summary: str
     parts: Sequence[Part]
-    key: str = ""  # by which charts and names of layers lead here
+    key: str = ""  # by which pictures and names of layers lead here
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +105,7 @@ class Code:
     text: str
 
 
-Part = Table | Lines | Picture | Chart | Fold | Section | Code
+Part = Table | Lines | Picture | Fold | Section | Code
 
 
 def readable(parts: Sequence[Part]) -> list[Table | Lines | Section]:

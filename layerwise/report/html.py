@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
+from urllib.parse import quote
 
 from layerwise.errors import LayerwiseError, shown
-from layerwise.report.content import Chart, Code, Column, Fold, Lines, Mark, Part, Picture, Report, Section, Table
-from layerwise.report.picture import anchor
+from layerwise.report.content import Code, Column, Fold, Lines, Mark, Part, Picture, Report, Section, Table
 
 COLOURS: dict[Mark, str] = {"": "", "layer": "", "best": ";color:#009e73;font-weight:bold", "bad": ";color:#d55e00"}
-CHARTS_NEED = "--html of a plan needs plotly and matplotlib: pip install 'layerwise[report]'"
-
-
-def check_charts() -> None:
-    """LayerwiseError where a page could not show charts."""
-    try:
-        import matplotlib  # noqa: F401
-        import plotly  # noqa: F401
-    except ImportError:
-        raise LayerwiseError(CHARTS_NEED) from None
 
 
 def page(report: Report) -> str:
-    """A full file. With charts it has Plotly inside, compressed."""
-    title, charts = _text(report.title), list(_charts(report.parts))
-    style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    """A full file."""
+    title = _text(report.title)
+    style, script = (files(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{style}</style>'
         f"</head><body><h1>{title}<span>{_text(report.about)}</span></h1>\n{fragment(report.parts)}"
-        f"{_scripts(charts)}</body></html>\n"
+        f"<script>{script}</script></body></html>\n"
     )
 
 
@@ -51,8 +38,6 @@ def _part(part: Part) -> str:
             return _paragraphs([str(error)])
     if isinstance(part, Lines):
         return f"<div>{_paragraphs(part.lines)}</div>\n"
-    if isinstance(part, Chart):
-        return f'<div class="chart" role="img" aria-label="{_text(part.label)}"></div>\n'
     if isinstance(part, Code):
         return f"<pre>{_text(part.text)}</pre>\n"
     if isinstance(part, Fold):
@@ -66,32 +51,6 @@ def _part(part: Part) -> str:
         rest = fragment([p for p in part.parts if not isinstance(p, Fold)])
         return f'<section><h2>{_text(part.title)}</h2>{field}{rest}<div class="folds">{folds}</div></section>\n'
     return f'<div class="table">{_table(part)}</div>{_paragraphs(part.notes)}\n'
-
-
-def _charts(parts: Sequence[Part]) -> Iterator[Chart]:
-    """The charts, in the order in which `fragment` has their places."""
-    for part in parts:
-        if isinstance(part, Chart):
-            yield part
-        elif isinstance(part, Fold | Section):
-            yield from _charts(part.parts)
-
-
-def _scripts(charts: Sequence[Chart]) -> str:
-    if not charts:
-        return ""
-    check_charts()
-    from plotly.offline import get_plotlyjs
-
-    library = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-    data = [{"data": chart.data, "layout": chart.layout} for chart in charts]
-    # JSON may hold names: no tag can begin in what has no <.
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    code = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
-    return (
-        f'<script type="application/json" id="charts">{text}</script>'
-        f'<script type="text/plain" id="plotly">{library}</script><script>{code}</script>'
-    )
 
 
 def _table(table: Table) -> str:
@@ -119,3 +78,8 @@ def _paragraphs(lines: Sequence[str]) -> str:
 
 def _text(text: str) -> str:
     return escape(shown(text))
+
+
+def anchor(key: str) -> str:
+    """The place in a page of a layer, by its name, or of another fold."""
+    return f"at-{quote(shown(key), safe='')}"

@@ -18,7 +18,6 @@ from layerwise.geometry import Box
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.plan import Plan
-from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
@@ -26,9 +25,17 @@ from layerwise.run.schedule.schedule import Schedule, samples
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.run.state.model_state import ModelState
 from layerwise.run.state.state import Shard, State
+from layerwise.run.step_check import StepCheck
+from layerwise.tensorfile import dtype_name
 from layerwise.trace import Spans, Trace
 
 Function = Callable[[nn.Module], object]
+PREDICTED: Mapping[TrafficKind, str] = {  # in a plan
+    "transfers": "transfer_bytes",
+    "sync": "sync_bytes",
+    "gathers": "gather_bytes",
+    "statistics": "statistics_bytes",
+}
 
 
 class Run:
@@ -41,6 +48,7 @@ class Run:
     own_class: type[nn.Module]  # of the model, before
     own_forward: Callable[..., Any] | None = None  # of the instance, before
     plain = False  # whether it does nothing but call the model
+    step_check: StepCheck | None = None  # whether steps take what the plan predicts, while that is looked at
     unkept: frozenset[str] = frozenset()  # attributes that the model's forward pass sets, and the run does not
 
     def __init__(self, model: nn.Module, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
@@ -166,6 +174,8 @@ class Run:
             if differentiable and self.comm.size > 1:
                 gradients.refuse_derivatives()
             gradients.call_hooks()
+        if self.step_check is not None:
+            self.step_check.end(self, summed=self._synchronise)
 
     def _failed(self, gradients: Gradients) -> None:
         """Is called when an error has ended a backward pass."""
@@ -178,23 +188,25 @@ class Run:
         return self._synchronise and not self._reducer.waiting
 
     def predicted_bytes(self, batches: int = 1) -> dict[TrafficKind, float | None]:
-        """Returns the bytes that the plan says all ranks together send in a step, at this module's element types.
-
-        Every rank calls this.
+        """Returns the bytes that all ranks together send in a step, as the plan has them.
 
         Args:
             batches: Of a step; all but the last are within no_sync().
 
         Returns:
-            Bytes by kind of traffic; None where the plan says nothing of it.
+            Bytes by kind of traffic; None where the plan says nothing of it, as of other element types or statistics.
         """
-        planned = dict(self.plan.predicted)
-        if self.runtime_options.local_batch_norm != uses_local_batch_norm(self.plan):
-            planned.pop("statistics_bytes", None)  # of other statistics
-        if "sync_bytes" in planned:
-            planned.setdefault("gather_bytes", 0.0)  # plans of version 1 share nothing out
-        types = planned_types(self.plan, self.layer_graph)
-        return predicted_bytes(planned, self.plan.strategy, types, self.rank_schedule, self._reducer, batches)
+        schedule, options = self.rank_schedule, self.runtime_options
+        types = [_types(graph) for graph in (schedule.graph, planned_types(self.plan, self.layer_graph))]
+        as_planned = types[0] == types[1] and dtype_name(self.dtype) == self.layer_graph.dtype
+        planned = self.plan.predicted if as_planned and not options.recompute else {}
+        unknown = {"statistics"} if options.local_batch_norm != uses_local_batch_norm(self.plan) else set[str]()
+        if batches > 1 and any(config.states != "replicated" for config in self.plan.strategy.values()):
+            unknown.add("sync")  # some travel with each batch, and some with the last
+        return {
+            kind: None if name not in planned or kind in unknown else planned[name] * (1 if kind == "sync" else batches)
+            for kind, name in PREDICTED.items()
+        }
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -204,12 +216,6 @@ class Run:
             yield
         finally:
             self._synchronise = before
-
-    def pickled(self) -> Any:
-        """LayerwiseError: a pickle has no ranks."""
-        raise LayerwiseError(
-            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
-        )
 
     def _note_device(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Notes where `to()` and the like bring the parameters."""
@@ -291,6 +297,10 @@ class Run:
         for gradient in gradients.values():
             gradient *= scale.to(gradient.dtype)
         return norm
+
+
+def _types(graph: LayerGraph) -> list[str]:
+    return [stage.space.out.dtype for layer in graph.layers for stage in layer.stages]
 
 
 class _End:

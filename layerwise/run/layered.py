@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
+from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
+from layerwise.importers.torch.read.arguments import Call
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
-from layerwise.run import in_full
+from layerwise.run import hugging_face, in_full
 from layerwise.run.base import Function, Run
 from layerwise.run.batch import Batch
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
@@ -25,6 +28,7 @@ from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.reducer import Gradients
 from layerwise.run.execute.working_parameters import WorkingParameters
+from layerwise.run.guards.compare_model import ModelComparison
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.reached import Reached, check_reached
@@ -37,7 +41,7 @@ from layerwise.run.parallel import become, leave
 from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
-from layerwise.run.state.tree import allow_calls, refuse_calls, skeleton, without_memory
+from layerwise.run.state.tree import Slots, allow_calls, reads, refuse_calls, skeleton, without_memory
 
 
 class LayeredRun(Run):
@@ -55,15 +59,16 @@ class LayeredRun(Run):
 
     _state: State
     _network: Network  # without the memory of its parameters
+    comparison: ModelComparison | None = None
 
     def __init__(self, model: nn.Module, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         super().__init__(model, network.graph, plan, comm, options)
         self._executors: dict[tuple[object, ...], Executor] = {}
         boxes = parameter_boxes(self.layer_graph, places(self.layer_graph, plan))
         shared_out = shardings(self.layer_graph, plan)
-        held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
+        owned = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._network = without_memory(network)  # for other sizes, copies, and other element types
-        self._state = State(network, held, plan.device_order, comm, options, model)  # the model has them from here on
+        self._state = State(network, owned, plan.device_order, comm, options, model)  # the model has them from here on
         self._applying = False  # whether a function sees full parameters now
         self._shapes = Shapes(self._network, plan, comm, options)
         self.arguments = self._shapes.arguments
@@ -78,9 +83,9 @@ class LayeredRun(Run):
         scale = 1 / self._mean_over
         self._working = WorkingParameters(self._state, first, boxes, shared_out, scale, self.pass_gradients)
         self._reducer = self._working.reducer
-        held_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
+        shared_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
         compare = options.compare_ranks and comm.size > 1
-        self._comparison = RankComparison(every, held_by, comm.members) if compare else None
+        self._ranks = RankComparison(every, shared_by, comm.members) if compare else None
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
@@ -107,13 +112,7 @@ class LayeredRun(Run):
         self._state.tree.keep()
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        own: Any = self.own_class
-
-        def save_pretrained(model: Any, *args: Any, **named: Any) -> Any:
-            """Has rank 0 write the full model; every rank calls it."""
-            return in_full.write(model._layerwise._state, lambda: own.save_pretrained(model, *args, **named))
-
-        return {"save_pretrained": save_pretrained} if hasattr(own, "save_pretrained") else {}
+        return hugging_face.methods(self.own_class)
 
     def apply(self, apply: Callable[[Function], object], fn: Function) -> None:
         """Calls `fn` with full parameters, in which initial values at random are one device's: those of rank 0 count.
@@ -178,9 +177,13 @@ class LayeredRun(Run):
         self._working.check_hooks()
         self._check_parameters()
         batch = None if self.arguments.takes("batch") else named.pop("batch", None)
+        named = hugging_face.as_configured(self.model, named, self.arguments.leaves)
         shapes = self._shapes if self.training else self._shapes.of_call(inputs, named)
-        inputs = shapes.tensors_of(inputs, named)
+        call, inputs = (inputs, named), shapes.tensors_of(inputs, named)
         total, shaped = self._agreed(shapes, inputs, batch)
+        planned = self.training and torch.is_grad_enabled() and shaped is self._shapes.first
+        if planned and self.comparison is not None and self.comparison.due():
+            self._compare(self.comparison, call)
         share = self.share(total)
         part = 1.0 if self.plan.io != "sample" else (share.stop - share.start) / total
         scales = [factor * self._mean_over for factor in factors(shaped.graph, part)]
@@ -191,6 +194,19 @@ class LayeredRun(Run):
         local = share.stop - share.start if self.plan.io == "sample" else None  # else a rank has its boxes of an output
         return returned(executor.schedule, outputs, shaped.structure, local)
 
+    def _compare(self, comparison: ModelComparison, call: Call) -> None:
+        """LayerwiseError, on every rank, where the model as it is written computes something else on one of them."""
+        slots = Slots(self.model)
+        shards = in_full.fill(self._state, self.device)
+        try:
+            self._leave()
+            stored = {**self._network.stored, **{n: reads(x) for n, x in self._state.tree.tensors().items()}}
+            check = partial(comparison.check, self.model, self.arguments, call, stored)
+            agree(self.comm, lambda: (check(), None))
+        finally:
+            self._state.tree.fill(shards)
+            slots.put_back()
+
     def _agreed(self, shapes: Shapes, inputs: tuple[Any, ...], batch: int | None) -> tuple[int, Shaped]:
         """Returns how many samples all ranks feed together, as they tell each other, and the network at their sizes."""
         samples, sizes = shapes.inputs.fed_samples(inputs), shapes.sizes
@@ -199,7 +215,8 @@ class LayeredRun(Run):
         step = (self.steps_done + 1) * self.training
         alike_in = (*sizes, shapes.called) if shapes.called else sizes
         agreement = partial(Batch, self.plan, self.comm, samples, batch, alike_in, training=self.training, step=step)
-        fed = agreement(alike=self._comparison, gradients=self._reducer)
+        shared = shapes.inputs.shared(inputs)
+        fed = agreement(alike=self._ranks, gradients=self._reducer, shared=shared)
         return fed.total, shapes.at(sizes, training=self.training)
 
     def _run(
@@ -279,6 +296,7 @@ class LayeredRun(Run):
         self._state.options = self.runtime_options
         self._shapes = Shapes(self._network, self.plan, self.comm, self.runtime_options)
         self._executors.clear()
+        self.comparison = None  # the layers are of the type of before
 
     def compile(self, **settings: Any) -> None:
         """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
@@ -312,7 +330,7 @@ class LayeredRun(Run):
         run._folded = run._state.values(run.layer_graph.folded)
         for original, copy_of_it in zip(model.parameters(), copied.parameters(), strict=True):
             copy_of_it.requires_grad_(original.requires_grad)
-        run.steps_done = self.steps_done
+        run.steps_done, run.comparison = self.steps_done, copy.copy(self.comparison)
         return copied
 
     def restore(self) -> None:

@@ -22,8 +22,9 @@ from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.base import Run
 from layerwise.run.compiling import settings_of
-from layerwise.run.data_parallel.module import DataRun, Facts
+from layerwise.run.data_parallel.module import DataRun
 from layerwise.run.data_parallel.replacements import replacements
+from layerwise.run.guards.compare_model import ModelComparison
 from layerwise.run.guards.hooks import check_modules, check_plain, check_traced, without_hooks
 from layerwise.run.layered import LayeredRun
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
@@ -106,7 +107,9 @@ def load(
         check_plain(model)
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            imported = network_of(model, positional, plan.batch, plan.model, named, shared=plan.shared)
+            imported = network_of(
+                model, positional, plan.batch, plan.model, named, shared=plan.shared, together=plan.together
+            )
             network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
@@ -127,7 +130,7 @@ def build_module(
 ) -> ParallelModule:
     """Returns what `load` does, of a network that has been imported."""
     arguments = f"{options.dtype}, seed {options.seed}" + ", checkpoint_activations" * options.recompute
-    arguments += ", compare_ranks=False" * (not options.compare_ranks)
+    arguments += ", compare_ranks=False" * (not options.compare_ranks) + ", compare_model" * options.compare_model
     comm.handshake({"plan": plan_digest(plan), "torch": torch.__version__, "arguments of load": arguments})
     broadcast_values(network.built, comm)
     graph = plan.layers(network.graph.rebatch(plan.batch))
@@ -152,11 +155,14 @@ def build_module(
     before = Before(module)
     try:
         if to_replace is None:
-            run: Run = LayeredRun(module, replace(network, graph=graph), plan, comm, options)
+            layered = LayeredRun(module, replace(network, graph=graph), plan, comm, options)
+            if options.compare_model and network.itself and network.unproven is None and plan.io != "boxes":
+                layered.comparison = ModelComparison(network.graph, network.structure)
+            run: Run = layered
         else:
             settle_values(module, network, graph, options)
             assert network.arguments is not None
-            run = DataRun(module, Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments))
+            run = DataRun(module, graph, plan, comm, options, to_replace, dict(network.keys), network.arguments)
         if weights is not None:
             run.load_state_dict(weights)
     except BaseException:

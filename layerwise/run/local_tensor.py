@@ -37,9 +37,12 @@ def digest(tensor: Tensor) -> int:
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Returns the DTensor that lies as this one does, and has this local tensor on this rank."""
+    """Returns the DTensor that lies as this one does, and has this local tensor on this rank, maybe of another type."""
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    if spec.tensor_meta.dtype != local.dtype:
+        spec = type(spec)(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=local.dtype))
     kind: Any = type(tensor)  # as FSDP2 makes them; `from_local` goes through autograd
-    dtensor: Tensor = kind(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+    dtensor: Tensor = kind(local, spec, requires_grad=False)
     return dtensor
 
 

@@ -30,6 +30,7 @@ class RuntimeOptions:
     recompute: bool = False  # activation checkpointing: all layers that hold less so, beside those of the plan
     compile: Mapping[str, Any] | None = None  # torch.compile's arguments, for what a rank computes by itself
     compare_ranks: bool = True  # whether ranks whose parameters drift apart are noticed
+    compare_model: bool = False  # whether the model is run beside its layers in some steps
 
     def element_type(self, dtype: str, graph: LayerGraph) -> torch.dtype:
         """Returns what an element type of `graph` is in this run; types other than the model's own stay as they are."""

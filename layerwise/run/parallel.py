@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import Parameter, Signature, ismethod
 from typing import Any, NoReturn, Self
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.read.arguments import signature_of
@@ -78,8 +78,11 @@ class ParallelModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._layerwise.copied(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._layerwise.pickled()
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """LayerwiseError: a pickle has no ranks."""
+        raise LayerwiseError(
+            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
+        )
 
     @property
     def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
@@ -160,7 +163,10 @@ def become(model: nn.Module, run: Run) -> None:
     run.own_class, run.own_forward = own, model.__dict__.pop("forward", None)
 
     def forward(self: Any, *inputs: Any, **named: Any) -> Any:
-        return self._layerwise.forward(*inputs, **named)
+        run = self._layerwise
+        if run.step_check is not None and run.training and is_grad_enabled():
+            run.step_check.begin(run)
+        return run.forward(*inputs, **named)
 
     forward.__doc__ = own.forward.__doc__
     forward.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *arguments])  # type: ignore[attr-defined]

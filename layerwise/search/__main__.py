@@ -13,7 +13,6 @@ from layerwise.cli import (
     check_files,
     command,
     console,
-    fixed_degrees,
     global_batch,
     present,
     progress_bar,
@@ -33,14 +32,14 @@ from layerwise.plan import parse_strategy
 from layerwise.program import StepKind
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Picture, Report
-from layerwise.report.figures import check_plot, save_plot
-from layerwise.report.html import check_charts
+from layerwise.report.figures import check_drawable, check_plot, save_plot
 from layerwise.search.baselines import NAMES, baselines, named_strategy
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.fixed import fixed_layers
-from layerwise.search.flags import parser
+from layerwise.search.flags import fixed_degrees, parser
 from layerwise.search.make_plan import make_plan, write_timeline
+from layerwise.search.plot.devices import layers
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report.found import found, priced
 from layerwise.search.report.page import Planned, plan_report
@@ -67,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
     if args.plot is not None:
         check_plot(args.plot)
     if args.html is not None:
-        check_charts()
+        check_drawable("--html")
     files = {"--out": args.out, "--export-costs": args.export_costs, "--timeline": args.timeline}
     check_files(files | {"--plot": args.plot, "--html": args.html})
     started = time.perf_counter()
@@ -158,7 +157,7 @@ def _deliver(
     if args.timeline is not None:
         write_timeline(best, args.timeline)
     if args.plot is not None:
-        save_plot(best.plot(), args.plot)
+        save_plot(layers(best), args.plot)
     files = {"plan": args.out, "cost tables": args.export_costs, "timeline": args.timeline, "picture": args.plot}
     told = [part for part in shown.parts if not isinstance(part, Picture)]
     present(

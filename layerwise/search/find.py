@@ -25,7 +25,7 @@ from layerwise.search.baselines import cuts_classes, of_all_classes
 from layerwise.search.overlap.polish import GAIN, Effort, overlapped
 from layerwise.search.priced.limited import Least, LimitedSearch, Within
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
-from layerwise.search.result import Candidate, SearchResult, preferred, timeline_s
+from layerwise.search.result import Candidate, SearchResult, error_between, preferred, timeline_s
 from layerwise.search.solve.eliminate import Optimum
 from layerwise.search.solve.narrow import Narrowed, exact_optimum, narrow, strategy_of
 
@@ -122,6 +122,7 @@ def search(
         baselines=compared,
         optimum=chosen.optimum,
         seconds=priced.seconds,
+        configs=priced.configs,
         configurations=counts,
         simulated=simulated,
         memory_bytes=int(limit),
@@ -263,7 +264,7 @@ def decide(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, h
     best_s, data_s = timeline_s(best), timeline_s(data)
     if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is less
         return data
-    return data if best_s >= data_s * (1 - max(data.error, best.error)) else best
+    return data if best_s >= data_s * (1 - error_between(data, best)) else best
 
 
 def best_cap(model: CostModel, strategy: Strategy) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from layerwise.cli import (
     Parser,
     count,
-    fix_argument,
     machine_arguments,
     output_arguments,
     positive,
     space_arguments,
     training_arguments,
 )
+from layerwise.errors import LayerwiseError
 from layerwise.importers.load import HELP
 from layerwise.importers.with_loss import LOSSES
 from layerwise.search.overlap.polish import EFFORTS
@@ -48,7 +49,6 @@ def parser() -> argparse.ArgumentParser:
         prog="layerwise search",
         description="Finds the cheapest way to split every layer of a network over N\ndevices, and proves it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("model", metavar="MODEL", help=HELP)
     p.add_argument(
@@ -59,7 +59,14 @@ def parser() -> argparse.ArgumentParser:
     machine_arguments(p)
     training_arguments(p)
     _space_flags(p.add_argument_group("search space"))
-    fix_argument(p)
+    p.add_argument(
+        "--fix",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("LAYERS", "DEGREES"),
+        help="a configuration that layers keep: --fix 'fc*' c=4, --fix encoder n=2,h=2; 1: one device. Can be repeated",
+    )
     _cost_flags(p.add_argument_group("cost model"))
     _output_flags(p.add_argument_group("output"))
     return p
@@ -167,3 +174,14 @@ def offered(text: str) -> tuple[str, ...]:
     if not words or set(words) - set(OFFERS):
         raise argparse.ArgumentTypeError(f"{text!r}: choose of {', '.join(OFFERS)}, joined by commas")
     return words
+
+
+def fixed_degrees(args: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """The degrees of --fix, by layers' names."""
+    found = {}
+    for layers, degrees in args.fix:
+        parts = [] if degrees == "1" else [part.partition("=") for part in degrees.split(",")]
+        if any(not label or not re.fullmatch("[0-9]{1,9}", degree) for label, _, degree in parts):
+            raise LayerwiseError(f"--fix {layers} {degrees!r}: degrees are such as c=4 or n=2,h=2; 1 is one device")
+        found[layers] = {label: int(degree) for label, _, degree in parts}
+    return found

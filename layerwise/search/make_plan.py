@@ -47,6 +47,8 @@ def make_plan(
         predicted={
             "step_time_s": best.price.step_time_s,
             "timeline_s": best.timeline.total_s,
+            "timeline_low_s": best.deviations.low_s,
+            "timeline_high_s": best.deviations.high_s,
             "forward_s": best.timeline.forward_s,
             "backward_s": best.timeline.backward_s,
             "exposed_sync_s": best.timeline.exposed_sync_s,

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from math import exp, hypot
 
 from layerwise.config import Config
 from layerwise.cost.memory.step import peak_bytes
-from layerwise.cost.model import CostModel
-from layerwise.cost.price import Price, model_error, price
+from layerwise.cost.model import Configs, CostModel, CostTables
+from layerwise.cost.price import LayerPrice, Price, model_error, price
+from layerwise.cost.timeline.ranges import Deviations, deviations
 from layerwise.cost.timeline.shares import StepShares, shares
 from layerwise.cost.timeline.simulate import SimulatedSpan, Timeline, step_spans
+from layerwise.graph.layer import Layer
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.report.content import Report, described
 from layerwise.report.html import fragment
-from layerwise.report.picture import draw
 from layerwise.report.text import plain
 from layerwise.search.priced.limited import Least, Within
 from layerwise.search.priced.variants import Strategy
+from layerwise.search.solve.alternatives import Alternative, all_alternatives
 from layerwise.search.solve.eliminate import Optimum
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,11 @@ class Candidate:
         return model_error(self.model, self.strategy)
 
     @cached_property
+    def deviations(self) -> Deviations:
+        """How far its step may be off."""
+        return deviations(self.model, self.strategy, self.bucket_bytes)
+
+    @cached_property
     def spans(self) -> Sequence[SimulatedSpan]:
         """The actions of its simulated step."""
         return step_spans(self.model, self.strategy, self.bucket_bytes)
@@ -72,9 +76,10 @@ class Candidate:
         """Within every device's memory."""
         return self.memory_bytes <= self.memory_limit_bytes
 
-    def plot(self) -> Figure:
-        """Returns the picture of the strategy, a figure of matplotlib: layers by time, devices, and who has what."""
-        return draw(*drawn(self))
+    def table(self) -> dict[str, list[object]]:
+        """Returns a row a layer as columns, as `pandas.DataFrame` takes them: seconds by equation 1, and bytes."""
+        rows = [_row(layer, self.price.layers[layer.name]) for layer in self.model.graph.inner]
+        return {name: [row[name] for row in rows] for name in rows[0]}
 
     def __str__(self) -> str:
         return plain(Report(self.name, parts=described(self)))
@@ -83,7 +88,7 @@ class Candidate:
         return fragment(described(self))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SearchResult:
     """The result of a search: what to run, what it was compared with, and what is proven."""
 
@@ -92,6 +97,7 @@ class SearchResult:
     baselines: dict[str, Candidate]
     optimum: Optimum  # the proof of `additive`
     seconds: dict[str, float]  # tables, search
+    configs: Configs = field(repr=False)  # that each layer could have
     configurations: dict[str, int]  # of the whole space: largest of a layer, sum over layers, kept after pruning
     # All plans that `best` is one of, each once. Of the others nothing is known but the bound on their step time, so
     # nothing of their memory.
@@ -113,9 +119,19 @@ class SearchResult:
         """The strategy of `best` with DistributedDataParallel's buckets."""
         return next((c for c in self.simulated if c.key == (*self.best.key[:-1], BUCKET_BYTES)), self.best)
 
-    def plot(self) -> Figure:
-        """Returns the picture of the best strategy, a figure of matplotlib."""
-        return self.best.plot()
+    @cached_property
+    def tables(self) -> CostTables:
+        """Exact costs of all that was searched, nothing left out."""
+        return self.best.model.tables(self.configs)
+
+    @cached_property
+    def alternatives(self) -> dict[str, list[Alternative]]:
+        """All configurations of every layer, best first, each with the best step time of a strategy with it."""
+        return all_alternatives(self.tables)
+
+    def table(self) -> dict[str, list[object]]:
+        """Returns the best strategy's `Candidate.table`."""
+        return self.best.table()
 
     def __str__(self) -> str:
         return plain(Report(self.best.name, parts=described(self)))
@@ -124,10 +140,24 @@ class SearchResult:
         return fragment(described(self))
 
 
+def _row(layer: Layer, price: LayerPrice) -> dict[str, object]:
+    """A layer's row of `Candidate.table`."""
+    seconds = {f"{term}_s": value for term, value in price.seconds.items()}
+    about = {"layer": layer.name, "operator": layer.kinds, "output": layer.out.describe()}
+    config = {"configuration": str(price.config), "devices": price.config.total}
+    sent = {f"{kind}_bytes": size for kind, size in price.bytes.items()}
+    return {**about, **config, **seconds, "total_s": price.total_s, **sent, "memory_bytes": price.memory_bytes}
+
+
 def drawn(c: Candidate) -> tuple[dict[str, Config], Mapping[str, Mapping[str, float]], int]:
     """What `draw` is given of a strategy: the layers that take time, their seconds, and how many devices there are."""
     layers = {name: c.strategy[name] for name, p in c.price.layers.items() if p.seconds["compute"] > 0}
     return layers, c.shares.layers, c.shares.devices
+
+
+def error_between(a: Candidate, b: Candidate) -> float:
+    """The share of time by which one must be faster to be told from the other: what both err by alike is no part."""
+    return hypot(max(a.error, b.error), 1 - exp(-a.deviations.apart(b.deviations)))
 
 
 def timeline_s(c: Candidate) -> float:

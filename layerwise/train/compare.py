@@ -56,7 +56,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FinalState:
     """The end of a training: every loss, and the full tensors by the names of the model's state dict."""
 
     losses: Sequence[float]
@@ -64,13 +64,13 @@ class Outcome:
     state: Mapping[str, Tensor]
 
 
-def outcome(module: ParallelModule, losses: Sequence[float]) -> Outcome:
+def final_state(module: ParallelModule, losses: Sequence[float]) -> FinalState:
     """Gathers what this module holds after its last step; every rank of the module calls this."""
-    return Outcome(losses, whole_gradients(module), of(module).full_state_dict())
+    return FinalState(losses, full_gradients(module), of(module).full_state_dict())
 
 
-def whole_gradients(module: ParallelModule) -> dict[str, Tensor]:
-    """Every parameter's gradient, whole, on the CPU: gathered as `full_state_dict` gathers values, in their place.
+def full_gradients(module: ParallelModule) -> dict[str, Tensor]:
+    """Returns every parameter's full gradient, on the CPU: gathered as `full_state_dict` does, in their place.
 
     Buffers are among them, as they are.
     """
@@ -86,7 +86,7 @@ def whole_gradients(module: ParallelModule) -> dict[str, Tensor]:
                 p.copy_(value)
 
 
-def difference(single: Outcome, planned: Outcome, trained: set[str]) -> Difference:
+def difference(single: FinalState, planned: FinalState, trained: set[str]) -> Difference:
     """The difference of `planned` from `single`. trained: names of parameters; the others are buffers."""
     pairs: dict[str, list[tuple[str, Tensor, Tensor]]] = {
         "loss": [("loss", _column(single.losses), _column(planned.losses))],

@@ -37,7 +37,6 @@ def parser() -> argparse.ArgumentParser:
             "Trains a planned network with the numbers of one device: every rank\ncomputes its part of every layer."
         ),
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
@@ -116,7 +115,6 @@ def _add_how_it_runs(p: Parser) -> None:
         "--compare", action="store_true", help="predicted beside measured times, by layer, and why they differ"
     )
     g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
-    g.add_argument("--tensorboard", metavar="DIR", help="write each step's loss and times as scalars of TensorBoard")
     g.add_argument("--json", action="store_true", help="the result for programs on stdout, the rest on stderr")
     g.add_argument("--html", metavar="FILE.html", help="write the result as a page that needs no other file, too")
     g.add_argument(

@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from layerwise.comm.base import TrafficKind
-from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
-from layerwise.quantities import samples, units
+from layerwise.quantities import interval, samples, units
 from layerwise.report.content import Table, facts
 from layerwise.train.compare import Difference
 from layerwise.train.loop import Step
@@ -87,7 +85,9 @@ def beginning(plan: Plan, *, data: str, training: str) -> Table:
     ranks, batch = f"{plan.gpus} rank{'s' * (plan.gpus > 1)}", samples(plan.batch)
     rows = [("plan", f"{plan.model} on {ranks}, {batch} a batch, io {plan.io}")]
     if "timeline_s" in predicted:
-        seconds, profile = units(predicted["timeline_s"], "s"), plan.provenance.get("profile")
+        step_s = predicted["timeline_s"]
+        ends_s = predicted.get("timeline_low_s", step_s), predicted.get("timeline_high_s", step_s)
+        seconds, profile = interval(step_s, *ends_s, "s"), plan.provenance.get("profile")
         rows.append(("predicted", f"{seconds} a step, on the machine of the profile {profile}"))
     if isinstance(said := plan.provenance.get("gradients"), str):
         rows.append(("gradients", said))
@@ -145,36 +145,6 @@ def steps_shown(out: Console, steps: int, first: int) -> Iterator[Callable[[Step
             bar.update(task, completed=step.number, now=note)
 
         yield show
-
-
-def check_tensorboard(folder: str | None) -> None:
-    """LayerwiseError where `scalars` could not write."""
-    if folder is not None and find_spec("tensorboard") is None:
-        raise LayerwiseError("--tensorboard needs tensorboard: pip install 'layerwise[tensorboard]'")
-
-
-@contextmanager
-def scalars(folder: str | None, plan: Plan) -> Iterator[Callable[[Step], None]]:
-    """Writes each step's scalars into a folder that TensorBoard shows, beside what was predicted."""
-    if folder is None:
-        yield lambda step: None
-        return
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(folder) as writer:
-
-        def note(step: Step) -> None:
-            values = {
-                "loss": step.loss,
-                "step time (s)/measured": step.seconds,
-                "step time (s)/predicted": plan.predicted.get("timeline_s"),
-                "samples a second": step.samples / max(step.seconds, 1e-9),
-            }
-            for name, value in values.items():
-                if value is not None:
-                    writer.add_scalar(name, value, step.number)
-
-        yield note
 
 
 def line(step: Step, steps: int) -> str:

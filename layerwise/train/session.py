@@ -25,7 +25,7 @@ from layerwise.run.options import RuntimeOptions, plan_digest
 from layerwise.run.parallel import of
 from layerwise.tensorfile import fingerprint, weights_file
 from layerwise.trace import Trace
-from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
+from layerwise.train.compare import Difference, FinalState, arithmetic, difference, final_state
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.report import KINDS, Result
@@ -167,7 +167,7 @@ class Session:
         if trace is not None and self._trace_to is not None:
             trace.write(self._trace_to, self.comm)
         sent = self._sent()
-        planned = outcome(self.module, [step.loss for step in self.steps]) if self._compare else None
+        planned = final_state(self.module, [step.loss for step in self.steps]) if self._compare else None
         compare = None if planned is None else alone(self.comm, lambda: self._difference(planned))
         predicted = of(self.module).predicted_bytes(self.sampler.accumulate)
         lost = held_out_loss(self.module, self.data)
@@ -182,12 +182,12 @@ class Session:
         full = self.trainer.full
         return {kind: sum(rank.get(kind, 0) for rank in ranks) / full for kind in KINDS} if full else None
 
-    def _difference(self, planned: Outcome) -> Difference:
+    def _difference(self, planned: FinalState) -> Difference:
         """Takes the same steps on one device. On rank 0."""
         assert self._single is not None
         losses = [step.loss for step in self._single.run(self.first + len(self.steps), self.first)]
         module = self._single.module
-        single = outcome(module, losses)
+        single = final_state(module, losses)
         trained = {name for s in of(module).shards() if s.trainable for name in (s.name, *s.aliases)}
         return difference(single, planned, trained)
 

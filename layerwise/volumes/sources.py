@@ -27,7 +27,7 @@ KINDS = ".npy, .zarr, .nii, .nii.gz, .h5::name or .hdf5::name"
 
 @contextmanager
 def foreign(what: str) -> Iterator[None]:
-    """Within it, what code of others raises, of the user or of a library that reads a file, is a LayerwiseError.
+    """Returns a context in which what the user's code or a library that reads a file raises is a LayerwiseError.
 
     Of every class: a parser that meets a damaged file raises what its code happens to raise. `what` cannot be done.
     """

@@ -18,7 +18,7 @@ from layerwise.machine import load
 from layerwise.plan import as_json
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search
-from layerwise.search.report.forms import alternatives
+from layerwise.search.solve.alternatives import all_alternatives
 from tests.comm.thread import run_threads
 
 REQUEST = Request("alexnet", torch.float32, 16e9)
@@ -48,7 +48,7 @@ def test_the_rest_is_the_optimum_around_a_layer_by_hand() -> None:
     model = free.best.model
     named = {name: baseline(model, name) for name in NAMES}
     tables = model.tables(configurations(model, SearchSpace(4), named))
-    for alternative in alternatives(tables, "classifier.4"):
+    for alternative in all_alternatives(tables)["classifier.4"]:
         choice = planned({"classifier.4": as_json(alternative.config)})
         assert choice.best.strategy["classifier.4"] == alternative.config
         fixed = replace(SearchSpace(4), fixed=(("classifier.4", alternative.config),))

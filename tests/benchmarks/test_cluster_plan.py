@@ -9,31 +9,22 @@ from typing import cast
 import pytest
 
 from benchmarks.ranks import cluster_plan
-from benchmarks.ranks.cluster_plan import (
-    ENOUGH,
-    Measured,
-    along,
-    calibrated_model,
-    calibrated_profile,
-    measured_model,
-    plans,
-    priced_anew,
-    space_of,
-)
+from benchmarks.ranks.cluster_plan import ENOUGH, along, measured_model, model_of, plans, priced_anew, space_of
 from benchmarks.ranks.side_by_side import MODE
 from layerwise.comm.base import Comm
 from layerwise.cost.price import measured_share
 from layerwise.cost.timeline.simulate import timeline
+from layerwise.machine import load
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import CellSpec
 from layerwise.measure.cells import CellTask
 from layerwise.measure.measuring import Measuring
 from layerwise.ops.fused import needed_box
 from layerwise.plan import Plan
-from layerwise.search.baselines import baseline
 from layerwise.search.find import search
 
-MEASURED = Measured(step_s=1.0, samples=2, rate=1e9, latency_s=1e-4)
+CPU = load("cpu")  # a link of 1 Gb/s between devices: below
+CPU = replace(CPU, levels=tuple(replace(level, latency_s=1e-4, bandwidth_bytes_per_s=1e8) for level in CPU.levels))
 graph_of = cache(cluster_plan.graph_of)
 
 
@@ -43,7 +34,7 @@ def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_layers_are_split_along_depth_as_far_as_they_have_slices() -> None:
-    model = calibrated_model("unet", 16, MEASURED)
+    model = model_of("unet", CPU, 16)
     fixed = along(model, "d")
     assert fixed is not None
     degrees = {layer.name: (fixed[layer.name].total, layer.out.shape[2]) for layer in model.graph.inner}
@@ -52,22 +43,17 @@ def test_all_layers_are_split_along_depth_as_far_as_they_have_slices() -> None:
 
 
 def test_a_network_of_images_has_no_depth() -> None:
-    assert along(calibrated_model("vgg", 2, MEASURED), "d") is None
+    assert along(model_of("vgg", CPU, 2), "d") is None
 
 
 def test_only_what_is_wanted_and_possible_is_planned() -> None:
-    one = calibrated_model("unet", 4, MEASURED)  # one sample: nothing is data-parallel
+    one = model_of("unet", CPU, 4)  # one sample: nothing is data-parallel
     assert list(plans(one, "unet", ["DDP", "fixed d", "data"])) == ["fixed d"]
-    two = calibrated_model("unet2", 2, MEASURED)
+    two = model_of("unet2", CPU, 2)
     made = plans(two, "unet2", ["one rank", "data", "sharded"])
     assert list(made) == ["data", "sharded"]
     assert made["data"].provenance["cost_options"]["local_batch_norm"]
     assert {config.states for config in made["sharded"].strategy.values()} == {"replicated", "sharded"}
-
-
-def test_a_calibrated_model_takes_one_rank_as_long_as_it_took() -> None:
-    model = calibrated_model("unet2", 1, MEASURED)
-    assert timeline(model, baseline(model, "data")).total_s == pytest.approx(MEASURED.step_s, rel=0.01)
 
 
 def truth(cell: CellTask) -> CellTime:
@@ -102,7 +88,7 @@ class FakeLayers:
 @pytest.fixture
 def comm(monkeypatch: pytest.MonkeyPatch) -> Comm:
     monkeypatch.setattr(cluster_plan, "Layers", FakeLayers)
-    monkeypatch.setattr(cluster_plan, "profile_of", lambda comm, links_s: calibrated_profile("unet2", MEASURED))
+    monkeypatch.setattr(cluster_plan, "profile_of", lambda comm, links_s: CPU)
     monkeypatch.setattr(cluster_plan.time, "perf_counter", lambda: FakeLayers.now)
     return cast("Comm", SimpleNamespace(rank=0, size=4, all_gather_object=lambda value: [value]))
 
@@ -112,7 +98,7 @@ def test_the_searched_plan_of_volumes_knows_which_kernels_are_slow(comm: Comm, m
     made = plans(model, "unet2", ["searched", "fixed d"], measured)
     assert made["searched"].predicted["timeline_s"] <= made["fixed d"].predicted["timeline_s"]
     assert made["searched"].provenance["compute_time"]["measured"] >= ENOUGH
-    roofline = search(calibrated_model("unet2", 4, MEASURED), space_of("unet2", 4)).best.strategy
+    roofline = search(model_of("unet2", CPU, 4), space_of("unet2", 4)).best.strategy
     assert timeline(model, roofline).total_s > made["searched"].predicted["timeline_s"]
     # What is predicted of a race rests on times that did not choose its plans.
     known = truth

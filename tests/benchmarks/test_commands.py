@@ -14,8 +14,6 @@ MODULES = sorted(".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (R
 
 @pytest.mark.parametrize("name", MODULES)
 def test_it_can_be_imported(name: str) -> None:
-    if name.endswith("grids_plot"):
-        pytest.importorskip("matplotlib")
     importlib.import_module(name)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil, inf, log2
+from math import ceil, log2
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common import process_grids
-from benchmarks.common.process_grids import AlphaBeta, FullLayer, distribution, full_layers, grid_s, link_between
+from benchmarks.common.process_grids import AlphaBeta, FullLayer, full_layers, grid_s, link_between
 from benchmarks.published.cori import BATCH, Record, cases, fit, records, terms
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
@@ -69,26 +69,6 @@ def test_a_grid_of_one_row_is_model_parallelism_less_the_inputs_gradient(
     chained = [layers[0], *chained]
     whole = sum(3 * once(layer.outputs) for layer in chained)
     assert grid_s(chained, batch, 1, processes, link, other) == pytest.approx(whole - 2 * once(chained[-1].outputs))
-
-
-@given(st.floats(1, 1e9), st.integers(1, 64), st.integers(1, 64), links)
-def test_the_threshold_is_where_both_ways_take_as_long(data: float, groups: int, parts: int, link: AlphaBeta) -> None:
-    found = distribution(data, groups, parts, link)
-    if min(groups, parts) == 1:
-        assert found.threshold_bytes == inf
-        assert found.way == "one scatter"
-    faster = found.one_scatter_s < found.scatter_broadcast_s
-    close = found.one_scatter_s == pytest.approx(found.scatter_broadcast_s, rel=1e-9)
-    assert close or faster == (found.way == "one scatter")
-
-
-def test_distribution_by_hand() -> None:
-    found = distribution(1000.0, 2, 4, LINK)
-    assert found.one_scatter_s == pytest.approx(1e-3 + 8 * 1000 * 1e-6)
-    assert found.scatter_broadcast_s == pytest.approx(2e-3 + 4 * 1000 * 1e-6)
-    assert found.threshold_bytes == pytest.approx(250)
-    assert found.way == "scatter, then broadcast"
-    assert distribution(249.0, 2, 4, LINK).way == "one scatter"
 
 
 def test_links_are_those_between_the_processes() -> None:

@@ -20,3 +20,9 @@ def test_others_are_not_told_beside_nothing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["peers", str(tmp_path), "--models", "alexnet", "--gpus", "8"])
     with pytest.raises(SystemExit, match="alexnet at 8: ours takes longer than --limit 300"):
         peers.main()
+
+
+def test_toulbar2_finds_the_same_optimum() -> None:
+    pytest.importorskip("pytoulbar2")
+    found = [peers.ours("alexnet", 8), *(peers.toulbar2("alexnet", 8, which) for which in ("left", "all"))]
+    assert [row["optimum_s"] for row in found] == pytest.approx([found[0]["optimum_s"]] * 3)

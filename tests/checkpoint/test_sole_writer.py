@@ -78,8 +78,11 @@ def test_a_restart_waits_for_the_run_before(tmp_path: Path, capsys: pytest.Captu
             f"(process {other.pid} on {os.uname().nodename}): waiting for its end, for 0 s at most\n"
         )
         threading.Timer(0.3, other.kill).start()
+        began = time.monotonic()
         with sole_writer(tmp_path, 60):
-            assert not other.is_alive()
+            assert time.monotonic() - began > 0.3
+            other.join(10)  # it may be on its way out still
+            assert other.exitcode == -signal.SIGKILL
 
 
 def test_the_folder_is_free_afterwards_and_nothing_is_left(tmp_path: Path) -> None:

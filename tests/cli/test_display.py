@@ -152,5 +152,5 @@ def test_pages_say_what_terminals_do(
     words = " ".join(data for _, data in found.texts)
     numbers = set(re.findall(r"\d[\d.,]* (?:[mµ]?s|[kMG]?B)\b", said.replace("\n", " ")))
     assert numbers <= set(re.findall(r"\d[\d.,]* (?:[mµ]?s|[kMG]?B)\b", words))
-    assert source.count("<svg") == (command[0] == "search")
+    assert ("<svg" in source) == (command[0] == "search")
     assert found.loaded == []

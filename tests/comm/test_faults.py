@@ -98,7 +98,6 @@ def check(ends: Ends, alive: list[int], pattern: str) -> None:
         end = ends[rank]
         assert end.code == 2, end
         assert re.match(f"layerwise: error: {pattern}", end.last), end.stderr
-        assert "Exception raised from" not in end.stderr, end  # torch's C++ stack
         assert end.seconds < 30, end  # the time-out is 60 s, where it is not to be waited for; most take 5
 
 

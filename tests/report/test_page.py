@@ -1,10 +1,7 @@
 """The page of a plan: its seven sections, names that stay text, and what a browser makes of it."""
 
-import json
-import re
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -15,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import layerwise
 from layerwise.config import SearchSpace
 from layerwise.cost.memory.course import course
 from layerwise.cost.memory.step import peak_by_kind
@@ -27,7 +23,6 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import load
-from layerwise.plan import Plan
 from layerwise.report import html, markdown
 from layerwise.report.content import Report
 from layerwise.search.baselines import baselines
@@ -71,41 +66,33 @@ def hostile() -> Report:
 
 @pytest.mark.parametrize("name", ["lenet5", "unet3d:16"])
 def test_seven_sections_without_another_file(name: str) -> None:
-    pytest.importorskip("plotly")
     result, plan = of(name)
     source = html.page(plan_report(plan))
     found = Page(source)
     assert [words for tag, words in found.texts if tag == "h2"] == SECTIONS
     assert found.loaded == []
-    assert len(source.encode()) < 5_000_000
+    assert len(source.encode()) < 500_000
     words = " ".join(text for _, text in found.texts)
     gain = result.baselines["data"].timeline.total_s / result.best.timeline.total_s
     assert f"{gain:.2f}× as fast as data parallelism" in words or "this is data parallelism" in words
     for layer in plan.model.graph.inner:
         assert layer.name in words
-    charts = json.loads(next(text for tag, text in found.texts if tag == "script" and text.startswith("[")))
-    assert len(charts) == (5 if name == "unet3d:16" and "needs its halo" in words else 4)
+    assert source.count("<svg") == (7 if name == "unet3d:16" and "needs its halo" in words else 6)
 
 
 def test_names_stay_text() -> None:
-    pytest.importorskip("plotly")
     source = html.page(hostile())
-    assert source.count("<script") == source.count("</script>") == 3
+    assert source.count("<script") == source.count("</script>") == 1
     assert "<script>alert" not in source
-    data = re.search(r'id="charts">(.*?)</script>', source)
-    assert data is not None
-    assert "alert(1)" in data[1]  # there, as text
     said = markdown.text(hostile())
     assert "<script>" not in said
     assert r"&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;\|\`\*" in said
 
 
-def test_what_is_said_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(layerwise.LayerwiseError, match=r"pip install 'layerwise\[report\]'"):
-        html.page(plan_report(of("lenet5")[1]))
+def test_what_is_said_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install &#x27;layerwise[plot]&#x27;" in of("lenet5")[0]._repr_html_()
+    assert "pip install &#x27;layerwise[plot]&#x27;" in html.page(plan_report(of("lenet5")[1]))
 
 
 @pytest.mark.parametrize("name", ["data", "model", "owt"])
@@ -128,16 +115,13 @@ def test_the_fullest_instant_is_the_peak() -> None:
             assert at_peak == peak_by_kind(model, complete(model, strategy))
 
 
-def test_print_and_plot() -> None:
-    result, plan = of("lenet5")
+def test_print() -> None:
+    result, _ = of("lenet5")
     text = str(result)
     assert "samples/s" in text
     assert "against" in text
     assert "block of layers" in text
     assert max(map(len, text.splitlines())) <= 80
-    for one in (result, result.best, plan.plan):
-        assert len(one.plot().axes) == 2
-    assert isinstance(plan.plan, Plan)
 
 
 # ---- in a browser ----
@@ -146,7 +130,6 @@ def test_print_and_plot() -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium, as Debian has it."""
-    pytest.importorskip("plotly")
     webdriver = pytest.importorskip("selenium.webdriver")
     driver = shutil.which("chromedriver")
     if driver is None or shutil.which("chromium") is None:
@@ -163,10 +146,7 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any, path: Path, report: Report) -> None:
     path.write_text(html.page(report), encoding="utf-8")
     browser.get(path.as_uri())
-    deadline = time.monotonic() + 60
-    while not browser.execute_script("return document.body.dataset.drawn") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert browser.execute_script("return document.querySelectorAll('.chart .main-svg').length") > 0
+    assert browser.execute_script("return document.querySelectorAll('figure svg').length") > 0
 
 
 def summaries(browser: Any, of_which: str) -> list[str]:
@@ -181,7 +161,7 @@ def test_a_reader_with_mouse_and_keyboard(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 
     opened(browser, tmp_path / "page.html", plan_report(of("lenet5")[1]))
-    bar = browser.find_element(By.CSS_SELECTOR, ".chart .points path")
+    bar = browser.find_element(By.CSS_SELECTOR, "figure svg a path")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", bar)
     ActionChains(browser).move_to_element(bar).click().perform()
     assert len(summaries(browser, "details[open]")) == 1

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
-from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.base import PREDICTED
 from layerwise.run.load import load
+from layerwise.tensorfile import dtype_name
 from tests.comm.thread import run_threads
-from tests.run.plans import random_plan
+from tests.run.plans import priced_mixed, random_plan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 Made = Callable[["Model", Tensor, Tensor], Tensor]
@@ -86,7 +87,10 @@ def check(
     rounded = eps / 64 if rounds else 0.0
     assert rounded <= apart(wanted.float(), exact) < 8 * eps
     for seed in range(seeds):
-        plan = random_plan(fuse(network.graph), 2, seed, "sample")
+        graph = fuse(network.graph)
+        plan = priced_mixed(
+            random_plan(graph, 2, seed, "sample"), graph, None if around is None else dtype_name(around)
+        )
 
         def run(comm: Comm, plan: object = plan) -> None:
             made = load(plan, network, comm=comm)  # type: ignore[arg-type]

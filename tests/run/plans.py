@@ -19,11 +19,12 @@ from layerwise.cost.terms import TRAFFIC
 from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
+from layerwise.graph.mixed import mixed
 from layerwise.importers.load import Network, network_of
 from layerwise.machine import load as load_profile
 from layerwise.partition.sharding import held_configurations
 from layerwise.plan import Plan
-from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.base import PREDICTED
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import parameter_boxes, places
@@ -149,6 +150,12 @@ def priced(plan: Plan, graph: LayerGraph) -> Plan:
     """With the bytes that it sends."""
     devices = load_profile("cpu").device_graph(gpus=plan.gpus, gpus_per_node=plan.gpus)
     return replace(plan, predicted=predicted_bytes(CostModel(graph, devices, CostOptions(io=plan.io)), plan.strategy))
+
+
+def priced_mixed(plan: Plan, graph: LayerGraph, autocast: str | None) -> Plan:
+    """As a search in mixed precision has it."""
+    types = {"mixed_precision": {"autocast": autocast, "device": "cpu"}}
+    return replace(priced(plan, mixed(graph, autocast, "cpu")), provenance={**plan.provenance, **types})
 
 
 def predicted_bytes(model: CostModel, strategy: Mapping[str, Config]) -> dict[str, float]:

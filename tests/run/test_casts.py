@@ -12,7 +12,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
-from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.base import PREDICTED
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan

@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from layerwise.run.state.operations import is_mask
 from tests.comm.pool import run_ranks
 from tests.run import dtensor_ranks
 from tests.run.dtensor_ranks import GATHERED, OPTIMIZERS, PLANS, SHARDED, original, steps
@@ -133,19 +132,6 @@ def test_a_learnt_scale_of_one_rank_is_one_devices() -> None:
     wanted = dtensor_ranks.scale_on_one_rank(None)
     for state in run_ranks(2, f"{HERE}scale_on_one_rank"):
         close(state, wanted)
-
-
-def test_a_mask_is_where_a_number_is_put() -> None:
-    x, mask, number = torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), torch.ones(())
-    assert is_mask(x, [mask], number)
-    for places, value, more in (
-        ([mask], number, (True,)),
-        ([mask[:, 0]], number, ()),
-        ([mask.long()], number, ()),
-        ([None, mask[0]], number, ()),
-        ([mask], number.expand(6), ()),
-    ):
-        assert not is_mask(x, places, value, *more)
 
 
 def test_optimizers_gather_nothing_and_clipping_sends_one_number_a_parameter_at_once() -> None:

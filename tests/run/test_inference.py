@@ -16,7 +16,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.machine import load as load_profile
-from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.base import PREDICTED
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import difference, random_plan

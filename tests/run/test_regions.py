@@ -12,7 +12,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.types import TRACED, Region, autocast_within, effective
 from layerwise.importers.load import network_of
 from layerwise.plan import parse_plan
-from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.base import PREDICTED
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.autocasting import BF16, F16, F32, Made, Model, both, check

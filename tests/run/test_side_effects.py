@@ -125,15 +125,25 @@ def test_a_buffer_that_the_model_writes_is_refused(way: str) -> None:
 
 
 @pytest.mark.parametrize("out", [False, True])
-def test_a_parameter_that_the_model_writes_is_refused(out: bool) -> None:
+def test_a_parameter_that_the_model_writes_is_an_effect(out: bool) -> None:
     class Shrunk(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
                 torch.mul(self.weight, 0.5, out=self.weight) if out else self.weight.mul_(0.5)
             return super().forward(x)
 
-    with pytest.raises(LayerwiseError, match="writes into its parameter 'weight'"):
-        from_torch(Shrunk(4, 6), torch.zeros(8, 4))
+    (effect,) = from_torch(Shrunk(4, 6), torch.zeros(8, 4)).unseen
+    assert effect.startswith("writes into its parameter 'weight'")
+
+
+def test_a_parameter_that_samples_are_written_into_is_refused() -> None:
+    class Centred(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.bias.data.copy_(x.mean(0))
+            return super().forward(x)
+
+    with pytest.raises(LayerwiseError, match="writes into its parameter 'bias'"):
+        from_torch(Centred(4, 4), torch.zeros(8, 4))
 
 
 def test_a_copy_of_a_parameter_may_be_written() -> None:

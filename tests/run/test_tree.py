@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from layerwise.importers.load import Network
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
-from tests.run.small_modules import SAMPLES, layered, loss, on_ranks, plan_of, refused, traced
+from tests.run.small_modules import SAMPLES, loss, on_ranks, plan_of, refused, traced
 
 Act = Callable[[Any], object]
 
@@ -114,21 +114,6 @@ def test_modules_are_of_the_models_names_and_classes() -> None:
 
     for found in on_ranks(network, look, 2, plan_of(network, 2, SPLIT)):
         assert found == seen(module)
-
-
-def test_a_file_has_batch_norms_to_look_at() -> None:
-    torch.manual_seed(0)
-    network = layered(traced(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).double()))
-
-    def look(made: ParallelModule) -> None:
-        (norm,) = (m for m in made.modules() if isinstance(m, nn.BatchNorm1d))
-        assert (norm.eps, norm.momentum, norm.num_features) == (1e-5, 0.1, 6)
-        norm.reset_running_stats()
-        norm.momentum = None
-        made(SAMPLES[0][made.share()])
-
-    for text in refused(network, look, 2, plan_of(network, 2, SPLIT)):
-        assert "'momentum' of module '1', which was set after the model was made parallel" in text
 
 
 def call(made: Any) -> Tensor:

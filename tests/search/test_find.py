@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import Configs, CostModel, CostOptions, CostTables
 from layerwise.cost.price import LayerPrice, Price
+from layerwise.cost.timeline.ranges import Deviations
 from layerwise.cost.timeline.simulate import Timeline
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
@@ -162,6 +163,7 @@ def made(name: str, total_s: float, fits: bool, error: float = ANALYTIC) -> Cand
     layer = LayerPrice(Config(), {"compute": 1.0}, {}, 0.0)
     candidate = Candidate(name, {}, Timeline(total_s, 0.0, 0.0, 0.0), MODEL, 1.0)
     vars(candidate).update(memory_bytes=2.0 - fits, price=Price({"fc": layer}, 1.0, 2.0 - fits), error=error)
+    vars(candidate).update(deviations=Deviations(total_s, (0.0, 0.0), (0.0, 0.0)))
     return candidate
 
 

@@ -17,7 +17,7 @@ from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.report.found import as_dict
 from layerwise.search.report.sentences import choices, verdict, why_data
-from layerwise.search.result import SearchResult
+from layerwise.search.result import SearchResult, error_between
 from tests.importers.networks import chain
 
 
@@ -40,10 +40,12 @@ def test_a_gain_within_the_models_error_is_told_and_data_parallelism_kept() -> N
     assert 0.001 < less < 0.03
     text, html, found = said(result)
     gain = f"{1 / (1 - less):.4g}× as fast ({less:.1%} less time)"
-    kept = f"kept: the fastest plan found is predicted {gain}, within the model's error (3%)"
+    error = f"{100 * error_between(result.best, result.fastest):.2g}%"
+    kept = f"kept: the fastest plan found is predicted {gain}, within the model's error ({error})"
     assert f"Data parallelism is {kept}." in text
     assert kept in html.replace("&#x27;", "'")
-    assert (found["chosen"], found["model_error"]) == ("data", 0.03)
+    assert found["chosen"] == "data"
+    assert less < found["model_error"] < 0.2
     assert found["fastest"]["timeline_s"] == result.fastest.timeline.total_s
     assert found["fastest"]["strategy"]["classifier.0"] == {"n": 1, "c": 4}
 
@@ -69,14 +71,14 @@ def slower(result: SearchResult, share: float) -> SearchResult:
 
 
 def test_a_gain_is_told_as_what_it_is_compared_with() -> None:
-    """2.99 % less time is within 3 %, though it is "3.1 % faster"."""
+    """2.99 % less time is told as "1.031× as fast"."""
     model = CostModel(fuse(load_model("mlp:512x512x512", 8)), load("p100").device_graph(4))
     found = search(model, SearchSpace(4))
     told = why_data(slower(found, 0.0299))
-    kept = "kept: the fastest plan found is predicted 1.031× as fast (3.0% less time), within the model's error (3%)"
+    kept = "kept: the fastest plan found is predicted 1.031× as fast (3.0% less time), within the model's error (11%)"
     assert told == kept
-    told = why_data(slower(found, 0.05))  # as --objective additive may choose
-    assert told == "the best by step time; with overlap a plan that was simulated is predicted to take 5.0% less time"
+    told = why_data(slower(found, 0.25))  # as --objective additive may choose
+    assert told == "the best by step time; with overlap a plan that was simulated is predicted to take 25.0% less time"
 
 
 def test_data_parallelism_is_not_called_fastest_where_a_faster_plan_does_not_fit() -> None:

@@ -40,7 +40,7 @@ def test_two_ranks_equal_one_device(capsys: pytest.CaptureFixture[str]) -> None:
         "transfers": 2 * 2 * 2 * 8 * (4 * 12 + 4 * 5), "sync": 2 * 8 * 12 * 65, "gathers": 0,
         "statistics": 0,
     }  # fmt: skip
-    assert result["bytes_predicted"] == result["bytes_sent"]  # though the plan counts in float32
+    assert result["bytes_predicted"] == dict.fromkeys(result["bytes_sent"])  # as the plan counts in float32
     assert "step 4/4" in first.stderr[0]
     assert (first.stdout[1], first.stderr[1]) == ("", "")  # rank 0 alone speaks
     events = json.loads(Path("trace.json").read_text())["traceEvents"]

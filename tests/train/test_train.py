@@ -19,7 +19,7 @@ from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
-from layerwise.train.compare import Outcome, difference, largest, outcome
+from layerwise.train.compare import FinalState, difference, final_state, largest
 from layerwise.train.data import Data, StepSampler, load_data
 from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, sampler
 from layerwise.train.score import Fed, TaskObjective, evaluate, held_out_loss
@@ -310,9 +310,9 @@ def test_a_plan_compares_equal_to_one_device_and_another_does_not() -> None:
     found = SPLITS["classes"]
     data = data_for(found)
 
-    def rank(comm: Comm) -> Outcome:
+    def rank(comm: Comm) -> FinalState:
         made = trainer(found, comm, data, Settings("adam"))
-        return outcome(made.module, [step.loss for step in made.run(4)])
+        return final_state(made.module, [step.loss for step in made.run(4)])
 
     planned, single = run_threads(4, rank)[2], rank(SoloComm())
     names = set(single.state)

@@ -3,7 +3,6 @@
 timm: of every module that no table has a network of, the variant with the fewest parameters, where those are at most
 30 million once blocks that repeat are left out. transformers: of the families that no table has, in alphabetical order,
 the first of every stretch of equal length whose small configuration (`SMALL`, whatever the family) PyTorch itself runs.
-`python -m benchmarks.zoo.fresh` names them.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ travels beside computation costs it, and computation that, what was measured (`s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -61,6 +61,14 @@ class Timeline:
     forward_s: float
     backward_s: float
     exposed_sync_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """By what factor the parts of a step take longer than they are priced."""
+
+    compute: Mapping[str, float] = field(default_factory=dict)  # by layer; 1 where it is missing
+    links: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,10 +123,17 @@ def step_spans(model: CostModel, strategy: Strategy, bucket_bytes: float = BUCKE
     return spans
 
 
-def _simulated(model: CostModel, strategy: Strategy, record: Record | None, bucket_bytes: float) -> Timeline:
+def paced(model: CostModel, strategy: Strategy, bucket_bytes: float, pace: Pace) -> float:
+    """Seconds of a step, if its parts take longer than they are priced."""
+    return _simulated(model, complete(model, strategy), None, bucket_bytes, pace).total_s
+
+
+def _simulated(
+    model: CostModel, strategy: Strategy, record: Record | None, bucket_bytes: float, pace: Pace | None = None
+) -> Timeline:
     facts, sums = step_facts(model, strategy, bucket_bytes)
     step = program(model.graph, model.options.io, facts, model.options.kind)
-    clocks = _Clocks(model, strategy, step, sums, record)
+    clocks = _Clocks(model, strategy, step, sums, record, pace or Pace())
     fold(step, clocks.does)
     return Timeline(float(clocks.clock.max()), clocks.forward_s, clocks.backward_s, clocks.exposed_s)
 
@@ -127,9 +142,15 @@ class _Clocks:
     """The state of the simulation: what each instruction does to the devices' clocks."""
 
     def __init__(
-        self, model: CostModel, strategy: Strategy, step: Program, sums: list[GradientSum], record: Record | None
+        self,
+        model: CostModel,
+        strategy: Strategy,
+        step: Program,
+        sums: list[GradientSum],
+        record: Record | None,
+        pace: Pace,
     ) -> None:
-        self.model, self.sums, self.record = model, sums, record
+        self.model, self.sums, self.record, self.pace = model, sums, record, pace
         # What a recomputed layer does once more has instructions of its own.
         self.strategy = {name: c.saving(recompute=False, states=c.states) for name, c in strategy.items()}
         self.clock = np.zeros(model.devices.count)  # (N,) until when each device is busy
@@ -169,7 +190,7 @@ class _Clocks:
         devices = self.model.devices
         group = group_shape(row, devices)
         rates = overlap(group, devices, "all_gather")
-        seconds = all_gather_s(size_bytes, group, devices)
+        seconds = all_gather_s(size_bytes, group, devices) * self.pace.links
         one = Flow(f"gather of {name}", row, seconds, rates.compute, rates.sync)
         self.stream.add(one, self.clock, is_sum=True)
         return one
@@ -190,6 +211,7 @@ class _Clocks:
                 seconds = bucket_s(size_bytes, group, model.devices, model.options.sync_method)
             else:
                 seconds = reduce_scatter_s(size_bytes, group, model.devices)
+            seconds *= self.pace.links
             sum_ = Flow(f"gradients of {bucket.layer}", self._row(bucket), seconds, rates.compute, rates.sync)
             if bucket.states == "gathered":
                 if self.last_gathered is not None:
@@ -215,6 +237,7 @@ class _Clocks:
         self.clock = end
         for layer in self.model.graph.layers:
             update_s = float(self.model.node_cost(layer, (self.strategy[layer.name],)).compute.update[0])
+            update_s *= self.pace.compute.get(layer.name, 1.0)
             if update_s:
                 start, active = self.clock, self._active(layer)
                 self.clock = start + np.where(active, update_s, 0.0)
@@ -249,7 +272,7 @@ class _Clocks:
         layer, slot, way = self.model.graph[instruction.layer], instruction.slot, instruction.way
         if way == "recompute" and self.model.directions((layer.inputs[slot], layer.name, slot)) == 0:
             return 0.0
-        return transfer_s(self.model, self.strategy, layer, slot, forward=way != "backward")
+        return transfer_s(self.model, self.strategy, layer, slot, forward=way != "backward") * self.pace.links
 
     def _name(self, instruction: Move | Begin) -> str:
         layer = self.model.graph[instruction.layer]
@@ -266,10 +289,11 @@ class _Clocks:
         seconds, collectives = self._seconds(layer, instruction.part)
         if seconds:
             active, start = self._active(layer), self.clock
-            self.clock = self.stream.beside(start, np.where(active, seconds, 0.0))
+            took = np.where(active, seconds * self.pace.compute.get(layer.name, 1.0), 0.0)
+            self.clock = self.stream.beside(start, took)
             self._note(f"{layer.name}{suffix}", "compute", layer.name, start, active)
         for span, time in collectives:
-            self._together(f"{layer.name}{suffix}", span, layer.name, self._active(layer), time)
+            self._together(f"{layer.name}{suffix}", span, layer.name, self._active(layer), time * self.pace.links)
 
     def output(self, instruction: Output) -> None:
         """The sink has the time of a step beside its layers, where that was measured."""

@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
-from layerwise.graph.samples import counts_targets
+from layerwise.graph.samples import by_itself, counts_targets
 from layerwise.importers.torch.proof import check_runnable, proven
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.fed import Fed, fed_by
-from layerwise.importers.torch.samples import PARTS, MixedSamplesError, independent
+from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent
 from layerwise.importers.torch.trace import Dims, Imported, import_module
 from layerwise.importers.torch.traced_program import TRACING, samples_in
 from layerwise.importers.torch.unfused import UnlikeError, UnprovenError, filled
@@ -49,10 +49,13 @@ def import_once(
     return replace(import_module(model, call, name, dims), fed=fed)
 
 
-def import_for_batches(model: nn.Module, call: Call, name: str, shared: Collection[str] | None = None) -> Imported:
+def import_for_batches(
+    model: nn.Module, call: Call, name: str, shared: Collection[str] | None = None, *, together: bool = False
+) -> Imported:
     """`import_module`, at the example's batch. LayerwiseError where its samples are not independent.
 
-    shared: inputs that are the same for all samples, by name. None: they are found out.
+    shared: inputs that are the same for all samples, by name. None: they are found out. together: samples may depend on
+    each other where it is layers that compute them so, at any number of these.
     """
     fed, imported, error = fed_by(model, call, shared or ()), None, LayerwiseError("")
     try:
@@ -66,14 +69,32 @@ def import_for_batches(model: nn.Module, call: Call, name: str, shared: Collecti
         with TRACING, warnings.catch_warnings(), torch.inference_mode(False), filled(model):
             warnings.simplefilter("ignore")  # what the model says, it says again where it is run
             proven_fed = independent(model, call, fed, any_shared=shared is None)
+        if imported is None or proven_fed.rows != fed.rows:
+            imported = _imported(model, call, name, proven_fed)
+        _check_numbers(imported, proven_fed.uneven)
     except UnprovenError as why:
         if imported is None:
             raise error from why
         return replace(imported, fed=fed, unproven=imported.unproven or str(why))
-    if imported is None or proven_fed.rows != fed.rows:
-        imported = _imported(model, call, name, proven_fed)
-    _check_numbers(imported, proven_fed.uneven)
+    except MixedSamplesError as mixed:
+        if not together or imported is None or not _mixes_by_layers(imported, model, call, fed):
+            raise
+        if shared is None:
+            check_decided(model, call, fed, mixed)
+        return replace(imported, fed=fed)
     return replace(imported, fed=proven_fed)
+
+
+def _mixes_by_layers(imported: Imported, model: nn.Module, call: Call, fed: Fed) -> bool:
+    """Whether it is layers that compute samples together, the same at any number of these: a plan cuts them right."""
+    if imported.unproven is not None or all(by_itself(layer) for layer in imported.graph.inner):
+        return False
+    try:
+        for samples in (PARTS[0], sum(PARTS)):
+            proven(imported, model, call, fed, samples)
+    except LayerwiseError:
+        return False
+    return True
 
 
 def _imported(model: nn.Module, call: Call, name: str, fed: Fed) -> Imported:

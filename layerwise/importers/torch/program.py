@@ -113,7 +113,7 @@ class _Importer:
             outputs[value.name] = None
         graph = self.placer.builder.finish(list(outputs))
         check_samples(graph)
-        return replace(graph, folded=frozenset(self.folded(graph)))
+        return replace(graph, folded=frozenset(self.folded(graph)), unseen=self.program.effects)
 
     def folded(self, graph: LayerGraph) -> Iterator[str]:
         """Yields the buffers of which constants are computed, or that no layer holds: their values are in the graph."""

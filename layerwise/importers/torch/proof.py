@@ -24,7 +24,7 @@ from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.affordable import check_affordable
 from layerwise.importers.torch.read.arguments import Call
-from layerwise.importers.torch.read.effects import as_it_was, changed, configured, noted, numbers
+from layerwise.importers.torch.read.effects import as_it_was, changed, configure, noted, numbers, uncompiled
 from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.trace import Imported
 from layerwise.importers.torch.traced_program import TRACING
@@ -103,6 +103,7 @@ def proven(imported: Imported, model: nn.Module, call: Call, fed: Fed, samples: 
 
 def _proof(imported: Imported, model: nn.Module, call: Call) -> tuple[str, ...]:
     """The effects that running shows. UnlikeError, UnprovenError."""
+    configure(model)
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
     types = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
     away, where, effects = _compared(imported, model, call)
@@ -216,8 +217,8 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 def _returned(model: nn.Module, call: Call) -> list[object]:
     """The leaves of what a module returns, where nothing is drawn."""
     inputs, named = _copied(call)
-    with undrawing(), configured(model), torch.compiler.set_stance("force_eager"):
-        return pytree.tree_leaves(model(*inputs, **named))
+    with undrawing():
+        return pytree.tree_leaves(uncompiled(model)(*inputs, **named))
 
 
 def _ends(made: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.importers.torch.read.arguments import Arguments, Call, signature_of
-from layerwise.importers.torch.read.effects import as_it_was, noted
+from layerwise.importers.torch.read.effects import as_it_was, noted, uncompiled
 from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.unfused import UnprovenError, distance, undrawing
 
@@ -37,11 +37,15 @@ MOST_CANDIDATES = 4  # inputs as long as the batch, of which any may be shared
 class MixedSamplesError(LayerwiseError):
     """Samples are not independent."""
 
-    def __init__(self, what: str, layer: str = "") -> None:
+    def __init__(self, what: str, layer: str = "", as_long: Sequence[str] = ()) -> None:
+        """as_long: inputs as long as the batch, of which some may be shared."""
         self.what = what
+        which = f" ({', '.join(as_long)} are as long as the batch: shared= names those without samples, () none)"
         super().__init__(
             f"{f'layer {layer!r}' if layer else 'the model'} computes something of several samples together: {what}; "
-            "layerwise gives one device's numbers where samples are independent, but for batch norms and losses"
+            "layerwise gives one device's numbers where samples are independent, but for batch norms and losses, and, "
+            "with samples_together=True in ParallelOptions, where a layer computes them together, however many they "
+            f"are{which if len(as_long) > 1 else ''}"
         )
 
 
@@ -70,11 +74,17 @@ def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> 
         except _NotRunError as error:
             raise UnprovenError(f"it cannot be run here: {error}") from error
     assert first is not None
-    named_first = MixedSamplesError(first.what, _mixing(model, call, fed))
-    if len(fed.rows) > 1:
-        each = ", ".join(_names(model, call, fed.rows))
-        raise LayerwiseError(f"{named_first} ({each} are as long as the batch: shared= names those without samples)")
-    raise named_first
+    raise MixedSamplesError(first.what, _mixing(model, call, fed), _names(model, call, fed.rows) if any_shared else ())
+
+
+def check_decided(model: nn.Module, call: Call, fed: Fed, error: MixedSamplesError) -> None:
+    """The error where the model also takes some of the inputs as long as the batch as the same for all samples."""
+    for rows in _subsets(fed):
+        if rows != fed.rows and fed.batch > 1:
+            with suppress(_NotRunError, UnprovenError):
+                with suppress(MixedSamplesError):
+                    _proof(model, call, Fed(fed.batch, rows), _by_parts)
+                raise MixedSamplesError(error.what, as_long=_names(model, call, fed.rows)) from error
 
 
 def _names(model: nn.Module, call: Call, leaves: Collection[int]) -> tuple[str, ...]:
@@ -249,8 +259,8 @@ def _returned(model: nn.Module, call: Call, samples: int, norms: Sequence[Statis
     replay = _BatchNorms(samples, norms)
     positional, named = pytree.tree_map_only(Tensor, Tensor.clone, call)
     try:
-        with torch.no_grad(), as_it_was(model), undrawing(), torch.compiler.set_stance("force_eager"), replay:
-            leaves = pytree.tree_leaves(model(*positional, **named))
+        with torch.no_grad(), as_it_was(model), undrawing(), replay:
+            leaves = pytree.tree_leaves(uncompiled(model)(*positional, **named))
     except (LayerwiseError, torch.OutOfMemoryError) as error:
         raise UnprovenError(f"it cannot be run here: {first_line(error)}") from error
     except Exception as error:  # the model's own code, which may raise anything

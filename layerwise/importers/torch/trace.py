@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from threading import get_ident
+from typing import IO, Any, cast
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.fx import config as fx_config
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
@@ -30,13 +27,14 @@ from layerwise.importers.torch.read.effects import (
     Numbers,
     UntracedEffects,
     changed,
-    configured,
+    configure,
     numbers,
     put_back,
 )
 from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.read.reached import unchanged
 from layerwise.importers.torch.traced_program import TRACING
+from layerwise.ops.opaque import unlogged
 
 Dims = Sequence[Sequence[str | None]]
 
@@ -86,7 +84,7 @@ def import_module(
     graph, stored = build_graph(rewrite(read_program(exported, name)), name, dims)
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
-    graph = replace(graph, unseen=tuple(effects.found))
+    graph = replace(graph, unseen=(*graph.unseen, *effects.found))
     return Imported(graph, stored, structure, arguments, before, effects.numbers)
 
 
@@ -110,14 +108,17 @@ def _export(
     try:
         with (
             TRACING,
-            _quiet(),
+            unlogged(),
+            warnings.catch_warnings(action="ignore"),
+            redirect_stderr(cast("IO[str]", _Unprinted())),  # a half-traced graph
             effects.on(model),
             unchanged(model),
-            _set_for_tracing(),
-            configured(model),
             _all_on_meta(model),
-            _as_batch_norms(model),
         ):
+            configure(model)
+            for module in model.modules():
+                if isinstance(module, nn.SyncBatchNorm):  # it is a batch norm, of the full batch as all are here
+                    vars(module)["forward"] = partial(nn.BatchNorm2d.forward, module)
             exported = torch.export.export(model, examples, kwargs, strict=False)
         return exported, effects
     except LayerwiseError:
@@ -126,15 +127,17 @@ def _export(
         raise LayerwiseError(_export_failed(title, effects.here, error)) from error
 
 
-@contextmanager
-def _as_batch_norms(model: nn.Module) -> Iterator[None]:
-    """Within it SyncBatchNorm runs where it would refuse to: it is a batch norm, of the full batch as all are here."""
-    synchronised = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
-    with ExitStack() as stack:
-        for module in synchronised:
-            forward = partial(nn.modules.batchnorm._BatchNorm.forward, module)
-            stack.enter_context(mock.patch.object(module, "forward", forward))
-        yield
+class _Unprinted:
+    """Standard error without what this thread prints."""
+
+    def __init__(self) -> None:
+        self.stream, self.thread = sys.stderr, get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if get_ident() == self.thread else self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 @contextmanager
@@ -160,38 +163,6 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     made.layerwise_value = tensor.detach()  # type: ignore[attr-defined]
     return made
-
-
-@contextmanager
-def _set_for_tracing() -> Iterator[None]:
-    """Within it PyTorch traces `torch.autocast("cuda")` as it is written also where there is no CUDA, and no stacks.
-
-    Python's stack at every call of the model takes a third of the time of an export, and nobody reads it here.
-    """
-    settings: list[tuple[object, str, object]] = []
-    if hasattr(fx_config, "do_not_emit_stack_traces"):  # not in an older torch
-        settings.append((fx_config, "do_not_emit_stack_traces", True))
-    if torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
-        settings.append((torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-        settings.append((torch.cuda, "is_bf16_supported", lambda *_: True))
-    with ExitStack() as stack:
-        for owner, name, value in settings:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's log, warnings and the half-traced graph that it prints: the error that is raised says enough."""
-    level, printed = logging.root.manager.disable, io.StringIO()
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(printed):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
-    sys.stderr.write(printed.getvalue())  # of the model itself, where all went well
 
 
 def _export_failed(title: str, layer: str, error: Exception) -> str:

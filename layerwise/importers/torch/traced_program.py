@@ -79,6 +79,7 @@ class TracedProgram:
     nodes: tuple[Node, ...]
     outputs: tuple[Ref, ...]
     device: str = "cpu"  # the type of the one that it was traced on
+    effects: tuple[str, ...] = ()  # untraced ones, as `LayerGraph.unseen` has them
 
     @property
     def values(self) -> dict[str, Value]:
@@ -160,8 +161,9 @@ def leave_region(
 
 
 def _detached(nodes: list[Node], value: object) -> object:
-    """Appends the call that says that no gradient goes back."""
-    made = {v.name: v for node in nodes for v in node.outputs if v}
+    """Appends the call that says that no gradient goes back, but to what was written into and is what it was."""
+    writes = (node.overload is not None and node.overload._schema.is_mutable for node in nodes)
+    made = {v.name: v for node, written in zip(nodes, writes, strict=True) if not written for v in node.outputs if v}
     if not isinstance(value, Ref) or value.name not in made:
         return value
     overload = torch.ops.aten.detach.default

@@ -105,7 +105,7 @@ def _trial(module: Any) -> dict[str, Any]:
 
 
 def _example(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """What `parallelize` takes as the inputs of this call."""
+    """Returns the inputs of this call as `parallelize` takes them."""
     if not named:
         return args
     try:

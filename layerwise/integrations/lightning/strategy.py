@@ -142,7 +142,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
                     p.grad /= self.world_size
 
     def _clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, where some gradients are DTensors and some are not, too."""
+        """Does what torch.nn.utils.clip_grad_norm_ does, also where only some gradients are DTensors."""
         params = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
         kinds = [[p.grad for p in params if is_dtensor(p) == kind] for kind in (True, False)]
         norms: list[Any] = [get_total_norm(kind) for kind in kinds if kind]

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,6 @@ from layerwise.integrations.nnunet.reading import check_names, read_checkpoint
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.score import evaluating
 
-BUSY: Final = "busy"
-Asked = Tensor | int | str | None  # a window, a fold, that it is busy, that it has ended
 BEAT_S = 1.0  # how often rank 0 tells the others, while nnU-Net reads and writes, that it is alive
 
 
@@ -116,18 +114,17 @@ class Windows(nn.Module):
         super().__init__()
         self._ranks, self._folds = [model], folds  # in a list: its modules are not this one's
         self._loaded = 0
-        self._asked: SimpleQueue[Asked] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[str, Tensor | None]] = SimpleQueue()  # what all ranks are told; a window
         self._made: SimpleQueue[Tensor | BaseException] = SimpleQueue()
 
     def forward(self, x: Tensor) -> Tensor:
-        self._asked.put(x.contiguous())
-        return self._answer()
+        return self._ask(f"window {' '.join(map(str, x.shape))}", x.contiguous())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        self._asked.put(next(fold for fold, state in enumerate(self._folds) if state is state_dict))
-        self._answer()
+        self._ask(f"fold {next(fold for fold, state in enumerate(self._folds) if state is state_dict)}")
 
-    def _answer(self) -> Tensor:
+    def _ask(self, what: str, x: Tensor | None = None) -> Tensor:
+        self._asked.put((what, x))
         made = self._made.get()
         if isinstance(made, BaseException):
             raise made
@@ -140,31 +137,29 @@ class Windows(nn.Module):
             LayerwiseError: It fails, on all ranks, with its reason.
         """
         (model,) = self._ranks
-        comm, future = of(model).comm, cast("Future[object] | None", None)
+        comm = of(model).comm
         if comm.rank == 0:
-            future = in_thread(run, "nnU-Net")
-            future.add_done_callback(lambda _: self._asked.put(None))
+            in_thread(run, "nnU-Net").add_done_callback(lambda future: self._asked.put((_end(future), None)))
         while True:
-            asked = self._next() if comm.rank == 0 else None
-            what, *numbers = comm.broadcast_text(_text(asked, future)).split(" ", 1)
+            text, x = self._next() if comm.rank == 0 else ("", None)
+            what, _, rest = comm.broadcast_text(text).partition(" ")
             if what == "window":
-                shape = tuple(map(int, numbers[0].split()))
-                x = asked if isinstance(asked, Tensor) else torch.empty(shape, device=comm.device)
+                x = torch.empty(tuple(map(int, rest.split())), device=comm.device) if x is None else x
                 sends = [(rank, x) for rank in range(1, comm.size)] if comm.rank == 0 else []
                 comm.exchange(sends, [] if comm.rank == 0 else [(0, x)], "io", "a window").wait()
                 self._tell(partial(model, x))
             elif what == "fold":
-                self._tell(partial(self._load, int(numbers[0])))
+                self._tell(partial(self._load, int(rest)))
             elif what == "failed":
-                raise LayerwiseError(f"nnU-Net failed on rank 0: {numbers[0]}")
+                raise LayerwiseError(f"nnU-Net failed on rank 0: {rest}")
             elif what == "done":
                 return
 
-    def _next(self) -> Asked:
+    def _next(self) -> tuple[str, Tensor | None]:
         try:
             return self._asked.get(timeout=BEAT_S)
         except Empty:
-            return BUSY
+            return "busy", None
 
     def _load(self, fold: int) -> Tensor:
         if fold != self._loaded:
@@ -181,13 +176,7 @@ class Windows(nn.Module):
             raise
 
 
-def _text(asked: Asked, future: Future[object] | None) -> str:
-    """What rank 0 tells the others; of them "", which is not heard."""
-    if isinstance(asked, Tensor):
-        return f"window {' '.join(map(str, asked.shape))}"
-    if isinstance(asked, int):
-        return f"fold {asked}"
-    if asked is not None or future is None:
-        return BUSY
-    error = future.exception()
+def _end(run: Future[object]) -> str:
+    """Returns the text that tells the ranks of nnU-Net's end."""
+    error = run.exception()
     return "done" if error is None else f"failed {type(error).__name__}: {' '.join(str(error).split())}"

@@ -204,8 +204,12 @@ def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> It
 
 
 def _taken(a: Answer, samples: int) -> str:
-    p = a.projection
-    return f"{title(p.strategy)} on {counted(p.devices)}, {duration(a.epoch_s(samples))} an epoch"
+    p, each = a.projection, a.epoch_s(samples)
+    taken = f"{title(p.strategy)} on {counted(p.devices)}, {duration(each)} an epoch"
+    if a.priced is None:
+        return taken
+    ends = (each * end_s / a.overlapped_s for end_s in (a.priced.deviations.low_s, a.priced.deviations.high_s))
+    return f"{taken} ({' to '.join(map(duration, ends))})"
 
 
 TIMES_OF = (
@@ -269,6 +273,7 @@ def _answer(a: Answer, samples: int, capacity: float) -> dict[str, Any]:
         result |= {"grid": dict(a.shape.grid), "gather_after": a.shape.gather_after}
     if a.priced is not None:
         result |= {"bytes_moved": a.priced.price.bytes_moved, "statistics_s": p.phases.statistics_s}
+        result |= {"range_s": [a.priced.deviations.low_s, a.priced.deviations.high_s]}
     if a.stages:
         result["stages"] = [{"layers": len(s.layers), "first": s.layers[0], "last": s.layers[-1]} for s in a.stages]
         result["imbalance"] = imbalance(a.stages)

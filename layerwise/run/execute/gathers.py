@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.graph.layer_graph import LayerGraph
@@ -73,8 +74,7 @@ class LayerGathers:
         self.names = tuple(self._working)
         self._sizes = {name: working.untyped_storage().nbytes() for name, working in self._working.items()}
         self._begun = False
-        self._mark = torch.empty(0)
-        self._marks = tensors_in(self._mark)
+        self._marks: list[TensorWeakRef] = []  # that graphs hold
         self.drop()
 
     def begin(self) -> None:
@@ -104,7 +104,12 @@ class LayerGathers:
 
     def mark(self) -> Tensor:
         """Returns a tensor; a graph that holds it reads the parameters without a gather: their memory stays."""
-        return self._mark.detach()
+        mark = torch.empty(0)
+        self._marks = [*self._living(), TensorWeakRef(mark)]
+        return mark
+
+    def _living(self) -> list[TensorWeakRef]:
+        return [mark for mark in self._marks if mark() is not None]
 
     def give_up(self) -> None:
         """Drops all before a forward pass, as something may be under way of one that an error has ended."""
@@ -120,7 +125,7 @@ class LayerGathers:
         """Frees the memory of one parameter, unless something reads it still."""
         storage = self._working[name].untyped_storage()
         within = out is not None and out.untyped_storage()._cdata == storage._cdata
-        if not (self._begun or within or tensors_in(self._mark) > self._marks):
+        if not (self._begun or within or self._living()):
             storage.resize_(0)
 
 
@@ -206,9 +211,3 @@ def gather_once_more(gathers: Mapping[str, LayerGathers], name: str, before: str
     if before is not None and before in gathers:
         gathers[before].begin()
     return () if own is None else (own.mark(),)
-
-
-def tensors_in(flat: Tensor) -> int:
-    """Returns the number of tensors that share its memory, plus a constant."""
-    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
-    return count

@@ -107,6 +107,7 @@ class Gradients:
         self.before: dict[str, Tensor] = {}
         self.local: dict[str, Tensor] = {}  # that are not summed, or not yet
         self.made: set[str] = set()  # of which parameters there is one
+        self.trained = {name for name, p in reducer.parameters.items() if p.requires_grad}
         # Whose gradient is zeros because no rank's loss depends on them: they are to have none.
         self.no_gradient: frozenset[str] = frozenset()
         self.elsewhere: set[str] = set()  # whose gradient other ranks have, and this one none of it
@@ -115,7 +116,7 @@ class Gradients:
             if p.grad is not None:
                 self.before[name], p.grad = p.grad, None
         for bucket in reducer.buckets:
-            trained = {name for name in bucket.names if reducer.parameters[name].requires_grad}
+            trained = self.trained.intersection(bucket.names)
             # Also of what is frozen since it was trained within no_sync().
             summed = bool(trained) or reducer.waiting
             bucket.begin_pass(trained, summed=summed and self._sums(bucket))
@@ -127,7 +128,7 @@ class Gradients:
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of one parameter; its bucket is sent when nothing is missing in it and in those before."""
         reducer = self.reducer
-        if not reducer.parameters[name].requires_grad:  # frozen after loading
+        if name not in self.trained:  # frozen after loading
             return
         self.made.add(name)
         bucket = reducer.of.get(name)
@@ -146,7 +147,7 @@ class Gradients:
 
     def absent(self, name: str) -> None:
         """Notes that other ranks make the gradient of this parameter, if any does."""
-        if not self.reducer.parameters[name].requires_grad:
+        if name not in self.trained:
             return
         self.begun, bucket = True, self.reducer.of.get(name)
         if bucket is None:  # this rank has none of it
@@ -185,7 +186,7 @@ class Gradients:
         reducer = self.reducer
         telling = self._tell() if reducer.asks and self.comm.size > 1 else None
         begun = bool(self.begun or self.made or (telling is not None and telling()))
-        if not begun and any(p.requires_grad for p in reducer.parameters.values()):
+        if not begun and self.trained:
             self._restore()
             return
         for bucket in reducer.buckets:
@@ -199,10 +200,10 @@ class Gradients:
         self._take_sums(told)
         self._take_local()
         for name in self.elsewhere if told is None else told - reducer.of.keys():
-            p = reducer.parameters[name]
-            if name not in self.made and p.requires_grad and self._wanted(name):
+            if name in self.trained - self.made and self._wanted(name):
                 self.made.add(name)
                 if name not in self.before:
+                    p = reducer.parameters[name]
                     reducer.hand_out(p, torch.zeros_like(local_tensor(p)))
         self._restore()
         if self.synchronise:
@@ -228,7 +229,7 @@ class Gradients:
             added = reducer.waiting and bucket.slots is None
             for name in bucket.names if bucket.views or bucket.local is not None else ():
                 given = name in self.made or (reducer.waiting and name in self.before)
-                if not given and reducer.parameters[name].requires_grad:
+                if not given and name in self.trained:
                     reducer.missed = True
                     given = bool(bucket.summed(name, self.comm.rank).any()) if told is None else name in told
                     self.made |= {name} if given else set()

@@ -2,15 +2,14 @@
 
 The executor comes to the first layer of a segment and calls all of it; redistributions, statistics and sums over ranks
 are between segments, in the order that all ranks have. So are layers whose parameters or saved tensors come and go:
-gathered and recomputed ones, and a segment ends with a block in which some are made again. Each function has a code
+gathered and recomputed ones, and a segment ends with a block in which some are recomputed. Each function has a code
 object of its own, as PyTorch limits how often one is compiled anew.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ Function = Callable[[Values, Values, Tensor | None], list[Tensor]]
 
 
 class SegmentInput(NamedTuple):
-    """An input of a segment: a layer's output as this rank has it, or what has arrived of it."""
+    """An input of a segment: a layer's output as this rank has it, or what it has received of it."""
 
     source: str
     slot: int | None = None  # of its first layer's edges, the one by which it arrives
@@ -199,9 +198,6 @@ def _by_itself(scheduled: ScheduledLayer) -> bool:
     return all(edge.travels or edge.redistribution.transfer.kept is not None for edge in scheduled.edges)
 
 
-Given = tuple[Values, Values, Tensor | None]  # inputs, parameters, seeds
-
-
 class CompiledSegments:
     """The compiled segments of one schedule, in training and in evaluation."""
 
@@ -222,7 +218,7 @@ class CompiledSegment:
     """One segment, compiled."""
 
     def __init__(self, segment: Segment, settings: Settings) -> None:
-        self.segment, self._settings = segment, settings
+        self.segment = segment
         self._function, self._warm = segment.function(), False
         self._compiled = compile_with(self._function, settings)
         self.name, self.first, self.backward = segment.name, segment.layers[0], segment.backward
@@ -230,41 +226,18 @@ class CompiledSegment:
         self.seeds = segment.seeds
 
     def __call__(self, inputs: Values, parameters: Values, seeds: Tensor | None) -> Sequence[Tensor]:
-        """Returns the outputs. LayerwiseError, which names the layer, where it cannot be compiled."""
+        """Returns the outputs. LayerwiseError, which names the layers, where they cannot be compiled."""
         from torch._dynamo.exc import TorchDynamoException
 
-        arguments = inputs, parameters, seeds
-        if not self._warm:
-            self._prepare(arguments)
         try:
-            outputs: Sequence[Tensor] = self._compiled(*arguments)
+            if not self._warm:  # so that what kernels compute once (`Local.once`) is a constant to the compiler
+                with torch.no_grad():
+                    self._function(*pytree.tree_map_only(Tensor, torch.zeros_like, (inputs, parameters, seeds)))
+                self._warm = True
+            outputs: Sequence[Tensor] = self._compiled(inputs, parameters, seeds)
         except TorchDynamoException as error:
-            name = self._first_to_fail(arguments, TorchDynamoException, compiled=True)
             reason = str(error).strip().partition("\n")[0]
-            raise LayerwiseError(f"layer {name!r} cannot be compiled, leave compile= out: {reason}") from error
-        return outputs
-
-    def _prepare(self, arguments: Given) -> None:
-        """Runs it once, of zeros, so that what kernels compute once (`Local.once`) is a constant to the compiler."""
-        zeros = pytree.tree_map_only(Tensor, torch.zeros_like, arguments)
-        try:
-            with torch.no_grad():
-                self._function(*zeros)
+            raise LayerwiseError(f"layer {self.name!r} cannot be compiled, leave compile= out: {reason}") from error
         except ValueError as error:  # a LayerwiseError, or PyTorch's own, such as batch norm of one value a channel
-            name = self._first_to_fail(zeros, type(error), compiled=False)
-            raise LayerwiseError(f"layer {name!r}: {error}") from error
-        self._warm = True
-
-    def _first_to_fail(self, arguments: Given, kind: type[Exception], *, compiled: bool) -> str:
-        """Returns the name of the layer with which the segment begins to raise such an error."""
-        layers = self.segment.layers
-
-        def fails(number: int) -> bool:
-            part = replace(self.segment, layers=layers[:number], outputs=(layers[number - 1].layer.name,)).function()
-            try:
-                (compile_with(part, self._settings) if compiled else part)(*arguments)
-            except kind:
-                return True
-            return False
-
-        return layers[bisect_left(range(1, len(layers)), True, key=fails)].layer.name
+            raise LayerwiseError(f"layer {self.name!r}: {error}") from error
+        return outputs

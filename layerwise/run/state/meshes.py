@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement
 
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from layerwise.run.local_tensor import digest
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -29,12 +30,11 @@ def plain_dtensor(tensor: DTensor) -> DTensor:
     return plain
 
 
-@cache
-def _slices(
-    shape: tuple[int, ...], axes: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Placement, ...]
-) -> tuple[slice, ...]:
+@cache  # many parameters have one shape, and a large mesh has many coordinates
+def box_at(shape: tuple[int, ...], axes: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Placement, ...]) -> Box:
+    """Returns the box that a DTensor of this shape has at a coordinate of a mesh, which has these extents."""
     extents, lo = _compute_local_shape_and_global_offset(shape, axes, list(at), cuts)
-    return tuple(slice(a, a + n) for a, n in zip(lo, extents, strict=True))
+    return Box(lo, tuple(a + n for a, n in zip(lo, extents, strict=True)))
 
 
 def shard_of(full: Tensor, like: DTensor) -> Tensor:
@@ -45,7 +45,7 @@ def shard_of(full: Tensor, like: DTensor) -> Tensor:
         return full.new_empty(0) if like._local_tensor.shape == (0,) else full
     if spec.is_replicated():
         return full
-    return full[_slices(tuple(like.shape), tuple(spec.mesh.shape), tuple(at), spec.placements)]
+    return full[box_at(tuple(like.shape), tuple(spec.mesh.shape), tuple(at), spec.placements).slices()]
 
 
 def all_ranks(tensor: DTensor) -> DeviceMesh:

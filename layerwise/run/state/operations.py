@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,70 +20,64 @@ OF_LISTS = ("_foreach_", "_fused_")
 NUMBERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")  # of lists, that are not element by element
 
 
-def name_of(func: Any) -> str:
-    """Returns an operation's name."""
-    name: str = func._schema.name
-    return name.removeprefix("aten::")
+class Operation(NamedTuple):
+    """What is known of an operation before it runs."""
+
+    name: str
+    of_lists: bool
+    elementwise: bool  # whether each element of the result is made of the elements in its place
+    outputs: tuple[int | str, ...]  # the arguments that it writes to, by place, or by name as `out=` is
+    view: bool  # whether the result is in the memory of an argument
+
+    def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Returns the values of the arguments that it writes to."""
+        return [kwargs.get(at) if isinstance(at, str) else args[at] for at in self.outputs]
+
+
+@cache
+def operation(func: Any) -> Operation:
+    """Returns what is known of one."""
+    schema = func._schema
+    name, arguments = schema.name.removeprefix("aten::"), schema.arguments
+    writes = [(i, a) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+    of_lists = name.startswith(OF_LISTS)
+    pointwise = torch.Tag.pointwise in func.tags or name in SAME_PLACES or name.endswith("_like")
+    tensors = all(str(made.type) == "Tensor" for made in schema.returns)  # `equal` makes one bool of all
+    return Operation(
+        name,
+        of_lists,
+        not name.startswith(NUMBERS)
+        if of_lists
+        else pointwise and tensors and torch.Tag.nondeterministic_seeded not in func.tags,
+        tuple(a.name if a.kwarg_only else i for i, a in writes),
+        any(a.alias_info and not a.alias_info.is_write for a in arguments),
+    )
 
 
 def each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
     """Returns what `act` makes of an operation's arguments or results, and of those in lists."""
-    return tuple(type(v)(map(act, v)) if type(v) in (list, tuple) else act(v) for v in values)
-
-
-def each_of(act: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns what `act` makes of both kinds of an operation's arguments."""
-    return each(act, args), dict(zip(kwargs, each(act, kwargs.values()), strict=True))
-
-
-@cache
-def elementwise(func: Any) -> bool:
-    """True if each element of the result is made of the elements in its place."""
-    name = name_of(func)
-    if name.startswith(OF_LISTS):
-        return not name.startswith(NUMBERS)
-    pointwise = torch.Tag.pointwise in func.tags or name in SAME_PLACES or name.endswith("_like")
-    tensors = all(str(made.type) == "Tensor" for made in func._schema.returns)  # `equal` makes one bool of all
-    return pointwise and tensors and torch.Tag.nondeterministic_seeded not in func.tags
-
-
-@cache
-def is_view(func: Any) -> bool:
-    """True if the result is in the memory of an argument."""
-    return any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
-
-
-@cache
-def _outputs(func: Any) -> tuple[int | str, ...]:
-    """Returns the arguments that an operation writes to, by place, or by name as `out=` is."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple(a.name if a.kwarg_only else i for i, a in arguments if a.alias_info and a.alias_info.is_write)
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the values of the arguments that an operation writes to."""
-    return [kwargs.get(at) if isinstance(at, str) else args[at] for at in _outputs(func)]
-
-
-def is_mask(target: Tensor, places: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> bool:
-    """True if a number is put where a mask of the tensor's shape is true."""
-    mask = places[0] if len(places) == 1 and not (accumulate or value.dim()) else None
-    return mask is not None and mask.dtype is torch.bool and mask.shape == target.shape
+    return tuple(type(v)(map(act, v)) if isinstance(v, list | tuple) else act(v) for v in values)
 
 
 Number = tuple[str, float]  # "sum", "mean", "max", "min", "all", "any", or "norm" and its p
+NEUTRAL = {"max": -inf, "min": inf, "all": 1.0}  # what changes nothing, where it is not 0
+ACROSS = {"mean": "sum", "max": "amax", "min": "amin"}  # what the ranks' numbers make of them
 
 
 def one_number(func: Any, args: Sequence[Any]) -> Number | None:
     """Returns what an operation makes of all elements of a tensor; None where it makes something else."""
-    name, overload = name_of(func), func._schema.overload_name
+    name, overload = operation(func).name, func._schema.overload_name
     if name in ("sum", "mean", "max", "min", "all", "any") and not overload:
-        return name, 0.0
+        return (name, 0.0) if name not in ("max", "min") or args[0].is_floating_point() else None
     if name == "norm" and overload in ("Scalar", "ScalarOpt_dtype"):
-        return "norm", float(2 if len(args) < 2 or args[1] is None else args[1])
+        return _norm(2 if len(args) < 2 or args[1] is None else args[1])
     if name == "linalg_vector_norm" and (len(args) < 3 or args[2] is None) and not (len(args) > 3 and args[3]):
-        return "norm", float(args[1] if len(args) > 1 else 2)
+        return _norm(args[1] if len(args) > 1 else 2)
     return None
+
+
+def _norm(p: float) -> Number | None:
+    return ("norm", float(p)) if p > 0 else None
 
 
 def reduced(what: Number, tensors: Sequence[DTensor], dtype: torch.dtype | None) -> list[Tensor]:
@@ -91,51 +85,28 @@ def reduced(what: Number, tensors: Sequence[DTensor], dtype: torch.dtype | None)
     places, made = dict[tuple[DeviceMesh, torch.dtype], list[int]](), dict[int, Tensor]()
     for i, x in enumerate(tensors):
         places.setdefault((all_ranks(x), x.dtype), []).append(i)
+    kind, p = what
     for (mesh, _), where in places.items():
-        local = _of_shards(what, [tensors[i] for i in where], dtype)
-        rows = local[0].new_zeros(mesh.size(), len(local))  # a row a rank: what is no number stays so, also in extrema
+        shards = [_shard(tensors[i], NEUTRAL.get(kind, 0.0)) for i in where]
+        if kind == "norm":
+            local = list(torch._foreach_norm(shards, p, dtype=dtype))
+        elif kind in ("sum", "mean"):
+            local = [shard.sum(dtype=dtype) for shard in shards]
+        else:
+            local = [getattr(shard, kind)() for shard in shards]
+        of_type = torch.uint8 if local[0].dtype is torch.bool else local[0].dtype
+        rows = local[0].new_zeros(mesh.size(), len(local), dtype=of_type)  # a row a rank, so that nan stays nan
         rows[int((mesh.mesh.flatten() == torch.distributed.get_rank()).nonzero())] = torch.stack(local)
         all_reduce(rows, mesh)
-        made |= dict(zip(where, _of_rows(what, rows).unbind(), strict=True))
-    numbers = [made[i] for i in range(len(tensors))]
-    if what[0] == "mean":
-        return [number / x.numel() for x, number in zip(tensors, numbers, strict=True)]
-    return numbers
+        rows = rows.to(local[0].dtype)
+        all_of = (
+            torch.linalg.vector_norm(rows, p, dim=0) if kind == "norm" else getattr(rows, ACROSS.get(kind, kind))(0)
+        )
+        made |= dict(zip(where, all_of.unbind(), strict=True))
+    return [made[i] / x.numel() if kind == "mean" else made[i] for i, x in enumerate(tensors)]
 
 
-def _of_shards(what: Number, tensors: Sequence[DTensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """Returns what this rank's shards make, where it is the first that has them, and else what changes nothing."""
-    kind, p = what
-    shards = [x._local_tensor if is_first(x) else x._local_tensor.new_empty(0) for x in tensors]
-    if kind in ("all", "any"):
-        return [getattr(shard.bool(), kind)().to(torch.uint8) for shard in shards]
-    if kind in ("sum", "mean"):
-        return [shard.sum(dtype=dtype) for shard in shards]
-    some = [shard for shard in shards if shard.numel()]
-    if kind == "norm":
-        made = iter(torch._foreach_norm(some, p, dtype=dtype) if some else ())
-    else:
-        made = iter([shard.max() if kind == "max" else shard.min() for shard in some])
-    return [next(made) if shard.numel() else _neutral(what, shard, dtype) for shard in shards]
-
-
-def _neutral(what: Number, shard: Tensor, dtype: torch.dtype | None) -> Tensor:
-    kind, p = what
-    if kind == "norm":
-        return shard.abs().new_full((), inf if p < 0 else 0.0, dtype=dtype)
-    if shard.is_floating_point():
-        return shard.new_full((), -inf if kind == "max" else inf)
-    limits = torch.iinfo(shard.dtype)
-    return shard.new_full((), limits.min if kind == "max" else limits.max)
-
-
-def _of_rows(what: Number, rows: Tensor) -> Tensor:
-    kind, p = what
-    if kind == "norm" and p:
-        norms: Tensor = torch.linalg.vector_norm(rows, p, dim=0)
-        return norms
-    if kind in ("max", "min"):
-        return rows.amax(0) if kind == "max" else rows.amin(0)
-    if kind in ("all", "any"):
-        return rows.all(0) if kind == "all" else rows.any(0)
-    return rows.sum(0)
+def _shard(tensor: DTensor, neutral: float) -> Tensor:
+    """Returns this rank's shard, if it is the first that has it, else what changes nothing."""
+    shard = tensor._local_tensor
+    return shard if is_first(tensor) and shard.numel() else shard.new_full((1,), neutral)

@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.replaced import ReplacedParameter
-from layerwise.run.state.dispatch import SHARED, full_of, in_full, like_it, locally, of_lists
+from layerwise.run.local_tensor import like
+from layerwise.run.state.dispatch import SHARED, full_of, in_full, locally, of_lists
 from layerwise.run.state.meshes import (
     UNSCALE,
     all_ranks,
@@ -39,12 +40,11 @@ from layerwise.run.state.meshes import (
     shard_of,
     unscale,
 )
-from layerwise.run.state.operations import OF_LISTS, OF_SHAPE, elementwise, is_mask, name_of, one_number, reduced
+from layerwise.run.state.operations import OF_SHAPE, one_number, operation, reduced
 
 COMPUTED = frozenset(("data", "T", "mT", "H", "mH"))  # attributes that are further tensors
 DISPATCHES = torch.__version__ >= "2.13"
 ASKS = frozenset(("grad", "backward"))  # functions that ask for gradients of it
-PUT, MASKED = torch.ops.aten.index_put_.default, torch.ops.aten.masked_fill_.Tensor
 
 
 class _Kind(torch._C._TensorMeta):
@@ -61,14 +61,14 @@ class PlanDTensor(DTensor, metaclass=_Kind):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Returns what `func` makes of it, which autograd follows where gradients are wanted."""
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if name in ASKS or (name in ("__get__", "__set__") and func.__self__.__name__ not in COMPUTED):
                 return func(*args, **kwargs)
-            if ReplacedParameter in types:
+            if len(types) > 1 and ReplacedParameter in types:
                 return NotImplemented
             if name == "__set__" and isinstance(args[0], cls):  # p.data = x
                 return _set_data(*args)
@@ -85,9 +85,9 @@ class PlanDTensor(DTensor, metaclass=_Kind):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         """Returns what the operation makes: see the module."""
-        kwargs = kwargs or {}
-        if func is PUT and is_mask(*args):  # p[p < 0] = 0
-            func, args = MASKED, (args[0], args[1][0], args[2])
+        kwargs, of = kwargs or {}, operation(func)
+        if of.elementwise and not of.of_lists and (found := locally(func, args, kwargs)) is not NotImplemented:
+            return found
         if func is UNSCALE:
             return unscale(*args)
         if func.namespace == "c10d":
@@ -98,16 +98,13 @@ class PlanDTensor(DTensor, metaclass=_Kind):
                 "module has other parameters, name those of the parallel one in its "
                 "`_ddp_params_and_buffers_to_ignore` first"
             )
-        name = name_of(func)
-        if name == "is_same_size":
+        if of.name == "is_same_size":
             return args[0].shape == args[1].shape
-        if name in OF_SHAPE:
+        if of.name in OF_SHAPE:
             made = func(args[0]._local_tensor, *args[1:], **kwargs)
-            return like_it(args[0], shard_of(made, args[0]).contiguous()) if made.shape == args[0].shape else made
-        if name.startswith(OF_LISTS):
-            return of_lists(func, name, args, kwargs)
-        if elementwise(func) and (found := locally(func, args, kwargs)) is not NotImplemented:
-            return found
+            return like(args[0], shard_of(made, args[0]).contiguous()) if made.shape == args[0].shape else made
+        if of.of_lists:
+            return of_lists(func, args, kwargs)
         if isinstance(args[0], DTensor) and (number := one_number(func, args)) is not None:
             return reduced(number, [args[0]], kwargs.get("dtype"))[0]
         return in_full(func, args, kwargs)
@@ -155,10 +152,10 @@ class PlanDTensor(DTensor, metaclass=_Kind):
             "parallel one would share them out once more: leave fully_shard out"
         )
 
-    def bring(self, gradient: Tensor) -> DTensor:
+    def bring(self, gradient: Tensor) -> Tensor:
         """Returns a gradient of it as this lies, also a plain one of all of it, as some of autograd's formulas make."""
         full = everywhere(gradient) if isinstance(gradient, DTensor) else gradient
-        return like_it(self, shard_of(full, self).contiguous())
+        return like(self, shard_of(full, self).contiguous())
 
     def retire(self) -> None:
         """Has any use of it raise, as the model has other parameters now."""
@@ -168,7 +165,7 @@ class PlanDTensor(DTensor, metaclass=_Kind):
 class RetiredDTensor(PlanDTensor):
     """A parameter of a model that is plain again."""
 
-    __torch_function__ = ReplacedParameter.__torch_function__  # type: ignore[assignment]
+    __torch_function__ = ReplacedParameter.__torch_function__
 
 
 class PartView(Tensor):
@@ -317,15 +314,15 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, p: PlanDTensor) -> Tensor:
-        ctx.like = like_it(p, p._local_tensor.detach())
+        ctx.like = like(p, p._local_tensor.detach())
         full = everywhere(p)
         return full.clone() if full is p._local_tensor else full
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         mean = _mean_over(all_ranks(ctx.like), gradient)
-        return like_it(ctx.like, shard_of(mean, ctx.like).contiguous())
+        return like(ctx.like, shard_of(mean, ctx.like).contiguous())
 
 
 def _mean_over(mesh: DeviceMesh, gradient: Tensor) -> Tensor:

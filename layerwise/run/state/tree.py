@@ -18,16 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
-from layerwise.ops.nn.norm import BatchNorm
 from layerwise.run.guards.refusals import REFUSED
 from layerwise.run.guards.replaced import UnkeptTensor, UnreadParameter, replace_parameter
 from layerwise.tensorfile import dtype_name
 
 Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters` or `_buffers`, and a key
-NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by dimensions of the input
 FRESH = frozenset(vars(nn.Module()))  # what every module has
 
 
@@ -49,8 +46,6 @@ class Tree:
         self._extra = list[str]()  # of the other tensors
         self._own = dict[str, Tensor]()  # what the model's forward pass makes, for which it has no place
         self._replaced = list[tuple[object, nn.Parameter]]()  # what was in a slot, and is now
-        if self._of_file:
-            self._add_norms(network.graph)
         by_tensor: dict[int, list[Slot]] = {}
         for module in root.modules():
             for slots in (module._parameters, module._buffers):
@@ -66,19 +61,6 @@ class Tree:
         root = self._root()
         assert root is not None
         return root
-
-    def _add_norms(self, graph: LayerGraph) -> None:
-        """Adds the batch norms of a network read from a file, for a loop that looks for them."""
-        for layer in graph.layers:
-            for stage in layer.stages:
-                paths = {name.rpartition(".")[0] for name in layer.parameters[stage.parameters]}
-                if isinstance(stage.op, BatchNorm) and stage.op.track and len(paths) == 1 and paths != {""}:
-                    shape = stage.space.out.shape
-                    kind: Any = NORMS[len(shape)]
-                    norm = kind(shape[1], stage.op.eps, stage.op.momentum, stage.op.affine, device="meta")
-                    norm.num_batches_tracked = torch.zeros((), dtype=torch.int64)
-                    parent, last = self._at(paths.pop())
-                    parent._modules[last] = norm
 
     def place(self, values: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> None:
         """Puts this rank's tensors where the model has those of these names.
@@ -169,14 +151,13 @@ class Tree:
         return module, last
 
 
-class Before:
-    """What a model has, to be put back where making it parallel fails."""
+class Slots:
+    """A model's class, and what it has in its attributes, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._kind = model, type(model)
         slots = (d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules))
         self._slots = [(d, dict(d)) for d in slots]
-        self._parameters = [(p, p.data, p._post_accumulate_grad_hooks) for p in model.parameters()]
 
     def put_back(self) -> None:
         """Makes the model what it was."""
@@ -184,6 +165,17 @@ class Before:
         for slots, before in self._slots:
             slots.clear()
             slots.update(before)
+
+
+class Before(Slots):
+    """What a model has, its parameters' values, too, to be put back where making it parallel fails."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._parameters = [(p, p.data, p._post_accumulate_grad_hooks) for p in model.parameters()]
+
+    def put_back(self) -> None:
+        super().put_back()
         for p, data, hooks in self._parameters:
             p.data, p._post_accumulate_grad_hooks = data, hooks
 
@@ -212,8 +204,8 @@ def allow_calls(root: nn.Module) -> None:
     """Makes the layers as they were."""
     for module in root.modules():
         for name in (*REFUSED, "apply"):
-            mine = module.__dict__.get(name)
-            if mine is not None and (mine is REFUSED.get(name) or isinstance(mine, partial)):
+            ours = module.__dict__.get(name)
+            if ours is not None and (ours is REFUSED.get(name) or isinstance(ours, partial)):
                 del module.__dict__[name]
 
 
@@ -240,20 +232,21 @@ def without_memory(network: Network) -> Network:
     stored: dict[str, Callable[[], object]] = {}
     for name in set(network.keys.values()) - {name for x in network.graph.layers for name, _ in x.own_parameters()}:
         if isinstance(value := network.value(name), Tensor):
-            stored[name] = _reads(value.detach().to("meta"))
+            stored[name] = reads(value.detach().to("meta"))
     for layer in network.graph.layers:
         if layer.role is Role.CONSTANT:
             name = layer.name if layer.name in network.stored else layer.name.partition(":")[0]
-            stored[name] = _reads(network.value(name))
+            stored[name] = reads(network.value(name))
         for name, p in layer.own_parameters():
             if name in types:
                 trained = p.trainable or name in layer.frozen
                 empty = torch.empty(p.shape, dtype=getattr(torch, types[name]), device="meta")
-                stored[name] = _reads(empty if trained else network.value(name))
+                stored[name] = reads(empty if trained else network.value(name))
     return replace(network, stored=stored, built={}, module=module)
 
 
-def _reads(value: object) -> Callable[[], object]:
+def reads(value: object) -> Callable[[], object]:
+    """Returns what reads a value that is known."""
     return lambda: value
 
 

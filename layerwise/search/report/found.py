@@ -21,7 +21,7 @@ from layerwise.search.report.tables import (
     strategy_table,
     time_by_block,
 )
-from layerwise.search.result import Candidate, SearchResult
+from layerwise.search.result import Candidate, SearchResult, error_between
 
 
 def about(model: CostModel) -> str:
@@ -134,12 +134,13 @@ def as_dict(
         "bucket_bytes": best.bucket_bytes,
         "timeline_by_ddp_buckets_s": result.by_ddp.timeline.total_s,
         "timeline_lower_bound_s": result.overlap_bound_s,
+        "timeline_range_s": [best.deviations.low_s, best.deviations.high_s],
         "final_nodes": optimum.final_nodes,
         "elimination_order": list(optimum.order),
         "seconds": dict(seconds),
         "configurations": result.configurations,
         "compute_time": basis(model, best.price).as_dict(),
-        "model_error": max(result.baselines["data"].error, result.fastest.error),
+        "model_error": error_between(result.baselines["data"], result.fastest),
         "fastest": {"name": result.fastest.name, **costs_json(result.fastest), **strategy_json(result.fastest)},
         "simulated": {
             "plans": len(result.simulated),

@@ -1,5 +1,5 @@
 """The report of a plan: the answer, where the time goes, each layer, the picture, the step, its memory, and all of it
-as tables. As plain data, which `report.html` writes as a page.
+as tables. As plain data, which `report.html` writes as a page; its pictures are those of `plot`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from layerwise.graph.layer import Layer
 from layerwise.partition.place import Boxes, input_maps
 from layerwise.plan import Plan
 from layerwise.quantities import units
-from layerwise.report import charts
 from layerwise.report.content import (
     Code,
     Column,
@@ -29,6 +28,7 @@ from layerwise.report.content import (
     Lines,
     Marked,
     Part,
+    Picture,
     Report,
     Section,
     Table,
@@ -36,10 +36,13 @@ from layerwise.report.content import (
     facts,
     filled,
 )  # fmt: skip
+from layerwise.report.figures import svg
 from layerwise.search.baselines import baselines
 from layerwise.search.curve import Point
 from layerwise.search.find import candidate, configurations
-from layerwise.search.report.forms import Alternative, all_alternatives, alternatives_table, limit_of
+from layerwise.search.plot import step
+from layerwise.search.plot.structure import strategy
+from layerwise.search.report.forms import alternatives_table, limit_of
 from layerwise.search.report.found import about, price_dict
 from layerwise.search.report.tables import (
     NUMBERS,
@@ -55,9 +58,10 @@ from layerwise.search.report.tables import (
 )  # fmt: skip
 from layerwise.search.report.traces import TraceFile, differences_table
 from layerwise.search.result import Candidate
+from layerwise.search.solve.alternatives import Alternative, all_alternatives
 
 MANY_PAIRS = 3_000_000  # of configurations of neighbours, beyond which no alternatives are told
-ROWS = 12  # of a timeline, at most
+MANY_LAYERS = 200  # beyond which their graph has no room
 ALTERNATIVES = 6  # of a layer, and those of the plan and the baselines
 
 
@@ -113,7 +117,7 @@ def plan_report(
         Section("The answer", [*_answer(planned), *([Fold("All that the search says", more)] if more else [])]),
         Section("Where the time goes", [by_block, *folds]),
         Section("A layer", list(_layers(planned)), searched="Search a layer:"),
-        Section("The picture", [picture(best, linked=True), *_halos(best), table]),
+        Section("The picture", [picture(best, linked=True), *_graph(best), *_halos(best), table]),
         Section("The step", list(_step(best, plan.device_order, measured))),
         Section("Memory", list(_memory(planned, curve))),
         Section("All layers", list(_tables(planned)), searched="Search layers and edges:"),
@@ -211,26 +215,19 @@ def _edge_row(model: CostModel, best: Candidate, name: EdgeName) -> tuple[Value,
 
 def _step(best: Candidate, ranks: Sequence[int], measured: TraceFile | None) -> Iterator[Part]:
     """The step by device, and what was measured beside it. ranks: of the plan's devices, in order."""
-    rows = list[tuple[str, Sequence[charts.Bar]]]()
     if measured is None:
-        same: dict[tuple[charts.Bar, ...], list[int]] = {}
-        for device in range(best.shares.devices):
-            same.setdefault(tuple(_bars(best, device)), []).append(device)
-        for bars, devices in same.items():
-            several = f"devices {devices[0]}–{devices[-1]} ({len(devices)} alike)"
-            rows.append((several if len(devices) > 1 else f"device {devices[0]}", bars))
+        rows = list(step.rows_of(best))
     else:
+        rows = []
         for rank in measured.ranks:
             if rank not in ranks:
-                raise LayerwiseError(
-                    f"the measured trace has rank {rank}, and the plan {len(ranks)} ranks: give its own"
-                )
-            device = ranks.index(rank)
-            rows += [(f"rank {rank}, predicted", _bars(best, device)), (f"rank {rank}, measured", measured.step(rank))]
-    shown = rows[:ROWS]
-    yield charts.timeline(shown, max(bar.end_s for _, bars in shown for bar in bars))
-    if len(rows) > ROWS:
-        yield Lines([f"{len(rows) - ROWS:,} more rows are not shown."])
+                raise LayerwiseError(f"the trace has rank {rank}, and the plan {len(ranks)} ranks: give its own")
+            rows.append((f"rank {rank}, predicted", step.bars_of(best, ranks.index(rank))))
+            rows.append((f"rank {rank}, measured", measured.step(rank)))
+    shown = rows[: step.ROWS]
+    yield Picture(lambda: svg(step.draw_timeline(shown)), "a step by device: computation, and below it communication")
+    if len(rows) > step.ROWS:
+        yield Lines([f"{len(rows) - step.ROWS:,} more rows are not shown."])
     yield facts([
         ("a step", f"{units(best.timeline.total_s, 's')}, predicted"),
         ("forward pass", units(best.timeline.forward_s, "s")),
@@ -239,36 +236,38 @@ def _step(best: Candidate, ranks: Sequence[int], measured: TraceFile | None) -> 
         ("communication beside computation", units(best.shares.total(HIDDEN), "s")),
     ])  # fmt: skip
     if measured is not None:
-        by_rank = {rank: _bars(best, device) for device, rank in enumerate(ranks)}
+        by_rank = {rank: step.bars_of(best, device) for device, rank in enumerate(ranks)}
         spans = {r: {(b.part, b.name): [(b.start_s, b.end_s)] for b in bars} for r, bars in by_rank.items()}
         yield differences_table(TraceFile(spans), measured, "The largest differences")
-
-
-def _bars(best: Candidate, device: int) -> list[charts.Bar]:
-    here = (span for span in best.spans if span.devices[device])
-    times = ((span, round(float(span.start_s[device]), 9), round(float(span.end_s[device]), 9)) for span in here)
-    return [charts.Bar(span.name, span.category, span.layer, *ends) for span, *ends in times]
 
 
 def _memory(planned: Planned, curve: Sequence[Point]) -> Iterator[Part]:
     """The memory of the fullest device over the step; and what a step takes under other limits."""
     held, limit, at = planned.course, planned.limit_bytes, planned.course.fullest
-    yield charts.memory(held.instants, held.kinds, at, limit)
+    over = "memory of the fullest device over a step, by what it is held for"
+    yield Picture(lambda: svg(step.memory(held.instants, held.kinds, at, limit)), over)
     rows = [(kind, sizes[at], max(sizes)) for kind, sizes in held.kinds.items() if any(sizes)]
     columns = filled([Column("held for"), Column("at the fullest instant", "B"), Column("at most", "B")], rows)
     yield Table(columns, f"Device {held.device}: fullest at {held.instants[at]}; its limit is {units(limit, 'B')}")
     plans = {c.key: c for c in [*list(planned.baselines.values())[::-1], planned.best]}
     points = [(c.name, c.memory_bytes, c.timeline.total_s) for c in plans.values()]
     under = [(f"under {units(p.limit_bytes, 'B')}", p.limit_bytes, p.best.timeline.total_s) for p in curve if p.best]
-    yield charts.time_and_memory(points, under[::-1], limit)
+    by_memory = "the time of a step by the memory that it needs"
+    yield Picture(lambda: svg(step.time_and_memory(points, under[::-1], limit)), by_memory)
     if curve:
         yield curve_table(curve)
+
+
+def _graph(best: Candidate) -> list[Part]:
+    """The strategy over the graph, where that has room."""
+    label = "the strategy over the graph: a box a layer, coloured by configuration"
+    return [Picture(lambda: svg(strategy(best)), label)] if len(best.model.graph.inner) <= MANY_LAYERS else []
 
 
 def _halos(best: Candidate) -> list[Part]:
     """The boxes in space of the layer with the largest halo: what devices have of its input, and what they need."""
     places = TensorSizes(best.model, best.strategy).places
-    found = list[tuple[float, charts.SplitVolume, str]]()
+    found = list[tuple[float, step.SplitVolume, str]]()
     for layer in best.model.graph.inner:
         dims = layer.specs[0].dims if layer.inputs else ()
         maps, epilogue = input_maps(layer, 0) if layer.inputs else ((), False)
@@ -282,15 +281,15 @@ def _halos(best: Candidate) -> list[Part]:
             words = f"Of {layer.inputs[0]} each device has a box (coloured); {layer.name} needs its halo, too (dashed):"
             shape, labels = layer.specs[0].shape, [str(dims[i]) for i in axes]
             owners, needs = (_from_above(boxes, axes) for boxes in (owned, needed))
-            space = charts.SplitVolume(owners, needs, [shape[i] for i in axes], labels)
+            space = step.SplitVolume(owners, needs, [shape[i] for i in axes], labels)
             found.append((float(halo.max()), space, words))
     if not found:
         return []
     _, space, words = max(found, key=lambda each: each[0])
-    return [Lines([words]), charts.boxes(space)]
+    return [Lines([words]), Picture(lambda: svg(step.boxes(space)), "boxes of devices in space")]
 
 
-def _from_above(boxes: Boxes, axes: Sequence[int]) -> list[charts.Box]:
+def _from_above(boxes: Boxes, axes: Sequence[int]) -> list[step.Box]:
     """The ends of each device's box, down and across."""
     lo, hi = boxes.lo[:, axes].tolist(), boxes.hi[:, axes].tolist()
     return [((y0, y1), (x0, x1)) for (y0, x0), (y1, x1) in zip(lo, hi, strict=True)]

@@ -17,12 +17,13 @@ from layerwise.cost.timeline.shares import HIDDEN
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.quantities import three_digits, units
-from layerwise.report import charts
-from layerwise.report.blocks import blocks
-from layerwise.report.content import Chart, Column, Fold, Marked, Picture, Table, Value, filled, stacked
+from layerwise.report.content import Column, Fold, Marked, Picture, Table, Value, filled, stacked
 from layerwise.report.figures import svg
-from layerwise.report.picture import PARTS, draw
 from layerwise.search.curve import Point
+from layerwise.search.plot import step
+from layerwise.search.plot.blocks import blocks
+from layerwise.search.plot.devices import draw
+from layerwise.search.plot.looks import PARTS
 from layerwise.search.result import Candidate, SearchResult, drawn
 
 NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
@@ -43,8 +44,8 @@ def picture(candidate: Candidate, *, linked: bool = False) -> Picture:
     return Picture(lambda: svg(draw(*drawn(candidate), linked=linked)), label)
 
 
-def time_by_block(candidate: Candidate) -> tuple[Chart, Table, list[Fold]]:
-    """The time of a step by block of layers, the longest first: a chart, a table, and of each block its layers."""
+def time_by_block(candidate: Candidate) -> tuple[Picture, Table, list[Fold]]:
+    """The time of a step by block of layers, the longest first: a picture, a table, and of each block its layers."""
     layers, seconds, _ = drawn(candidate)
     sums = {name: step_part_s(parts) for name, parts in seconds.items()}
     found = sorted(blocks(layers, sums), key=lambda block: -block.seconds(sums))
@@ -70,7 +71,10 @@ def time_by_block(candidate: Candidate) -> tuple[Chart, Table, list[Fold]]:
             Fold(f"{block.title}: {share:.1%}, {units(step_part_s(total), 's')}", [inner], f"block {block.title}")
         )
     bars = [(b.title, f"block {b.title}", total) for b, total in zip(found, totals, strict=True)]
-    return charts.time_by_block(bars), Table(filled(columns, rows)), folds
+    drawn_bars = Picture(
+        lambda: svg(step.time_by_block(bars)), "the time of a step by block of layers, the longest first"
+    )
+    return drawn_bars, Table(filled(columns, rows)), folds
 
 
 def step_part_s(parts: Mapping[str, float]) -> float:

@@ -10,8 +10,8 @@ from statistics import median, median_low
 from layerwise.chrome import CATEGORIES
 from layerwise.errors import LayerwiseError
 from layerwise.files import read_json
-from layerwise.report.charts import Bar
 from layerwise.report.content import Column, Table, filled
+from layerwise.search.plot.step import Bar
 
 WARM = 2  # steps that are left out where there are more: buffers, connections, kernels that are chosen
 SUMS = "gradients of "

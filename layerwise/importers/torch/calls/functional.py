@@ -7,7 +7,7 @@ are taken again where they are used. https://pytorch.org/docs/stable/tensor_view
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,17 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import TURNED, order_of
-from layerwise.importers.torch.traced_program import Node, Ref, Source, TracedProgram, Value, bind, refs, where
+from layerwise.importers.torch.traced_program import (
+    Node,
+    Ref,
+    Source,
+    TracedProgram,
+    Value,
+    behind,
+    bind,
+    refs,
+    where,
+)
 
 STATISTICS = {"_native_batch_norm_legit"}  # these write running statistics, which their layers remember
 COUNTER = "num_batches_tracked"
@@ -27,14 +37,14 @@ VIEWS = (
 
 
 def functional(program: TracedProgram) -> TracedProgram:
-    """The same program. LayerwiseError where it is not known what a write changes, or where the model would keep it."""
+    """The same program. LayerwiseError where it is not known what a write changes, or where a buffer would keep it."""
     if not any(overwritten(node) for node in program.nodes):
         return program
     writer = _Writer(program)
     for node in program.nodes:
         writer.add(node)
     outputs = tuple(Ref(writer.current(ref.name)) for ref in program.outputs)
-    return replace(program, nodes=tuple(writer.nodes), outputs=outputs)
+    return replace(program, nodes=tuple(writer.nodes), outputs=outputs, effects=tuple(writer.effects))
 
 
 def overwritten(node: Node) -> tuple[str, ...]:
@@ -56,6 +66,7 @@ class _Writer:
         self.sources = {source.value.name: source for source in program.sources}
         self.values = program.values
         self.nodes: list[Node] = []
+        self.effects: dict[str, None] = {}  # a phrase for each parameter that is written into
         self.same: dict[str, str] = {}  # what a call in place returns -> the tensor that it wrote into
         self.views: dict[str, tuple[str, Node]] = {}  # of which tensor, and by which call
         self.perhaps: dict[str, set[str]] = defaultdict(set)  # tensors that may lie in the same memory, or not
@@ -72,9 +83,13 @@ class _Writer:
             self._note_views(node)
             return
         near = {root for name in written for root in self._near(self._root(self._tensor(name)))}
-        for root in near:
-            _check_kept(node, self.sources.get(root))
         out = node.outputs[0] if node.outputs else None
+        kept = [self.sources[root] for root in near if root in self.sources and self._is_kept(self.sources[root])]
+        if kept:
+            self._check_kept(node, call, kept)
+        if kept and out is not None:
+            self.same[out.name] = self._tensor(written[0])  # it is trained with its new values
+            return
         if len(written) > 1 or out is None:
             raise LayerwiseError(
                 f"{where(node)} calls {node.target}, which writes into several tensors or returns none; write it "
@@ -193,6 +208,34 @@ class _Writer:
             tensor = self.views[tensor][0]
         return tensor
 
+    def _is_kept(self, source: Source) -> bool:
+        """Whether a write into a tensor is there in the next step, too.
+
+        But for the counters of batch norms: they are counted where layerwise trains (see `layerwise.run.state.state`).
+        """
+        own = source.kind != "input" and not source.target.startswith("lifted_tensor")
+        return own and (source.kind == "parameter" or not source.target.endswith(COUNTER))
+
+    def _check_kept(self, node: Node, call: Node, kept: Sequence[Source]) -> None:
+        """Notes a write into parameters. LayerwiseError where it depends on samples or chance, or is into a buffer."""
+        made = behind(call.operands, {v.name: one for one in self.nodes for v in one.outputs if v}, ())
+        read = {ref.name for one in (call, *made.values()) for ref in one.operands}
+        drawn = any(o and torch.Tag.nondeterministic_seeded in o.tags for one in made.values() if (o := one.overload))
+        for source in kept:
+            written = f"{source.kind} {source.target!r}"
+            if source.kind != "parameter" or drawn or any(self._is_input(name) for name in read):
+                raise LayerwiseError(
+                    f"{where(node)} writes into its {written} in the forward pass, which layerwise would lose (but for "
+                    "running statistics of batch and instance norms): update it outside of the model"
+                )
+            path = where(node).removeprefix("the model")
+            self.effects[
+                f"writes into its {written} in the forward pass{path and f' of {path}'} (do it after optimizer.step())"
+            ] = None
+
+    def _is_input(self, name: str) -> bool:
+        return name in self.sources and self.sources[name].kind == "input"
+
     def _renamed(self, value: object) -> object:
         if isinstance(value, Ref):
             return Ref(self.current(value.name))
@@ -207,20 +250,6 @@ def _shared(node: Node) -> Iterator[tuple[str, str]]:
             seen = node.arguments.get(argument.name)
             if argument.alias_info is not None and isinstance(seen, Ref):
                 yield from ((v.name, seen.name) for v in node.outputs if v)
-
-
-def _check_kept(node: Node, source: Source | None) -> None:
-    """LayerwiseError where a call writes into a buffer or parameter of the model: what it keeps would be lost.
-
-    But for the counters of batch norms: they are counted where layerwise trains (see `layerwise.run.state.state`).
-    """
-    if source is None or source.kind == "input" or source.target.startswith("lifted_tensor"):
-        return
-    if source.kind == "parameter" or not source.target.endswith(COUNTER):
-        raise LayerwiseError(
-            f"{where(node)} writes into its {source.kind} {source.target!r} in the forward pass, which layerwise would "
-            "lose (but for running statistics of batch and instance norms): update it outside of the model"
-        )
 
 
 def _seen_elsewhere(node: Node, name: str) -> LayerwiseError:

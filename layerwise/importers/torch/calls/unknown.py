@@ -27,7 +27,7 @@ from layerwise.importers.torch.exported import FxReader
 from layerwise.importers.torch.ops.free import FREE, free_dims
 from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_name, row
 from layerwise.importers.torch.traced_program import TRACING, Node, Ref, TracedProgram, Value, called
-from layerwise.ops.opaque import Argument, ElementType, Here, Slot, TorchOp
+from layerwise.ops.opaque import Argument, ElementType, Here, Slot, TorchOp, unlogged
 from layerwise.tensor import TensorSpec
 
 MOST_NODES = 64  # that one call becomes
@@ -115,7 +115,7 @@ def _trace(node: Node, values: Mapping[str, Value]) -> torch.fx.GraphModule | No
         return called(node, dict(zip(refs, tensors, strict=True)).__getitem__, "cpu")
 
     try:
-        with TRACING, FakeTensorMode():
+        with TRACING, unlogged(), FakeTensorMode():
             examples = [torch.empty(values[r.name].shape, dtype=getattr(torch, values[r.name].dtype)) for r in refs]
             traced = make_fx(call, decomposition_table=dict(_table()))(*examples)
     except Exception:  # whatever it is: the call stays as it is

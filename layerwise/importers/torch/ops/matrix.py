@@ -53,10 +53,10 @@ def affine(x: Tensor, weight: Tensor, bias: Argument) -> Built:
 
 
 def weight_norm(call: Call) -> Result:
-    """g * v / |v|, the norm over all dimensions but `dim` (Salimans and Kingma, 2016)."""
+    """g * v / |v|, the norm over all dimensions but `dim`, over all where that is -1 (Salimans and Kingma, 2016)."""
     v, g = call.operand("v"), call.operand("g")
-    rank = len(v.shape)
-    kept = wrapped(call.integer("dim"), rank)
+    rank, dim = len(v.shape), call.integer("dim")
+    kept = None if dim == -1 else wrapped(dim, rank)
     norm = Built(Reduce("norm2", tuple(d for d in range(rank) if d != kept), True), (v,))
     return Built(Binary("mul"), (v, Built(Binary("div"), (g, norm))))
 

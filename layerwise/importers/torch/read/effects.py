@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import get_ident
+from types import FrameType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ Numbers = Mapping[tuple[str, str], object]  # attributes that are numbers, or li
 class UntracedEffects(TorchFunctionMode):
     """A mode, of one thread, that notes effects that depend on more than the values of one step.
 
-    What else a trace does not show is found by running the layers beside the module (`importers.torch.proof`).
+    It is on while the model is called, inside of the modes that record the trace: what it does not pass on is not in
+    there. What else a trace does not show is found by running the layers beside the module (`importers.torch.proof`).
     """
 
     def __init__(self) -> None:
@@ -45,12 +47,29 @@ class UntracedEffects(TorchFunctionMode):
         return self.inside[-1] if self.inside else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and (inputs := _checkpointed(sys._getframe(1))) is not None:
+            if not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):  # PyTorch warns of it
+                self.found.setdefault("has a reentrant checkpoint, none of whose inputs has a gradient", self.here)
+            return None  # what autograd is turned off for, the backward pass of the checkpoint differentiates
+        # `torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor.
+        known: range = getattr(args[0], "layerwise_range", range(0)) if args else range(0)
+        if func is Tensor.item and len(known) == 1:
+            return known[0]
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()  # of which a trace knows what it is
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            if args[0].shape != args[1].shape or args[0].dtype != args[1].dtype:
+                raise LayerwiseError(f"module {self.here!r} assigns a tensor of another shape or type to .data")
+            args[0].detach().copy_(args[1])
+            return None
         made = func(*args, **(kwargs or {}))
         if func in _NOTED:
             self.found[f"{_NOTED[func]} in its forward"] = self.here
         elif func is torch.arange and args and not kwargs and all(type(a) is int for a in args):
-            # `torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor.
-            made.tolist = lambda: list(range(*args))
+            made.layerwise_range = range(*args)
+        elif func is Tensor.unbind:
+            for one, number in zip(made, known, strict=False):
+                one.layerwise_range = range(number, number + 1)
         return made
 
     @contextmanager
@@ -66,18 +85,26 @@ class UntracedEffects(TorchFunctionMode):
             stack.callback(put_back, model, before)
             for path, module in hookable(model):
                 if module is model:
+                    stack.callback(module.register_forward_pre_hook(self._start).remove)
+                    stack.callback(module.register_forward_hook(self._stop, always_call=True).remove)
                     stack.callback(module.register_forward_hook(look).remove)
                 enter = partial(self._enter, path)
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._leave).remove)
-            stack.enter_context(self)
-            stack.enter_context(reentrant_checkpoints())
             yield self
         if draws() != drawn:
             raise LayerwiseError(
                 "the model draws from Python's or numpy's random numbers in its forward, whose path through the "
                 "network is then another one in every step: draw with torch, and choose with torch.where"
             )
+
+    def _start(self, *_: object) -> None:
+        if get_ident() == self._thread:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _stop(self, *_: object) -> None:
+        if get_ident() == self._thread:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _enter(self, path: str, _: nn.Module, inputs: object, named: object) -> None:
         self._look((inputs, named))
@@ -125,21 +152,13 @@ def noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
 _NOTED = {Tensor.register_hook: "registers a hook of a gradient", torch.autograd.grad: "calls torch.autograd.grad"}
 
 
-@contextmanager
-def reentrant_checkpoints() -> Iterator[None]:
-    """Within it, on this thread, what a reentrant checkpoint is around is called: in it autograd would be off."""
-    kind, thread = checkpoint.CheckpointFunction, get_ident()
-    apply: Any = kind.apply
-
-    def applied(function: Any, preserve: bool, *given: Any) -> Any:
-        if get_ident() != thread:
-            return apply(function, preserve, *given)
-        wanted = any(isinstance(x, Tensor) and x.requires_grad for x in given)
-        with nullcontext() if wanted else torch.no_grad():  # as PyTorch warns
-            return function(*given)
-
-    with mock.patch.object(kind, "apply", staticmethod(applied)):
-        yield
+def _checkpointed(frame: FrameType | None) -> Sequence[object] | None:
+    """The inputs of the reentrant checkpoint that a call comes from, by way of `torch.no_grad`; None: of none."""
+    for _ in range(4):
+        if frame is not None and frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
+            return tuple(frame.f_locals["args"])
+        frame = frame and frame.f_back
+    return None
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # such as its mode, and its hooks
@@ -219,23 +238,20 @@ def draws() -> tuple[object, ...]:
     return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
-# Switches of Hugging Face's configurations that are set otherwise while a model is traced; it computes the same:
-# an attribute, the values that are changed, and the value that stands instead. Keys and values for the generation of
-# text are no outputs in training. Experts sort the tokens of all samples, by data; "batched_mm" takes token by token.
-# https://huggingface.co/docs/transformers/experts_interface
-SWITCHES: tuple[tuple[str, tuple[object, ...], object], ...] = (
-    ("use_cache", (True,), False),
-    ("_experts_implementation_internal", ("grouped_mm", "eager"), "batched_mm"),
-)
+def configure(model: nn.Module) -> None:
+    """Sets Hugging Face's models to compute the same in a way that can be traced; `unchanged` puts it back.
+
+    Keys and values, which generation needs, are no outputs in training; experts take token by token, where they sort
+    the tokens of all samples. https://huggingface.co/docs/transformers/experts_interface
+    """
+    for module in model.modules():
+        configuration, choose = (getattr(module, name, None) for name in ("config", "set_experts_implementation"))
+        if getattr(configuration, "use_cache", None) is True:
+            setattr(configuration, "use_cache", False)  # noqa: B010
+        if callable(choose):
+            choose("batched_mm")
 
 
-@contextmanager
-def configured(model: nn.Module) -> Iterator[None]:
-    """With the switches of the model and of the modules inside set for a trace; afterwards as before."""
-    configurations = {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}
-    with ExitStack() as stack:
-        for configuration in configurations.values():
-            for name, changed, value in SWITCHES:
-                if getattr(configuration, name, None) in changed:
-                    stack.enter_context(mock.patch.object(configuration, name, value))
-        yield
+def uncompiled(model: nn.Module) -> Any:
+    """Returns the module that torch.compile was called of, whose code it would leave alone for ever under a mode."""
+    return getattr(model, "_orig_mod", model)

@@ -1,0 +1,87 @@
+"""ModelComparison: whether the model, run as it is written, still computes what its layers do.
+
+Whatever its code reads beside tensors (a clock, a file, the environment, an object of a library) is what it was when
+the model was traced. No look finds all of it; running the model does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer_graph import LayerGraph
+from layerwise.importers.torch.proof import proven
+from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
+from layerwise.importers.torch.read.fed import Fed
+from layerwise.importers.torch.trace import Imported
+from layerwise.importers.torch.unfused import UnlikeError, UnprovenError
+from layerwise.ops.base import Role
+from layerwise.run.guards.hooks import without_hooks
+from layerwise.run.guards.refusals import AS_WRITTEN
+
+STEPS = (2, 100)  # of training, counted from when the model was made parallel
+
+
+@dataclass
+class ModelComparison:
+    """The layers as they were imported, to be run beside the model on two samples of a rank.
+
+    Gradients and buffers are compared, too, and random numbers are the same on both sides. Nothing of it is left
+    behind: the model, its buffers and all random states are as before.
+    """
+
+    graph: LayerGraph  # not fused
+    structure: OutputStructure | None
+    steps: int = 0  # that were begun
+
+    def due(self) -> bool:
+        """Returns whether the step that begins is one in which the model is run."""
+        self.steps += 1
+        return self.steps in STEPS
+
+    def check(
+        self, model: nn.Module, arguments: Arguments, call: Call, stored: Mapping[str, Callable[[], Any]]
+    ) -> None:
+        """LayerwiseError where the two differ. It warns where the model cannot be run.
+
+        Args:
+            model: As the user wrote it, with full parameters.
+            arguments: How it is called.
+            call: This rank's of this step.
+            stored: Reads the tensors that layers compute with, parameters among them the model's own, by name.
+        """
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        there: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().to(device), call)
+        given = arguments.tensors(*there)
+        fed_by_row = {id(given[x.name]) for x in self.graph.layers if x.role is Role.INPUT and x.out.index("n") == 0}
+        leaves = pytree.tree_leaves(there)
+        rows = frozenset(i for i, x in enumerate(leaves) if id(x) in fed_by_row)
+        fed = Fed(next((len(leaves[i]) for i in rows), 0), rows)
+        try:
+            if not all(bool(p.isfinite().all()) for p in (*model.parameters(), *given.values())):
+                raise UnprovenError("parameters or inputs are not finite")
+            imported = Imported(self.graph, stored, self.structure, arguments, {}, {})
+            with without_hooks(model), torch.autocast(device.type, enabled=False):
+                effects = proven(imported, model, there, fed).graph.unseen
+        except UnlikeError as error:
+            raise self._error(f"layer {error.layer!r} gives other numbers than the model as it is written") from error
+        except (UnprovenError, torch.OutOfMemoryError) as why:
+            warnings.warn(f"the model was not compared with its layers in step {self.steps}: {why}", stacklevel=2)
+        else:
+            if effects:
+                raise self._error(f"the model {effects[0]}")
+
+    def _error(self, what: str) -> LayerwiseError:
+        return LayerwiseError(
+            f"in training step {self.steps} {what}, and did not when it was made parallel: what its forward reads "
+            "beside its inputs (a clock, a file, the environment, an object) has changed. Keep a number that changes "
+            f"in a parameter that is not trained (requires_grad=False), and write into that, or {AS_WRITTEN}; "
+            "compare_model=False in ParallelOptions compares no more"
+        )

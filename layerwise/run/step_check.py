@@ -1,0 +1,108 @@
+"""StepCheck: whether a training's steps take what the plan predicts, told once, after some twenty of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Protocol
+
+import torch
+
+from layerwise.plan import Plan
+from layerwise.quantities import interval, units
+from layerwise.run.execute.reducer import WAITING
+from layerwise.trace import Span, Trace, now_s
+
+FIRST, STEPS = 10, 10  # steps that are not timed, as they choose kernels and connect; and steps that are
+MESSAGES = ("transfers", "statistics")
+LIMITS = ("timeline_low_s", "timeline_high_s")
+SMALL = 0.01  # of a step: less is not told
+
+
+class Timed(Protocol):
+    """What is timed: a model's run."""
+
+    device: torch.device
+    trace: Trace | None
+    step_check: StepCheck | None
+
+
+class StepCheck:
+    """Times some steps of this rank, forward and backward, and says where they are out of the predicted range.
+
+    Ranks do not talk of it. Spans are collected while it times; before, a step costs two comparisons.
+    """
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self.plan, self.say = plan, say
+        self.outcome: dict[str, dict[str, float]] = {}  # seconds, predicted and measured, once it is over
+        self._seconds: list[float] = []
+        self._began_s: float | None = None  # the forward pass whose backward pass is to come
+        self._passes = 0
+        self._trace: Trace | None = None  # that it has set
+
+    @classmethod
+    def of(cls, plan: Plan, say: Callable[[str], None]) -> StepCheck | None:
+        """Returns one; None for a plan that runs on one device, or predicts no range."""
+        return cls(plan, say) if plan.gpus > 1 and "timeline_low_s" in plan.predicted else None
+
+    def begin(self, run: Timed) -> None:
+        """A forward pass in training begins. One that has no backward pass, or shares it, ends the check."""
+        if self._began_s is not None:
+            self._end(run)
+            return
+        if self._passes >= FIRST and run.trace is None:
+            run.trace = self._trace = Trace(device=run.device)
+        self._began_s = now_s(run.device) if self._passes >= FIRST else 0.0
+
+    def end(self, run: Timed, *, summed: bool) -> None:
+        """A backward pass has ended. summed: gradients were, which they are not within no_sync."""
+        began_s, self._began_s = self._began_s, None
+        if began_s is None or not summed:
+            return
+        self._passes += 1
+        if self._passes > FIRST:
+            self._seconds.append(now_s(run.device) - began_s)
+        if len(self._seconds) == STEPS:
+            self._tell([] if self._trace is None else self._trace.spans())
+            self._end(run)
+
+    def _end(self, run: Timed) -> None:
+        if self._trace is not None:
+            run.trace = self._trace = None
+        run.step_check = None
+
+    def _tell(self, spans: list[Span]) -> None:
+        predicted, layers = self.plan.predicted, self.plan.predicted_layers.values()
+        # Without the optimizer's step, which the loop takes.
+        step_s = sum(predicted[key] for key in ("forward_s", "backward_s", "exposed_sync_s"))
+        low_s, high_s = (step_s * predicted[key] / predicted["timeline_s"] for key in LIMITS)
+        took_s = median(self._seconds)
+        parts = {
+            "layers": (
+                sum(layer.get("compute_s", 0.0) for layer in layers),
+                sum(span.end_s - span.start_s for span in spans if span.category == "compute") / STEPS,
+            ),
+            "messages": (
+                predicted["exposed_sync_s"]
+                + sum(layer.get(f"{category}_s", 0.0) for layer in layers for category in MESSAGES),
+                sum(s.end_s - s.start_s for s in spans if s.category in MESSAGES or s.name == WAITING) / STEPS,
+            ),
+        }
+        self.outcome = {
+            name: {"predicted_s": before_s, "measured_s": now_s}
+            for name, (before_s, now_s) in ({"step": (step_s, took_s)} | (parts if spans else {})).items()
+        }
+        if low_s <= took_s <= high_s:
+            return
+        told = [
+            f"{name} take {now_s / before_s:.1f} times what was predicted"
+            for name, (before_s, now_s) in parts.items()
+            if spans and before_s > SMALL * step_s
+        ]
+        self.say(
+            f"forward and backward take {units(took_s, 's')} a step, and {interval(step_s, low_s, high_s, 's')} was "
+            f"predicted{': ' + ', '.join(told) + ' (waiting for other ranks is in messages)' if told else ''}. The "
+            "plan may not be the best one here: measure again under the load that training has, or race the best plans "
+            "(ParallelOptions(race=3), layerwise.run --race 3)"
+        )

@@ -1,0 +1,124 @@
+"""What all figures have in common: white paper, fonts, and colours of which each means one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from layerwise.config import Config
+from layerwise.errors import LayerwiseError, shown
+from layerwise.graph.layer import Layer
+from layerwise.report.figures import check_drawable
+from layerwise.search.result import Candidate, SearchResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 7.2  # inches: as wide as a page's text, so that it is not made smaller
+FONT, SMALL = 9, 8  # points
+LETTER = 0.068  # inches of a small letter
+# Of Okabe and Ito's colours (2008), which colour-blind people can tell apart, five are configurations: of more, the
+# next five are hatched. The other ones are parts of the step.
+CONFIGS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#F0E442")
+HATCHES = ("", "////", "....", "xxxx", "||||")
+ONE = "#d4d4d4"  # one device
+PARTS = {
+    "compute": ("computation", "#999999"),
+    "transfers": ("transfers", "#D55E00"),
+    "sync": ("sums of gradients", "#CC79A7"),
+    "statistics": ("statistics", "#222222"),
+}
+LEGEND: dict[str, Any] = {
+    "fontsize": SMALL, "frameon": False, "borderaxespad": 0, "handlelength": 1.2, "handleheight": 1.2
+}  # fmt: skip
+
+
+class Look(NamedTuple):
+    """How a configuration is drawn."""
+
+    colour: str
+    hatch: str
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """What a patch of matplotlib is given: hatches can be seen on their colour."""
+        edge = ink(paler(self.colour, 0)) if self.hatch else "black"
+        return {"facecolor": self.colour, "hatch": self.hatch, "edgecolor": edge, "linewidth": 0.4}
+
+
+def looks(configs: Iterable[Config]) -> dict[Config, Look]:
+    """The look of each configuration, in the order in which they come."""
+    every = dict.fromkeys(configs)
+    several = [config for config in every if config.total > 1]
+    kinds = [Look(colour, hatch) for hatch in HATCHES for colour in CONFIGS]
+    found = {config: kinds[i % len(kinds)] for i, config in enumerate(several)}
+    return found | {config: Look(ONE, "") for config in every if config.total == 1}
+
+
+def legend_of(styles: dict[Config, Look]) -> list[Any]:
+    """A handle for each configuration, and one for all that are on one device."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(**look.style, label=str(config)) for config, look in styles.items() if config.total > 1]
+    one = Patch(**Look(ONE, "").style, label="one device")
+    return [*handles, one] if any(config.total == 1 for config in styles) else handles
+
+
+def paler(colour: str, share: float) -> tuple[float, float, float]:
+    """The colour with so much white in it."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = (1 - (1 - part) * (1 - share) for part in to_rgb(colour))
+    return red, green, blue
+
+
+def ink(colour: Sequence[float]) -> str:
+    """The colour of a text that can be read on this one."""
+    red, green, blue = (part / 12.92 if part <= 0.04 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3])
+    return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
+
+
+def paper(what: str, height: float, width: float = WIDTH) -> Figure:
+    """An empty figure, of so many inches. LayerwiseError: there is no matplotlib."""
+    check_drawable(what)
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), facecolor="white", layout="constrained")
+
+
+def bare(axes: Axes) -> None:
+    """Takes the frame and the ticks away."""
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def best_of(result: SearchResult | Candidate) -> Candidate:
+    """The strategy that is drawn."""
+    return result.best if isinstance(result, SearchResult) else result
+
+
+def of_block(layers: Iterable[Layer], block: str) -> list[Layer]:
+    """The layers of a block. LayerwiseError: no name begins with that."""
+    if found := [layer for layer in layers if layer.name.startswith(block)]:
+        return found
+    raise LayerwiseError(f"no layer's name begins with {block!r}")
+
+
+def words(text: str) -> str:
+    """A text that is drawn as it is: matplotlib reads formulas between dollars."""
+    return shown(text).replace("$", r"\$")
+
+
+def cut(name: str, letters: int) -> str:
+    """A name that has room, without its middle where it is long."""
+    half = max(letters - 1, 2) // 2
+    return words(name if len(name) <= letters else f"{name[: letters - 1 - half]}…{name[-half:]}")
+
+
+def titled(candidate: Candidate) -> str:
+    """`vgg16 on 16 × Tesla P100`."""
+    devices = candidate.model.devices
+    return words(f"{candidate.model.graph.name} on {devices.count} × {devices.processor.name}")
