@@ -184,6 +184,10 @@ def cori(console: Console) -> None:
         f"time lost by choosing so: {lost:.1%} (rule: {trivially:.1%});\n"
         f"times are off by a factor of {np.exp(np.mean(errors)):.2f} (mean)\n"
     )
+    table = Table("32 processes", "stated", "their records", "predicted", title="Speed-ups", box=None)
+    for name, *ratios in published.speed_ups(records, constants):
+        table.add_row(name, *(f"{ratio:.2f}×" for ratio in ratios))
+    console.print(table)
 
 
 def words(text: str) -> list[str]:

@@ -74,7 +74,12 @@ def command(
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in layerwise's form, the nearest names, and one line of usage."""
+    """argparse, with its errors in layerwise's form, the nearest names, one line of usage, and epilogs as they are."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if "epilog" in options:
+            options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         raise LayerwiseError(f"{message}{self._nearest(message)} (see {self.prog} --help)")
@@ -236,6 +241,14 @@ def dtype_argument(group: argparse._ArgumentGroup) -> None:
         default="float32",
         help="what is computed in; bf16 and float16: mixed precision, parameters stay float32 (default: float32)",
     )
+
+
+def step_arguments(group: argparse._ArgumentGroup, io: str = "as in layerwise search") -> None:
+    """Adds the flags of the step that is planned: --input-shape, --optimizer, --dtype, --io (whose help is `io`)."""
+    group.add_argument("--input-shape", type=shape, metavar="3x224x224", help="one sample, as in layerwise search")
+    optimizer_argument(group)
+    dtype_argument(group)
+    group.add_argument("--io", choices=["auto", "sample", "free", "boxes"], default="auto", help=io)
 
 
 def space_arguments(group: argparse._ArgumentGroup) -> None:

@@ -103,6 +103,11 @@ class Plan:
         shared = self.provenance.get("shared")
         return shared if isinstance(shared, list) else None
 
+    @property
+    def together(self) -> bool:
+        """Whether layers may compute samples together."""
+        return bool(self.provenance.get("together"))
+
     def layers(self, network: LayerGraph) -> LayerGraph:
         """The layers that the plan is for: fused, where it says so."""
         return fuse(network) if self.fused else network
@@ -262,6 +267,7 @@ def _provenance(value: object, where: str) -> dict[str, Any]:
     sound = {
         "profile": isinstance(facts.get("profile", ""), str),
         "powers_of_two": isinstance(facts.get("powers_of_two", False), bool),
+        "together": isinstance(facts.get("together", False), bool),
         "shared": _list_of(str, facts.get("shared", [])),
         "dims": _list_of(str, facts.get("dims", [])) and set(facts.get("dims", [])) <= {*LABELS, "k"},
         "input_shape": facts.get("input_shape") is None

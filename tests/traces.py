@@ -37,12 +37,12 @@ def once() -> Iterator[None]:
     """
     trace, choose = load.traced, Planner.choose
 
-    def traced(module: nn.Module, call: Call, name: str, trusted: bool, shared: Any = None) -> Any:
-        key = _likeness(module), str(pytree.tree_map(_form, call)), name, trusted, shared and tuple(shared)
+    def traced(module: nn.Module, call: Call, name: str, trusted: bool, *how: Any, **named: Any) -> Any:
+        key = _likeness(module), str(pytree.tree_map(_form, call)), name, trusted, str((how, named))
         with _tracing:
             if key not in _traced:
                 try:
-                    made = trace(module, call, name, trusted, shared)
+                    made = trace(module, call, name, trusted, *how, **named)
                 except LayerwiseError as error:
                     _traced[key] = error
                     raise
@@ -80,14 +80,14 @@ def by_rank_0(comm: Comm) -> Iterator[None]:
     """
     trace = load.traced
 
-    def traced(module: nn.Module, call: Call, name: str, trusted: bool, shared: Any = None) -> Any:
+    def traced(module: nn.Module, call: Call, name: str, trusted: bool, *how: Any, **named: Any) -> Any:
         mine: Any = None
         try:
-            mine = trace(module, call, name, trusted, shared) if comm.rank == 0 else None
+            mine = trace(module, call, name, trusted, *how, **named) if comm.rank == 0 else None
         finally:
             said = comm.all_gather_text("" if mine is None else _written(module, mine))[0]
         if mine is not None or not said:
-            return mine or trace(module, call, name, trusted, shared)
+            return mine or trace(module, call, name, trusted, *how, **named)
         imported = pickle.loads(base64.b64decode(said))
         values = imported.stored | _held(module, imported.stored)
         return replace(imported, stored={key: partial(_value, value) for key, value in values.items()})

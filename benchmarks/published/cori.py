@@ -121,3 +121,23 @@ def cases(records: Sequence[Record], constants: NDArray[np.float64]) -> list[Cas
         predicted = {g: float(terms(widths, parse_grid(g), processes) @ constants) for g in measured}
         result.append(Case(processes, widths, measured, predicted))
     return result
+
+
+def speed_ups(records: Sequence[Record], constants: NDArray[np.float64]) -> list[tuple[str, float, float, float]]:
+    """The paper's three speed-ups on 32 processes: what it states, what its records give, what is predicted."""
+    seconds = {(r.data, r.widths[1], r.processes, str(r.grid)): r.seconds for r in records}
+    found = []
+    for name, stated, width, grid in (
+        ("samples, width 512", 5.8, 512, "32x1"),
+        ("outputs, width 1,024", 1.2, 1024, "1x32"),
+    ):
+        widths = 4, width, 1
+        one, many = ((2, "1x1"), (32, grid))  # their 1x1 ran on two
+        measured = seconds["medium", width, *one] / seconds["medium", width, *many]
+        ours = [float(terms(widths, parse_grid(g), processes) @ constants) for processes, g in (one, many)]
+        found.append((f"{grid} against 1x1 ({name})", stated, measured, ours[0] / ours[1]))
+    both = [case for case in cases(records, constants) if case.processes == 32 and "32x1" in case.measured]
+    mixed = [(case, g) for case in both for g in case.measured if parse_grid(g).model_parts not in (1, 32)]
+    case, grid = min(mixed, key=lambda pair: pair[0].loss(pair[1]))
+    ratio, ours_ratio = (times["32x1"] / times[grid] for times in (case.measured, case.predicted))
+    return [*found, (f"{grid} against 32x1 (both, width {case.widths[1]})", 0.99, ratio, ours_ratio)]

@@ -45,6 +45,8 @@ class ParallelOptions:
         timeout_s: Seconds after which a rank that does not come is named.
         compare_ranks: In some of the first steps and every 100th, ranks that have the same parameters compare a sample
             of them, so that a rank whose loop differs is named.
+        samples_together: Whether layers may compute samples together, as a batch Dice and a contrastive loss do: of all
+            ranks, as on one device. The first dimension must be samples, not time.
         compare_model: Where a plan runs the layers one by one, the model as it is written computes two samples beside
             them in the training steps 2 and 100, if it was also run when it was imported: a number that it reads
             elsewhere (a clock, the environment) and that has changed is noticed.
@@ -64,6 +66,7 @@ class ParallelOptions:
     seed: Seed = 0
     timeout_s: Annotated[float, Range(0.001)] = 30.0
     compare_ranks: bool = True
+    samples_together: bool = False
     compare_model: bool = True
     comm: Comm | None = None
 
@@ -109,6 +112,7 @@ def facts(plan: Plan | None, call: Call, options: ParallelOptions, arguments: Ma
         "sync_every": options.sync_every,
         "local_batch_norm": options.local_batch_norm,
         "race": options.race,
+        "samples_together": options.samples_together,
         "measure_s > 0": options.measure_s > 0,
         "profile": "by itself" if options.profile is None else "given",
         "plan": "" if plan is None else plan_digest(plan),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from rich.console import RenderableType
@@ -51,7 +52,9 @@ class Task:
         a_module = isinstance(self.model, nn.Module)
         with without_hooks(self.model) if isinstance(self.model, nn.Module) else nullcontext():
             shared = self.plan.shared if self.plan is not None and self.shared is None else self.shared
-            made, _ = agree(self.world.comm, lambda: (network(self.model, self.call, self.batch, shared), None))
+            together = self.options.samples_together or (self.plan is not None and self.plan.together)
+            how = partial(network, self.model, self.call, self.batch, shared, together=together)
+            made, _ = agree(self.world.comm, lambda: (how(), None))
             imported = replace(made, itself=a_module)
         return self._by_layers(imported, dtype_of(imported))
 
@@ -69,8 +72,9 @@ class Task:
         runtime = replace(self.runtime, dtype=dtype)
         if self.options.race > 1 and world.size > 1:
             choice = self._raced(choice, imported, runtime)
-        if choice is not None and imported.shared:
-            facts = {**choice.plan.provenance, "shared": list(imported.shared)}
+        told = {"shared": list(imported.shared)} if imported.shared else {}
+        if choice is not None and (told or imported.together):
+            facts = {**choice.plan.provenance, **told, "together": imported.together}
             choice = replace(choice, plan=replace(choice.plan, provenance=facts))
         agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
         runtime = replace(runtime, local_batch_norm=uses_local_batch_norm(agreed))

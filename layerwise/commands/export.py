@@ -28,7 +28,6 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise export",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""Makes one state dict of a checkpoint, whatever plan and number of ranks it is
 from: every parameter and buffer under the names that the original model gives
 it, tied ones under each of their names. The optimizer's state stays behind. One

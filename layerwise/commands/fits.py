@@ -14,16 +14,14 @@ from layerwise.cli import (
     command,
     count,
     counts,
-    dtype_argument,
-    optimizer_argument,
     output_arguments,
     present,
     profile_arguments,
     run_main,
     search_space,
     settle_machine,
-    shape,
     space_arguments,
+    step_arguments,
 )
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
@@ -54,7 +52,6 @@ def parser() -> argparse.ArgumentParser:
         description="Says whether a model fits: the memory of a step on one device and several, the\n"
         "largest batch, and what recomputing or sharding would save. No GPU is needed.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("model", metavar="MODEL", help=HELP)
     p.add_argument("--loss", choices=list(LOSSES), help="behind a built-in network, as in layerwise search")
@@ -66,11 +63,8 @@ def parser() -> argparse.ArgumentParser:
     )
     g = p.add_argument_group("step")
     g.add_argument("--global-batch", type=count, default=32, metavar="B", help="samples over all GPUs (default: 32)")
-    g.add_argument("--input-shape", type=shape, metavar="3x224x224", help="one sample, as in layerwise search")
-    optimizer_argument(g)
-    dtype_argument(g)
+    step_arguments(g)
     g.add_argument("--inference", action="store_true", help="the forward pass alone, nothing saved")
-    g.add_argument("--io", choices=["auto", "sample", "free", "boxes"], default="auto", help="as in layerwise search")
     space_arguments(p.add_argument_group("plans"))
     output_arguments(p.add_argument_group("output"))
     return p

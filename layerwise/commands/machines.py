@@ -38,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
         description="Lists what --gpu takes: FLOP/s are dense, bandwidths one way. What joins the\n"
         "nodes of a device is said with --link.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("name", nargs="?", metavar="NAME", help="one machine: each number with its source")
     output_arguments(p)

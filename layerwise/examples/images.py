@@ -56,7 +56,7 @@ def _table(name: str, package: str, module: str, file: str) -> Tensor:
     if path is None or not path.is_file():
         why = f"no module named {module!r}" if path is None else f"no file {path}"
         raise LayerwiseError(
-            f"--data {name} needs {package} ({why}): pip install 'layerwise[data]', or take --data synthetic"
+            f"--data {name} reads a file of a package ({why}), and --data synthetic reads none: pip install {package}"
         )
     return torch.from_numpy(np.loadtxt(path, delimiter=","))
 

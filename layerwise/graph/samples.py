@@ -23,10 +23,10 @@ def check_samples(graph: LayerGraph) -> None:
     except LayerwiseError:
         others = None
     for slot in lost:
-        name, spec = sink.inputs[slot], sink.specs[slot]
+        spec = sink.specs[slot]
         if graph.batch in spec.shape[:1] if others is None else others[slot].shape != spec.shape:
             raise LayerwiseError(
-                f"the output of layer {name!r}, of shape {spec.shape}, follows the number of samples, and which "
+                f"output {slot} of the model, of shape {spec.shape}, follows the number of samples, and which "
                 "rows are whose is lost on the way from the inputs (the layers before it merge samples with another "
                 "dimension, or mix them): let the model return a tensor with its samples along dimension 0"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,7 @@ class Network:
     inputs_without_gradient: str | None = None  # why its layers' gradients of inputs are not the module's
     shared: tuple[str, ...] = ()  # inputs as long as the example's batch that are the same for all samples
     shared_found: bool = False  # whether running the module told so
+    together: bool = False  # whether layers may compute samples together
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""
@@ -169,17 +170,19 @@ def network_of(
     *,
     trusted: bool = False,
     shared: Collection[str] | None = None,
+    together: bool = False,
 ) -> Network:
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch.
 
     examples, kwargs: what it is called with, by position and by name. shared: which of them are the same for all
-    samples, by name; None: those as long as the batch are found out by running the module.
+    samples, by name; None: those as long as the batch are found out by running the module. together: whether its layers
+    may compute samples together.
     """
     import torch
 
     from layerwise.importers.torch.calls.constants import Missing
 
-    imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared)
+    imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared, together)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
@@ -190,7 +193,7 @@ def network_of(
         made, stored=stored, structure=imported.structure, arguments=imported.arguments, built=built, module=module,
         called=imported.called, written=imported.written, unproven=imported.unproven,
         inputs_without_gradient=imported.inputs_without_gradient, shared=() if fed is None else fed.shared,
-        shared_found=fed is not None and fed.found,
+        shared_found=fed is not None and fed.found, together=together,
     )  # fmt: skip
 
 
@@ -218,11 +221,19 @@ def network_with(
     return Network(graph if batch is None else graph.rebatch(batch), values, keys)
 
 
-def traced(module: nn.Module, call: Call, name: str, trusted: bool, shared: Collection[str] | None = None) -> Imported:
+def traced(
+    module: nn.Module,
+    call: Call,
+    name: str,
+    trusted: bool,
+    shared: Collection[str] | None = None,
+    together: bool = False,
+) -> Imported:
     """The layers that the module's code makes; no values but constants."""
     from layerwise.importers.torch.batches import import_for_batches, import_once
 
-    return (import_once if trusted else import_for_batches)(module, call, name, shared=shared)
+    make = import_once if trusted else partial(import_for_batches, together=together)
+    return make(module, call, name, shared=shared)
 
 
 @contextlib.contextmanager

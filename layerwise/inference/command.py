@@ -38,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
             "writes its boxes of them."
         ),
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --inference --io boxes --out")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)

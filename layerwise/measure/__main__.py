@@ -67,7 +67,6 @@ def parser() -> argparse.ArgumentParser:
         prog="layerwise measure",
         description="Measures layers and links of this machine, for plans that rest on it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = p.add_subparsers(dest="command", metavar="layers|links", required=True)
     subparsers = cast("Subparsers", actions)  # of Parsers, which are that
@@ -168,7 +167,6 @@ def _add_links(subparsers: Subparsers) -> None:
             "these cost the computation beside them, and that them."
         ),
         epilog=LINKS_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
         "--out", required=True, metavar="FILE.json", help="profile to write; what else it has already is kept"

@@ -13,7 +13,6 @@ from layerwise.cli import (
     command,
     count,
     counts,
-    dtype_argument,
     output_arguments,
     positive,
     present,
@@ -21,9 +20,8 @@ from layerwise.cli import (
     progress_bar,
     run_main,
     settle_machine,
-    shape,
+    step_arguments,
 )
-from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
@@ -78,7 +76,6 @@ def parser() -> argparse.ArgumentParser:
         description="Says how long an epoch takes and how much memory it needs under every\nparallel strategy, "
         "why, and which to take.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("model", metavar="MODEL", help=HELP)
     g = p.add_argument_group("machine")
@@ -98,15 +95,7 @@ def parser() -> argparse.ArgumentParser:
     )
     batch.add_argument("--samples-per-node", type=count, metavar="B", help="--batch B/GPUs of a node, in one")
     batch.add_argument("--global-batch", type=count, metavar="B", help="--scaling strong --batch B, in one")
-    g.add_argument("--input-shape", type=shape, metavar="3x224x224", help="as in layerwise search")
-    g.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="its state and update (default: sgd)")
-    dtype_argument(g)
-    g.add_argument(
-        "--io",
-        choices=["auto", "sample", "free", "boxes"],
-        default="auto",
-        help="as in layerwise search; default: batches come for free, and below one sample a GPU in boxes",
-    )
+    step_arguments(g, "as in layerwise search; default: batches come for free, and below one sample a GPU in boxes")
     g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
     g = p.add_argument_group("strategies")
     g.add_argument("--strategy", metavar="S,S", help=f"{', '.join(NAMES)} (default: all that suit the model)")

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from layerwise.errors import LayerwiseError, shown
 from layerwise.report.content import Code, Column, Fold, Lines, Mark, Part, Picture, Report, Section, Table
 
+WIDE = 'style="margin: .5rem 0; overflow-x: auto"><div style="min-width: 34rem">'  # a narrow page scrolls, not shrinks
 COLOURS: dict[Mark, str] = {"": "", "layer": "", "best": ";color:#009e73;font-weight:bold", "bad": ";color:#d55e00"}
 
 
@@ -33,7 +34,7 @@ def fragment(parts: Sequence[Part]) -> str:
 def _part(part: Part) -> str:
     if isinstance(part, Picture):
         try:
-            return f'<figure role="img" aria-label="{_text(part.label)}">{part.svg()}</figure>\n'
+            return f'<figure role="img" aria-label="{_text(part.label)}" {WIDE}{part.svg()}</div></figure>\n'
         except LayerwiseError as error:  # no matplotlib
             return _paragraphs([str(error)])
     if isinstance(part, Lines):

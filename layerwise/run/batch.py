@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
+
+from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
 from layerwise.run.execute.reducer import GradientReducer
-from layerwise.run.guards.compare_ranks import RankComparison
+from layerwise.run.guards.compare_ranks import RankComparison, looks
+from layerwise.run.local_tensor import digest as digest_of
 from layerwise.run.schedule.schedule import samples
 
 
@@ -31,18 +35,20 @@ class Batch:
         alike: RankComparison | None = None,
         step: int = 0,
         gradients: GradientReducer | None = None,
+        shared: Sequence[Tensor] = (),
     ) -> None:
         """fed: this rank's samples. given: `batch=`, or None. sizes: what all ranks must have alike, if anything.
 
         as_planned: each must feed its share of the batch, because the plan moves samples between ranks. training: the
         mode, where all must have one. alike: what else the ranks compare in a training `step` (0: none). gradients: of
-        whose last backward pass the ranks tell each other.
+        whose last backward pass the ranks tell each other. shared: inputs that are the same for all samples.
         """
         self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
         self._agreement: tuple[int, slice] | None = None
         digest = 0 if sizes is None else hash(sizes)  # of whole numbers: alike in all processes
         report = 0 if gradients is None else gradients.report
-        told = fed, given or 0, digest, int(bool(training)), report
+        values = sum((i + 1) * digest_of(x) for i, x in enumerate(shared)) if alike and looks(step) else 0
+        told = fed, given or 0, digest, int(bool(training)), report, values
         self._told = comm.tell((*told, *(alike.numbers(step) if alike else ())))
         self._alike, self._gradients = alike, gradients
 
@@ -64,7 +70,8 @@ class Batch:
 
     def _checked(self) -> tuple[int, slice]:
         rows = self._told()
-        counts, given, sizes, modes, reports = (list(column) for column in zip(*(row[:5] for row in rows), strict=True))
+        columns = zip(*(row[:6] for row in rows), strict=True)
+        counts, given, sizes, modes, reports, values = (list(column) for column in columns)
         if len(set(modes)) > 1:
             which = [rank for rank, training in zip(self._comm.members.ranks, modes, strict=True) if training]
             raise LayerwiseError(
@@ -72,7 +79,7 @@ class Batch:
                 "train() or eval() on all of them"
             )
         if self._alike is not None:
-            self._alike.check([row[5:] for row in rows])
+            self._alike.check([row[6:] for row in rows])
         if self._gradients is not None:
             self._gradients.hear(reports)
         if len(set(given)) > 1:
@@ -85,6 +92,12 @@ class Batch:
             shapes = sorted(set(self._comm.all_gather_text(str(self._sizes))))
             raise LayerwiseError(
                 f"the ranks were given samples of unlike shapes, {' and '.join(shapes)}: pad all of a batch alike"
+            )
+        if len(set(values)) > 1:
+            raise LayerwiseError(
+                "an input that is the same for all samples, such as the texts of classes, has other values on some "
+                "ranks: give all of it to every rank; if it has a row a sample, the model compares samples with each "
+                "other, which a plan does not"
             )
         free = self._plan.io != "sample"
         fed = counts[0] if free else sum(counts)

@@ -54,6 +54,11 @@ class Inputs:
         pairs = zip(self._layers, inputs, strict=True)
         return next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
 
+    def shared(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns those that are the same for all samples, and so on all ranks; with boxes each has a part of them."""
+        pairs = zip(self._layers, inputs, strict=True)
+        return [x for layer, x in pairs if layer.out.index("n") is None] if self.plan.io != "boxes" else []
+
     def differentiated(self, inputs: Sequence[Tensor], scales: Sequence[float]) -> frozenset[str]:
         """Returns the inputs of which gradients are wanted. scales: of the outputs' gradients.
 
@@ -89,7 +94,7 @@ class Inputs:
         own = schedule.places[name].owned.each[self.comm.rank]
         wanted = spec.shape if own is None else own.shape
         if self.plan.io == "boxes" and own is not None and tuple(x.shape) == spec.shape:
-            x = x[own.slices()]  # of the whole batch, which stays where it is
+            x = x[own.slices()]  # of the full batch, which stays where it is
         if tuple(x.shape) != wanted:
             raise LayerwiseError(f"input {name!r} must have shape {wanted} on this rank, not {tuple(x.shape)}")
         if x.dtype not in self._types[name]:

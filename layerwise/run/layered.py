@@ -20,7 +20,7 @@ from layerwise.importers.torch.read.arguments import Call
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
-from layerwise.run import in_full
+from layerwise.run import hugging_face, in_full
 from layerwise.run.base import Function, Run
 from layerwise.run.batch import Batch
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
@@ -66,9 +66,9 @@ class LayeredRun(Run):
         self._executors: dict[tuple[object, ...], Executor] = {}
         boxes = parameter_boxes(self.layer_graph, places(self.layer_graph, plan))
         shared_out = shardings(self.layer_graph, plan)
-        held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
+        owned = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._network = without_memory(network)  # for other sizes, copies, and other element types
-        self._state = State(network, held, plan.device_order, comm, options, model)  # the model has them from here on
+        self._state = State(network, owned, plan.device_order, comm, options, model)  # the model has them from here on
         self._applying = False  # whether a function sees full parameters now
         self._shapes = Shapes(self._network, plan, comm, options)
         self.arguments = self._shapes.arguments
@@ -83,9 +83,9 @@ class LayeredRun(Run):
         scale = 1 / self._mean_over
         self._working = WorkingParameters(self._state, first, boxes, shared_out, scale, self.pass_gradients)
         self._reducer = self._working.reducer
-        held_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
+        shared_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
         compare = options.compare_ranks and comm.size > 1
-        self._ranks = RankComparison(every, held_by, comm.members) if compare else None
+        self._ranks = RankComparison(every, shared_by, comm.members) if compare else None
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
@@ -112,13 +112,7 @@ class LayeredRun(Run):
         self._state.tree.keep()
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        own: Any = self.own_class
-
-        def save_pretrained(model: Any, *args: Any, **named: Any) -> Any:
-            """Has rank 0 write the full model; every rank calls it."""
-            return in_full.write(model._layerwise._state, lambda: own.save_pretrained(model, *args, **named))
-
-        return {"save_pretrained": save_pretrained} if hasattr(own, "save_pretrained") else {}
+        return hugging_face.methods(self.own_class)
 
     def apply(self, apply: Callable[[Function], object], fn: Function) -> None:
         """Calls `fn` with full parameters, in which initial values at random are one device's: those of rank 0 count.
@@ -183,6 +177,7 @@ class LayeredRun(Run):
         self._working.check_hooks()
         self._check_parameters()
         batch = None if self.arguments.takes("batch") else named.pop("batch", None)
+        named = hugging_face.as_configured(self.model, named, self.arguments.leaves)
         shapes = self._shapes if self.training else self._shapes.of_call(inputs, named)
         call, inputs = (inputs, named), shapes.tensors_of(inputs, named)
         total, shaped = self._agreed(shapes, inputs, batch)
@@ -220,7 +215,8 @@ class LayeredRun(Run):
         step = (self.steps_done + 1) * self.training
         alike_in = (*sizes, shapes.called) if shapes.called else sizes
         agreement = partial(Batch, self.plan, self.comm, samples, batch, alike_in, training=self.training, step=step)
-        fed = agreement(alike=self._ranks, gradients=self._reducer)
+        shared = shapes.inputs.shared(inputs)
+        fed = agreement(alike=self._ranks, gradients=self._reducer, shared=shared)
         return fed.total, shapes.at(sizes, training=self.training)
 
     def _run(

@@ -22,7 +22,7 @@ from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.base import Run
 from layerwise.run.compiling import settings_of
-from layerwise.run.data_parallel.module import DataRun, Facts
+from layerwise.run.data_parallel.module import DataRun
 from layerwise.run.data_parallel.replacements import replacements
 from layerwise.run.guards.compare_model import ModelComparison
 from layerwise.run.guards.hooks import check_modules, check_plain, check_traced, without_hooks
@@ -107,7 +107,9 @@ def load(
         check_plain(model)
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            imported = network_of(model, positional, plan.batch, plan.model, named, shared=plan.shared)
+            imported = network_of(
+                model, positional, plan.batch, plan.model, named, shared=plan.shared, together=plan.together
+            )
             network = replace(imported, itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
@@ -160,7 +162,7 @@ def build_module(
         else:
             settle_values(module, network, graph, options)
             assert network.arguments is not None
-            run = DataRun(module, Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments))
+            run = DataRun(module, graph, plan, comm, options, to_replace, dict(network.keys), network.arguments)
         if weights is not None:
             run.load_state_dict(weights)
     except BaseException:

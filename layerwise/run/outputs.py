@@ -24,15 +24,19 @@ def returned(
 ) -> Any:
     """Returns this rank's outputs as the model does; of a loss in the model, its reduction over this rank's samples.
 
-    samples: how many it was given; None: outputs are boxes. LayerwiseError where an output has those of others, too.
+    samples: how many it was given; None: outputs are boxes. LayerwiseError where one is not of the model's own shape.
     """
     tensors, batch = list(outputs), schedule.graph.batch
     for x, spec in zip(tensors, schedule.graph.layers[-1].specs, strict=True):
-        along = spec.index("n")
-        if samples is not None and along is not None and x.shape[along] * batch != spec.shape[along] * samples:
+        if samples is None:
+            continue
+        own = tuple(
+            extent * samples // batch if d == spec.index("n") else extent for d, extent in enumerate(spec.shape)
+        )
+        if tuple(x.shape) != own:
             raise LayerwiseError(
-                f"an output has {x.shape[along]} rows, which are not those of the {samples} samples that this rank was "
-                "given: a mistake of layerwise's, of which we would like to hear"
+                f"an output has shape {tuple(x.shape)}, and the model's of the {samples} samples that this rank was "
+                f"given has {own}: a mistake of layerwise's, of which we would like to hear"
             )
     for i, name in enumerate(schedule.graph.layers[-1].inputs):
         loss = schedule.graph.losses.get(name)

@@ -113,7 +113,7 @@ class Shapes:
         self._traced = planned and (module is None or module.training)  # the mode of this network
         self._modes = module is not None and _may_ask_its_mode(module)
         self._known = {(self.sizes, self._traced): first}
-        self._module, self._shared = module, network.shared or None
+        self._module, self._shared, self._together = module, network.shared or None, network.together
         self._inputs_without_gradient = network.inputs_without_gradient
         self.arguments = network.arguments or Arguments.of_inputs(layer.name for layer in self._layers)
         # What all ranks must call alike, beside the sizes: of other arguments, which they are.
@@ -160,7 +160,8 @@ class Shapes:
         positional, by_name = pytree.tree_map_only(Tensor, example, call)
         try:
             self._skeleton.train(False)
-            network = network_of(self._skeleton, positional, self.plan.batch, self.plan.model, by_name)
+            plan, together = self.plan, self._together
+            network = network_of(self._skeleton, positional, plan.batch, plan.model, by_name, together=together)
             check_traced(network.graph)
             graph = self.plan.layers(network.graph)
             plan = self._extended(graph, self.first.graph, network, self.sizes, training=False)
@@ -243,6 +244,7 @@ class Shapes:
                     named,
                     trusted=same_mode,
                     shared=self._shared,
+                    together=self._together,
                 )
             why = network.inputs_without_gradient or self._inputs_without_gradient
             network = replace(network, inputs_without_gradient=why)

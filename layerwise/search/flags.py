@@ -49,7 +49,6 @@ def parser() -> argparse.ArgumentParser:
         prog="layerwise search",
         description="Finds the cheapest way to split every layer of a network over N\ndevices, and proves it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("model", metavar="MODEL", help=HELP)
     p.add_argument(

@@ -37,7 +37,6 @@ def parser() -> argparse.ArgumentParser:
             "Trains a planned network with the numbers of one device: every rank\ncomputes its part of every layer."
         ),
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)

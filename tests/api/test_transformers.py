@@ -1,5 +1,7 @@
 """parallelize on models of Hugging Face: the numbers of one device, or one clear sentence."""
 
+import copy
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
+from tests.api.keywords import keywords
 from tests.api.script import apart
 from tests.comm.pool import run_ranks
 from tests.comm.thread import run_threads
@@ -89,3 +92,20 @@ def test_routing_by_data_is_run_token_by_token() -> None:
         wanted = model(ids).logits
     for found in run_threads(2, logits):
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_split_plan_generates_the_text_of_one_device() -> None:
+    """Without the cache of keys and values, which the layers were traced without, whatever the call says."""
+    model = build("gpt2", "sdpa").eval()
+    ids = torch.randint(0, hugging_face.WORDS, (2, 6))
+    wanted = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+    def generated(comm: Comm) -> torch.Tensor:
+        own = copy.deepcopy(model)
+        how = {"strategy": {"transformer.h.0.mlp.c_fc": {"c": 2}}}
+        made = layerwise.parallelize(own, {"input_ids": ids}, **keywords(how, comm=comm, verbose=False))
+        text: torch.Tensor = made.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        return text
+
+    for text in run_threads(2, generated, timeout_s=240.0):
+        assert torch.equal(text, wanted)

@@ -49,12 +49,12 @@ def test_a_profile_does_not_go_with_a_plan_that_stays(run: Run, refuse: Run) -> 
 
 def test_four_ranks_on_a_grid_equal_one_device(run: Run) -> None:
     search(run, "--gpus 4 --price grid:2x2 --global-batch 32 --out plan.json")
-    flags = ("--dtype", "float64", "--data", "synthetic", "--steps", "4", "--compare-single", "--json")
+    flags = ("--data", "synthetic", "--steps", "4", "--compare-single", "--json")
     done = launch(["-m", "layerwise.run", "plan.json", *flags], ranks=4)
     assert done.codes == [0] * 4, done.stderr
     result = json.loads(done.stdout[0])
     assert (result["world_size"], len(result["losses"])) == (4, 4)
-    assert max(result["compare"].values()) < 1e-9
+    assert max(result["compare"].values()) < 1e-4
     assert result["bytes_sent"] == result["bytes_predicted"]
-    # float64; a gradient's box is on two ranks: 2 (2 - 1) / 2 of it each, half of the parameters, on four ranks.
-    assert result["bytes_sent"]["sync"] == 4 * 8 * (65 * 48 + 49 * 32 + 33 * 10) // 2
+    # A gradient's box is on two ranks: 2 (2 - 1) / 2 of it each, half of the parameters, on four ranks.
+    assert result["bytes_sent"]["sync"] == 4 * 4 * (65 * 48 + 49 * 32 + 33 * 10) // 2

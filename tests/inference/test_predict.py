@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -97,6 +97,12 @@ def one_pass(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return made[(slice(None), *(slice(b, b + n) for b, n in zip(before, x.shape[1:], strict=True)))]
 
 
+def check(folder: Path, wanted: Sequence[np.ndarray[Any, Any]]) -> None:
+    """The files of a folder have these, to float32."""
+    for number, one in enumerate(wanted):
+        np.testing.assert_allclose(np.load(folder / f"sample_{number:05d}.npy"), one, rtol=1e-5, atol=1e-6)
+
+
 def in_windows(x: np.ndarray[Any, Any], window: tuple[int, ...], overlap: float) -> np.ndarray[Any, Any]:
     """The Gaussian mean over windows, as sliding windows on one device compute it."""
     large = [max(n, w) for n, w in zip(x.shape[1:], window, strict=True)]
@@ -120,30 +126,25 @@ def run(ranks: int, samples: object, out: object, **options: Any) -> list[Predic
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_sizes_that_differ(ranks: int, tmp_path: Path) -> None:
     run(ranks, volumes(), tmp_path / "logits")
-    for number, x in enumerate(volumes()):
-        found = np.load(tmp_path / "logits" / f"sample_{number:05d}.npy")
-        np.testing.assert_allclose(found, one_pass(x), rtol=1e-5, atol=1e-6)
+    check(tmp_path / "logits", [one_pass(x) for x in volumes()])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_giant_windows(ranks: int, tmp_path: Path) -> None:
     """Where all devices together are too small; one sample is smaller than the window in some dimensions."""
     run(ranks, volumes(), tmp_path / "logits", window=(12, 16, 8), overlap=0.25)
-    for number, x in enumerate(volumes()):
-        found = np.load(tmp_path / "logits" / f"sample_{number:05d}.npy")
-        np.testing.assert_allclose(found, in_windows(x, (12, 16, 8), 0.25), rtol=1e-5, atol=1e-6)
+    check(tmp_path / "logits", [in_windows(x, (12, 16, 8), 0.25) for x in volumes()])
 
 
 def test_windows_are_taken_where_a_sample_does_not_fit(tmp_path: Path) -> None:
     def limited(comm: Comm) -> None:
         module = module_of(comm)
         module.plan.predicted["memory_bytes"] = 1e6  # of the planned size, 16 x 16 x 16
-        predict(module, [*volumes(), np.zeros((1, 40, 16, 16))], tmp_path / "a", memory_limit="2MB", progress=False)
+        predict(module, [*volumes(), large], tmp_path / "a", memory_limit="2MB", progress=False)
 
+    large = np.random.default_rng(1).normal(size=(1, 40, 16, 16))
     run_threads(2, limited)
-    for number, x in enumerate([*volumes(), np.zeros((1, 40, 16, 16))]):
-        wanted = one_pass(x) if number < 3 else in_windows(x, (16, 16, 16), 0.5)
-        np.testing.assert_allclose(np.load(tmp_path / "a" / f"sample_{number:05d}.npy"), wanted, rtol=1e-5, atol=1e-6)
+    check(tmp_path / "a", [*map(one_pass, volumes()), in_windows(large, (16, 16, 16), 0.5)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -170,8 +171,7 @@ def test_mirrored_where_a_rank_has_no_part(tmp_path: Path) -> None:
 
     run_threads(2, on_one_device)
     x = volumes()[1]
-    wanted = (one_pass(x) + one_pass(x[:, ::-1].copy())[:, ::-1]) / 2
-    np.testing.assert_allclose(np.load(tmp_path / "a" / "sample_00000.npy"), wanted, rtol=1e-5, atol=1e-6)
+    check(tmp_path / "a", [(one_pass(x) + one_pass(x[:, ::-1].copy())[:, ::-1]) / 2])
 
 
 REDUCED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -319,10 +319,7 @@ def test_ranks_that_split_samples_alone_compute_samples_of_their_own(tmp_path: P
         return predict(made, volumes(), tmp_path / "a", progress=False)
 
     run_threads(2, both)
-    for number, x in enumerate(volumes()):
-        np.testing.assert_allclose(
-            np.load(tmp_path / "a" / f"sample_{number:05d}.npy"), one_pass(x), rtol=1e-5, atol=1e-6
-        )
+    check(tmp_path / "a", [one_pass(x) for x in volumes()])
 
 
 def test_windows_cover_and_weigh() -> None:
@@ -456,7 +453,7 @@ def test_several_inputs(window: tuple[int, ...] | None, tmp_path: Path) -> None:
             total[(slice(None), *here)] += one([s[(slice(None), slice(None), *here)] for s in samples[:2]]) * gaussian
             weight[here] += gaussian
         wanted = total / weight
-    np.testing.assert_allclose(np.load(tmp_path / "a" / "sample_00000.npy"), wanted, rtol=1e-5, atol=1e-6)
+    check(tmp_path / "a", [wanted])
 
 
 def test_functions_are_told_apart() -> None:

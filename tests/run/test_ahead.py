@@ -4,6 +4,7 @@ import copy
 import gc
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,9 +21,11 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.plan import Plan, parse_strategy
 from layerwise.program.instructions import Begin
-from layerwise.run.execute.autograd import IssuedTransfer
+from layerwise.run.execute import executor
+from layerwise.run.execute.autograd import Communication, issued_early
 from layerwise.run.load import load
 from layerwise.run.parallel import of
+from layerwise.run.schedule.redistribute import TimedTransfer
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.schedule.work import LayerWork
 from layerwise.trace import Trace
@@ -81,7 +84,7 @@ def late(comm: Comm, seed: int) -> Comm:
     return comm
 
 
-def issued_early(schedule: Schedule) -> set[str]:
+def begun_early(schedule: Schedule) -> set[str]:
     """The edges whose transfer is begun before the layer comes that needs it."""
     layers = {layer.layer.name: layer for layer in schedule.layers}
     begun = (one for one in schedule.program("training").instructions if isinstance(one, Begin))
@@ -93,7 +96,7 @@ def ahead(plan: Plan, network: Network) -> int:
 
     def count(comm: Comm) -> int:
         module = load(plan, network, comm=comm, dtype=torch.float64)
-        return len(issued_early(module.rank_schedule))
+        return len(begun_early(module.rank_schedule))
 
     return run_threads(plan.gpus, count)[0]
 
@@ -161,7 +164,7 @@ def test_what_is_needed_later_travels_beside_computation() -> None:
             for span in spans
             if span.category == "transfers"
         }
-        return issued_early(made.rank_schedule), beside
+        return begun_early(made.rank_schedule), beside
 
     for issued, beside in run_threads(2, rank):
         assert issued
@@ -234,20 +237,21 @@ def test_a_loop_that_goes_on_after_an_error(where: str) -> None:
 def test_a_forward_pass_that_nobody_goes_back_through_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions remember the pass, and autograd's graph is nothing that Python's garbage collector sees into."""
     _, network, samples = smooth()
-    links, begin, count = WeakSet[IssuedTransfer](), IssuedTransfer.begin, 0
+    sent, count = WeakSet[Callable[[Tensor | None], Tensor | None]](), 0
 
-    def noted(link: IssuedTransfer, x: Tensor | None) -> None:
+    def noted(there: TimedTransfer, back: TimedTransfer) -> tuple[Communication, Communication]:
         nonlocal count
         count += 1
-        links.add(link)
-        begin(link, x)
+        ways = issued_early(there, back)
+        sent.update(way.run for way in ways)
+        return ways
 
     def rank(comm: Comm) -> None:
         made = load(in_order(network, 2, 3), network, comm=comm, dtype=torch.float64, checkpoint_activations=True)
         made(samples[made.share()])
 
-    monkeypatch.setattr(IssuedTransfer, "begin", noted)
+    monkeypatch.setattr(executor, "issued_early", noted)
     run_threads(2, rank)
     gc.collect()
     assert count
-    assert not links
+    assert not sent

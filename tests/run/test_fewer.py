@@ -1,6 +1,7 @@
 """Layers on fewer ranks than there are: the others have nothing of their parameters, gradients and statistics."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -65,9 +66,10 @@ def test_a_rank_without_a_part_of_a_layer_has_nothing_of_it(cuts: Cuts, unsummed
         module = load(plan, made.network, comm=comm, dtype=torch.float64)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
         for step, (x, y) in enumerate(zip(made.inputs, made.targets, strict=True)):
-            share, module.require_backward_grad_sync = module.share(), not unsummed or step == 2
-            nn.functional.cross_entropy(module(x[share]), y[share]).backward()
-            if module.require_backward_grad_sync:
+            share, summed = module.share(), not unsummed or step == 2
+            with nullcontext() if summed else module.no_sync():
+                nn.functional.cross_entropy(module(x[share]), y[share]).backward()
+            if summed:
                 optimizer.step()
                 optimizer.zero_grad()
         return module

@@ -12,8 +12,10 @@ from torch.utils import _pytree as pytree
 
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
+from layerwise.run.data_parallel.module import DataRun
+from layerwise.run.layered import LayeredRun
 from layerwise.run.local_tensor import local_tensor
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
 from tests.run.plans import difference, random_plan
 from tests.run.small_modules import on_ranks, plan_of, refused
 
@@ -54,8 +56,9 @@ def made(name: str) -> tuple[Network, Net, tuple[Any, ...]]:
     return network_of(module, inputs, 4, "test"), module, inputs
 
 
-def share_of(inputs: Any, part: slice) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x[part] if x.dim() == 2 else x, inputs)
+def share_of(inputs: Any, part: slice, *, whole: bool = False) -> Any:
+    """All of Y, which is the same for all samples where these are compared with it."""
+    return pytree.tree_map_only(Tensor, lambda x: x[part] if x.dim() == 2 and not (whole and x is Y) else x, inputs)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -69,7 +72,7 @@ def test_one_devices_numbers(name: str, kind: str) -> None:
     single = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
     def rank(found: ParallelModule) -> Tensor:
-        out = found(*share_of(inputs, found.share()))
+        out = found(*share_of(inputs, found.share(), whole=name == "all samples compared"))
         out.square().sum(1).mean().backward()
         boxes = {shard.name: shard.box for shard in found.shards()}
         parts = {
@@ -77,14 +80,47 @@ def test_one_devices_numbers(name: str, kind: str) -> None:
             for n, p in found.named_parameters()
             if p.grad is not None and n in boxes
         }
-        for name, (box, gradient) in parts.items():
-            wanted_here = single[name]
+        for n, (box, gradient) in parts.items():
+            wanted_here = single[n]
             assert wanted_here is not None
-            assert difference(gradient, wanted_here[box.slices()]) <= 1e-9, name
+            assert difference(gradient, wanted_here[box.slices()]) <= 1e-9, n
         return out.detach()
 
     outputs = on_ranks(network, rank, 2, plan)
     assert difference(torch.cat(outputs), wanted) <= 1e-9
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.up(x) * scale
+
+
+@pytest.mark.parametrize("degrees", [None, {"c": 2}], ids=["data", "split"])
+def test_what_is_the_same_for_all_samples_must_be_so_on_all_ranks(degrees: dict[str, int] | None) -> None:
+    torch.manual_seed(0)
+    scale = torch.randn(8, dtype=torch.float64)
+    network = network_of(module := Scaled().double(), (X, scale), 4, "test")
+    plan, kind = plan_of(network, 2, degrees), LayeredRun if degrees else DataRun
+
+    def rank(found: ParallelModule, given: Tensor) -> Tensor:
+        assert type(of(found)) is kind
+        return found(X[found.share()], given).detach()
+
+    outputs = on_ranks(network, lambda found: rank(found, scale), 2, plan)
+    assert difference(torch.cat(outputs), module(X, scale)) <= 1e-9
+    for said in refused(network, lambda found: rank(found, scale + found.share().start), plan=plan):
+        assert said.startswith("an input that is the same for all samples, such as the texts of classes, has other")
+
+
+def test_rows_of_what_all_samples_are_compared_with_are_refused() -> None:
+    """As a loader gives each rank its rows of it."""
+    network, _, inputs = made("all samples compared")
+    for said in refused(network, lambda m: m(*share_of(inputs, m.share())), plan=plan_of(network, 2)):
+        assert said.startswith("an input that is the same for all samples, such as the texts of classes, has other")
 
 
 def test_another_number_is_refused() -> None:

@@ -12,7 +12,7 @@ from layerwise.run.layered import LayeredRun
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule, of
 from tests.run.plans import difference
-from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of
+from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of, refused
 
 
 @pytest.mark.parametrize("degrees", [{"n": 2}, {"c": 2}])
@@ -81,3 +81,38 @@ def test_a_gradient_written_to_between_local_and_summed_passes_is_one_devices(de
     for found in on_ranks(network, rank, 2, plan_of(network, 2, degrees)):
         for name, value in single.state_dict().items():
             assert difference(found[name], value) <= 1e-12, name
+
+
+def test_a_norm_that_is_not_finite_is_told_on_every_rank() -> None:
+    _, network = mlp()
+
+    def act(made: ParallelModule) -> None:
+        loss(made(SAMPLES[0][made.share()])).backward()
+        if made.comm.rank:
+            next(p.grad for p in made.parameters() if p.grad is not None).fill_(float("nan"))
+        made.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+    for text in refused(network, act, 2, plan_of(network, 2, {"c": 2})):
+        assert text == "the norm of the gradients is nan: they are not clipped"
+    for text in refused(network, lambda made: made.clip_grad_norm_(1.0, 0)):
+        assert text == "norm_type must be above 0, not 0"
+
+
+def test_ranks_that_a_line_search_takes_apart_are_refused() -> None:
+    """It decides by the loss, and every rank has the loss of its own samples."""
+    _, network = mlp()
+
+    def act(made: ParallelModule) -> None:
+        optimizer = torch.optim.LBFGS(made.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            value = loss(made(SAMPLES[0][made.share()]))
+            value.backward()
+            return value
+
+        for _ in range(8):
+            optimizer.step(closure)
+
+    for text in refused(network, act):
+        assert "has other parameters than rank" in text

@@ -141,7 +141,7 @@ def written(y: Tensor) -> Tensor:
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "computed slopes of channels": lambda y: F.prelu(y, y.mean((0, 2)).square()),
+    "computed slopes of channels": lambda y: F.prelu(y, torch.linspace(0, 1, 5, dtype=y.dtype).square()),
     "adjoint": lambda y: (torch.complex(y, 2 * y).adjoint() * 1j).real,
     "sgn": lambda y: torch.complex(y, 2 * y).sgn().imag,
     "round": lambda y: torch.round(y, decimals=2),

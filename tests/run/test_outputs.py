@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
-from layerwise.run.outputs import map_tensors
+from layerwise.run.outputs import map_tensors, returned
+from layerwise.run.parallel import of
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
@@ -143,3 +145,13 @@ def test_what_no_layer_computes_is_returned(seed: int) -> None:
                 torch.testing.assert_close(local_tensor(gradient), whole[shard.box.slices()])
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x[:-1], lambda x: x[:, :-1]], ids=["rows", "columns"])
+def test_an_output_of_another_shape_than_the_models_own_is_not_returned(wrong: Callable[[Tensor], Tensor]) -> None:
+    graph = network_of(Returns(PACKS["tuple"]), (torch.zeros(2, 6),), 4, "returns").graph
+    module = load(random_plan(fuse(graph), 1, 0, "sample"), graph)
+    schedule, right = of(module).rank_schedule, list(module(torch.randn(4, 6)))
+    assert len(returned(schedule, right, None, 4)) == 2
+    with pytest.raises(LayerwiseError, match=r"an output has shape .* and the model's of the 4 samples"):
+        returned(schedule, [right[0], wrong(right[1])], None, 4)

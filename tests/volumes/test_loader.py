@@ -411,18 +411,17 @@ def test_what_predict_refuses(tmp_path: Path) -> None:
     whole, shape = x[:2], (3, *(EXTENT,) * 3)
     zarr.create_array(tmp_path / "a.zarr", shape=(2, *shape), chunks=(1, *shape), dtype="f4")
     read_only = zarr.open_array(tmp_path / "a.zarr", mode="r")
-    refused: list[tuple[BoxLoader, object, int, str]] = [
-        (BoxLoader(module, whole, shuffle=True), tmp_path / "a.npy", 0, "does not shuffle"),
-        (BoxLoader(module, whole, flip="d"), tmp_path / "a.npy", 0, "does not shuffle, crop, flip"),
-        (BoxLoader(module, whole), tmp_path / "a.npy", 1, "there is no number 1"),
-        (BoxLoader(module, whole), tmp_path / "a.txt", 0, "predict makes .npy files"),
-        (BoxLoader(module, whole), tmp_path / "none" / "a.npy", 0, "a.npy' cannot be written"),
-        (BoxLoader(module, whole), np.zeros((1, *shape)), 0, "what it is to write into has shape"),
-        (BoxLoader(module, whole), np.zeros((2, *shape), np.int32), 0, "predict writes float32, and .* has int32"),
-        (BoxLoader(module, whole), [1], 0, "cannot write into a list"),
-        (BoxLoader(module, whole), None, 0, "cannot write into a NoneType"),
-        (BoxLoader(module, whole), read_only, 0, "samples from 0 cannot be written: store was opened in read-only"),
+    loader = BoxLoader(module, whole)
+    refused: list[tuple[BoxLoader, object, str]] = [
+        (BoxLoader(module, whole, shuffle=True), tmp_path / "a.npy", "does not shuffle"),
+        (BoxLoader(module, whole, flip="d"), tmp_path / "a.npy", "does not shuffle, crop, flip"),
+        (loader, tmp_path / "none" / "a.npy", "a.npy' cannot be written"),
+        (loader, np.zeros((1, *shape)), "what it is to write into has shape"),
+        (loader, np.zeros((2, *shape), np.int32), "predict writes float32, and .* has int32"),
+        (loader, [1], "cannot write into a list"),
+        (loader, None, "cannot write into a NoneType"),
+        (loader, read_only, "samples from 0 cannot be written: store was opened in read-only"),
     ]
-    for loader, out, output, said in refused:
+    for samples_of, out, said in refused:
         with pytest.raises(LayerwiseError, match=said):
-            predict(module, loader, out, output=output)
+            predict(module, samples_of, out)

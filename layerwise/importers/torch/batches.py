@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.graph.samples import counts_targets
+from layerwise.graph.samples import by_itself, counts_targets
 from layerwise.importers.torch.proof import check_runnable, compared, proven, running
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.fed import Fed, fed_by
 from layerwise.importers.torch.runs import Trial
-from layerwise.importers.torch.samples import PARTS, MixedSamplesError, independent
+from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent
 from layerwise.importers.torch.trace import Dims, Imported, import_module
 from layerwise.importers.torch.traced_program import TRACING, samples_in
 from layerwise.importers.torch.unfused import UnlikeError, UnprovenError
@@ -50,15 +50,26 @@ def import_once(
     return replace(import_module(model, call, name, dims), fed=fed)
 
 
-def import_for_batches(model: nn.Module, call: Call, name: str, shared: Collection[str] | None = None) -> Imported:
+def import_for_batches(
+    model: nn.Module, call: Call, name: str, shared: Collection[str] | None = None, *, together: bool = False
+) -> Imported:
     """`import_module`, at the example's batch. LayerwiseError where its samples are not independent.
 
-    shared: inputs that are the same for all samples, by name. None: they are found out.
+    shared: inputs that are the same for all samples, by name. None: they are found out. together: samples may depend on
+    each other where it is layers that compute them so, at any number of these.
     """
     fed = fed_by(model, call, shared or ())
     runs = _Runs(model, call, fed, any_shared=shared is None)
     try:
         return _imported(model, call, name, fed, runs)
+    except MixedSamplesError as mixed:
+        made = _mixing_layers(model, call, name, fed) if together else None
+        if made is None:
+            raise
+        if shared is None:
+            with running(model):
+                check_decided(model, call, fed, mixed)
+        return made
     except LayerwiseError as refused:
         if len(fed.rows) < 2 or shared is not None:  # some of them may be shared
             raise
@@ -69,6 +80,19 @@ def import_for_batches(model: nn.Module, call: Call, name: str, shared: Collecti
         if found.rows == fed.rows:
             raise
     return _imported(model, call, name, found, runs)
+
+
+def _mixing_layers(model: nn.Module, call: Call, name: str, fed: Fed) -> Imported | None:
+    """The model, where it is layers that compute samples together, the same at any number of these; else None."""
+    try:
+        made = import_once(model, call, name, shared=fed.shared)
+        if all(by_itself(layer) for layer in made.graph.inner):
+            return None
+        for samples in (PARTS[0], sum(PARTS)):
+            made = compared(made, model, call, fed, samples)
+    except LayerwiseError:
+        return None
+    return replace(made, fed=fed)
 
 
 class _Runs:

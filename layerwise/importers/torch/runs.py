@@ -20,7 +20,16 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.importers.torch.read.arguments import Call
-from layerwise.importers.torch.read.effects import Numbers, as_it_was, changed, configure, noted, numbers, put_back
+from layerwise.importers.torch.read.effects import (
+    Numbers,
+    as_it_was,
+    changed,
+    configure,
+    noted,
+    numbers,
+    put_back,
+    uncompiled,
+)
 from layerwise.importers.torch.unfused import (
     UnlikeError,
     UnprovenError,
@@ -241,7 +250,7 @@ def _run(
     with torch.set_grad_enabled(known is None):
         try:
             with noted(model, seen), undrawing(), norms:
-                leaves = pytree.tree_leaves(model(*positional, **named))
+                leaves = pytree.tree_leaves(uncompiled(model)(*positional, **named))
         except (LayerwiseError, torch.OutOfMemoryError) as failed:
             raise UnprovenError(f"it cannot be run here: {first_line(failed)}") from failed
         except Exception as failed:  # the model's own code, which may raise anything

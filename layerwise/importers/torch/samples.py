@@ -8,6 +8,7 @@ they take the statistics of all. Which inputs have samples is found out so, wher
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -32,12 +33,15 @@ MOST_CANDIDATES = 4  # inputs as long as the batch, of which any may be shared
 class MixedSamplesError(LayerwiseError):
     """Samples are not independent."""
 
-    def __init__(self, what: str, layer: str = "") -> None:
-        self.what = what
-        where = f"layer {layer!r}" if layer else "the model"
+    def __init__(self, what: str, layer: str = "", as_long: Sequence[str] = ()) -> None:
+        """as_long: inputs as long as the batch, of which some may be shared."""
+        self.what, self.layer = what, layer
+        which = f" ({', '.join(as_long)} are as long as the batch: shared= names those without samples, () none)"
         super().__init__(
-            f"{where} computes something of several samples together: {what}; layerwise gives one device's numbers "
-            "where samples are independent, but for batch norms and losses"
+            f"{f'layer {layer!r}' if layer else 'the model'} computes something of several samples together: {what}; "
+            "layerwise gives one device's numbers where samples are independent, but for batch norms and losses, and, "
+            "with samples_together=True in ParallelOptions, where a layer computes them together, however many they "
+            f"are{which if len(as_long) > 1 else ''}"
         )
 
 
@@ -66,10 +70,17 @@ def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> 
             first = error
         except NotRunError as error:
             raise UnprovenError(f"it cannot be run here: {error}") from error
-    if len(fed.rows) > 1:
-        each = ", ".join(_names(model, call, fed.rows))
-        raise LayerwiseError(f"{first} ({each} are as long as the batch: shared= names those without samples)")
-    raise first
+    raise MixedSamplesError(first.what, first.layer, _names(model, call, fed.rows) if any_shared else ())
+
+
+def check_decided(model: nn.Module, call: Call, fed: Fed, error: MixedSamplesError) -> None:
+    """The error where the model also takes some of the inputs as long as the batch as the same for all samples."""
+    for rows in _subsets(fed):
+        if rows != fed.rows and fed.batch > 1:
+            with suppress(NotRunError, UnprovenError):
+                with suppress(MixedSamplesError):
+                    _of_parts(model, call, Fed(fed.batch, rows))
+                raise MixedSamplesError(error.what, as_long=_names(model, call, fed.rows)) from error
 
 
 def _names(model: nn.Module, call: Call, leaves: Collection[int]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from layerwise.errors import LayerwiseError
 
 
 class NetworkWithLoss(nn.Module):
-    """A network that returns its loss, and of each class the true positive, false positive and false negative voxels.
+    """A network that returns its loss, and by sample and class true positive, false positive, false negative voxels.
 
     Args:
         network: With or without deep supervision.
@@ -46,7 +46,7 @@ class NetworkWithLoss(nn.Module):
         kinds = [predicted & wanted, predicted & ~wanted, ~predicted & wanted]
         if self._ignored is not None:
             kinds = [kind & counted for kind in kinds]
-        return tuple(kind.sum((0, *range(2, logits.ndim))) for kind in kinds)
+        return tuple(kind.sum(tuple(range(2, logits.ndim))) for kind in kinds)  # a row for each sample
 
 
 class MaskedDiceAndCE(nn.Module):

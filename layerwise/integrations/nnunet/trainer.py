@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 from torch import Tensor, nn
@@ -40,8 +41,8 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         keywords: Of `layerwise.parallelize`, for a subclass to set.
 
     Raises:
-        LayerwiseError: The loss is of the k largest, or not nnU-Net's default with an ignore label; as
-            `layerwise.parallelize`.
+        LayerwiseError: The plans have batch_dice; the loss is of the k largest, or not nnU-Net's default with an ignore
+            label; as `layerwise.parallelize`.
     """
 
     keywords: ClassVar[Keywords] = {}
@@ -62,6 +63,11 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         here = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         self._comm = join(here, timeout_s=TIMEOUT_S).comm
         super().__init__(plans, configuration, fold, dataset_json, device)
+        if self.configuration_manager.batch_dice:
+            raise LayerwiseError(
+                "the plans have batch_dice, a loss of all samples together, and layerwise splits what is independent "
+                "by sample: set batch_dice to false in the configuration, or train with nnUNetTrainer"
+            )
         self.is_ddp = False  # the batch, the loss and the metrics are one device's
         self.local_rank, self.device = self._comm.rank, self._comm.device
         self.grad_scaler = GradScaler(self.device.type, enabled=self.device.type == "cuda")
@@ -103,8 +109,8 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         return network, optimizer
 
     def with_loss(self) -> NetworkWithLoss:
-        """The module that is split."""
-        return NetworkWithLoss(self.network, self.loss, self.label_manager)
+        """Returns the module that is split: of a copy, as `parallelize` changes it in place."""
+        return NetworkWithLoss(copy.deepcopy(self.network), self.loss, self.label_manager)
 
     def example(self) -> tuple[Tensor, ...]:
         """A batch in nobody's memory: images, and targets of the outputs of deep supervision."""
@@ -158,8 +164,15 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         return {"loss": loss.detach().cpu().numpy()}
 
     def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
-        named = zip(("loss", "tp_hard", "fp_hard", "fn_hard"), self._call(batch), strict=True)
-        return {name: value.cpu().numpy() for name, value in named}
+        loss, *counts = self._call(batch)
+        labels = self.label_manager
+        classes = labels.foreground_regions if labels.has_regions else labels.foreground_labels
+        total = np.zeros((len(counts), len(classes)))
+        for kind, (count, box) in enumerate(zip(counts, of(self.network).output_boxes()[1:], strict=True)):
+            if box is not None and box.volume:  # this rank's samples and classes
+                total[kind, box.lo[1] : box.hi[1]] = count.sum(0).cpu()
+        tp, fp, fn = np.sum(self._comm.all_gather_object(total.tolist()), 0)
+        return {"loss": loss.cpu().numpy(), "tp_hard": tp, "fp_hard": fp, "fn_hard": fn}
 
     def save_checkpoint(self, filename: str) -> None:
         """nnU-Net's, by all ranks together; rank 0 writes."""

@@ -46,9 +46,10 @@ class FedSamples:
     """Counts the samples of a call: rows of the input that has one a sample."""
 
     def __init__(self, graph: LayerGraph, arguments: Arguments) -> None:
-        rows = {layer.name for layer in graph.layers if layer.role is Role.INPUT and layer.out.index("n") == 0}
-        self._arguments = arguments
-        self._paths = [path for path, leaf in arguments.leaves.items() if leaf.name in rows]
+        along = {layer.name: layer.out.index("n") for layer in graph.layers if layer.role is Role.INPUT}
+        self._arguments, leaves = arguments, arguments.leaves.items()
+        self._paths = [path for path, leaf in leaves if along.get(str(leaf.name), -1) == 0]
+        self._shared = [path for path, leaf in leaves if along.get(str(leaf.name), -1) is None]
 
     def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
         """Returns this rank's number. LayerwiseError where no tensor is given."""
@@ -58,6 +59,11 @@ class FedSamples:
         if x is None:
             raise LayerwiseError("the model is called without a tensor, so its number of samples is not known")
         return x.shape[0]
+
+    def shared(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> list[Tensor]:
+        """Returns the tensors that are the same for all samples."""
+        flat = self._arguments.named(inputs, named) if self._shared else {}
+        return [x for path in self._shared if isinstance(x := flat.get(path), Tensor)]
 
 
 class Calls:

@@ -7,7 +7,6 @@ is handed to the reducer, and at the end of the pass every parameter is given wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
+from layerwise.run.base import Run
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import Hooks, call_hooks, check_parameters, outside_while_waiting, take_hooks
@@ -29,22 +27,13 @@ from layerwise.run.local_tensor import digest
 class AveragedParameters:
     """The parameters of the user's module as they are now, on one of several ranks.
 
-    parameters: those whose gradients are averaged, by name. unknown: those that the trace has not met, whose gradients
-    must be the same on all ranks, as a weight penalty's are. summed: whether gradients are averaged at present.
-    reducer: sums gradients up. comparison: of the ranks' values, where wanted.
+    run: of the module, which has this. parameters: those whose gradients are averaged, by name. unknown: those that the
+    trace has not met, whose gradients must be the same on all ranks, as a weight penalty's are. reducer: sums gradients
+    up. comparison: of the ranks' values, where wanted.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        graph: LayerGraph,
-        comm: Comm,
-        *,
-        compare: bool,
-        summed: Callable[[], bool],
-        bucket_bytes: int,
-    ) -> None:
-        """compare: whether the ranks' values are compared."""
+    def __init__(self, run: Run) -> None:
+        self._run, module, graph, comm = weakref.ref(run), run.model, run.layer_graph, run.comm
         everyone, tensors = tuple(range(comm.size)), module.state_dict(keep_vars=True)
         order = [name for layer in reversed(graph.layers) for name in reversed(layer.parameters)]
         order += [layer.name for layer in reversed(graph.layers) if layer.role is Role.TIED]
@@ -53,12 +42,15 @@ class AveragedParameters:
         names = [name for name in reversed(last) if tensors[name].requires_grad and name not in untrained]
         self.parameters: dict[str, nn.Parameter] = {name: tensors[name] for name in names}
         groups = dict.fromkeys(names, everyone)
-        self.reducer = GradientReducer(self.parameters, names, groups, scale=1 / comm.size, bucket_bytes=bucket_bytes)
+        size = run.plan.bucket_bytes
+        self.reducer = GradientReducer(self.parameters, names, groups, scale=1 / comm.size, bucket_bytes=size)
         followed = {id(p) for p in self.parameters.values()}
         self.unknown = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in followed}
         holders = dict.fromkeys(names, [everyone] * comm.size)
-        self.comparison = RankComparison(self.parameters, holders, comm.members) if compare else None
-        self.comm, self.summed = comm, summed
+        self.comparison = (
+            RankComparison(self.parameters, holders, comm.members) if run.runtime_options.compare_ranks else None
+        )
+        self.comm = comm
         self._structure = Structure(module, buffers=False)
         self._frozen = [(name, p) for name, p in tensors.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
         self._gradients: Gradients | None = None
@@ -135,7 +127,8 @@ class AveragedParameters:
 
     def _stray(self, name: str) -> None:
         """Notes a gradient that is not of the model's call, but of a weight penalty or a part of the model alone."""
-        if not self.summed():
+        run = self._run()
+        if run is None or not run.summed:
             raise outside_while_waiting(name)
         if not self._astray:
             torch.autograd.Variable._execution_engine.queue_callback(self._check_strays)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,19 +45,6 @@ from layerwise.tensorfile import dtype_name
 COMPILED = "the compiled model"  # in a trace
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The facts that a module is run by. Copies of the module share them."""
-
-    graph: LayerGraph
-    plan: Plan
-    comm: Comm
-    options: RuntimeOptions
-    replacements: Replacements
-    keys: Mapping[str, str]  # names of the state dict -> names of the tensors in the graph
-    arguments: Arguments
-
-
 class DataRun(Run):
     """The user's module, called as it is: on one device plain PyTorch, on several as with DistributedDataParallel.
 
@@ -69,25 +55,36 @@ class DataRun(Run):
 
     _state: ModelState
 
-    def __init__(self, module: nn.Module, facts: Facts) -> None:
-        super().__init__(module, facts.graph, facts.plan, facts.comm, facts.options)
-        self._facts, self._calls, self.arguments = facts, Calls(), facts.arguments
-        self._state = ModelState(facts.keys, facts.graph, module, facts.comm)
+    def __init__(
+        self,
+        module: nn.Module,
+        graph: LayerGraph,
+        plan: Plan,
+        comm: Comm,
+        options: RuntimeOptions,
+        replacements: Replacements,
+        keys: Mapping[str, str],
+        arguments: Arguments,
+    ) -> None:
+        """keys: names of the state dict -> names of the tensors in the graph."""
+        super().__init__(module, graph, plan, comm, options)
+        self._calls, self._replacements, self._keys, self.arguments = Calls(), replacements, keys, arguments
+        self._state = ModelState(keys, graph, module, comm)
         self._schedule: Schedule | None = None
         self._module_spans: ModuleSpans | None = None
-        self._replaced = list(replaced_modules(module, facts.replacements, self._calls, facts.comm))
+        self._replaced = list(replaced_modules(module, replacements, self._calls, comm))
         self._norms = [replaced for replaced in self._replaced if type(replaced) is GlobalBatchNorm]
-        self._samples = FedSamples(facts.graph, facts.arguments)
-        moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.graph.dtype)
+        self._samples = FedSamples(graph, arguments)
+        moves = options.device.type != "cpu" or options.dtype != getattr(torch, graph.dtype)
         self._moved = self._move if moves else None
-        self.plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
+        self.plain = not (self._replaced or moves or options.autocast or comm.size > 1)
         self._called: Callable[..., Any] | None = None
         self._average()
         for replaced in self._replaced:
             replaced.place()
         become(module, self)
-        if facts.options.compile is not None:
-            self._called = compile_with(self._own, facts.options.compile)
+        if options.compile is not None:
+            self._called = compile_with(self._own, options.compile)
 
     @property
     def _own(self) -> Callable[..., Any]:
@@ -99,15 +96,7 @@ class DataRun(Run):
         """Has gradients averaged from now on."""
         self._averaged: AveragedParameters | None = None
         if self.comm.size > 1:
-            me, compare, size = weakref.ref(self), self.runtime_options.compare_ranks, self.plan.bucket_bytes
-
-            def summed() -> bool:
-                run = me()  # which this is a part of
-                return run is not None and run.summed
-
-            self._averaged = AveragedParameters(
-                self.model, self.layer_graph, self.comm, compare=compare, summed=summed, bucket_bytes=size
-            )
+            self._averaged = AveragedParameters(self)
             for kind in ("sync", "io", "statistics"):
                 self._prepare(kind, {tuple(range(self.comm.size))})
         self._reducer = GradientReducer({}, [], {}) if self._averaged is None else self._averaged.reducer
@@ -192,7 +181,8 @@ class DataRun(Run):
         fed, training = self._samples.given(inputs, named), self.training
         batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
         alike, reducer = self._averaged.comparison, self._averaged.reducer
-        return ModelCall(seed, batch_of_ranks(alike=alike, step=self.steps_done * training, gradients=reducer))
+        step, shared = self.steps_done * training, self._samples.shared(inputs, named)
+        return ModelCall(seed, batch_of_ranks(alike=alike, step=step, gradients=reducer, shared=shared))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns it on the run's device, in the run's element type."""
@@ -292,15 +282,15 @@ class DataRun(Run):
             copied: nn.Module = copy.deepcopy(model, memo)
         finally:
             become(model, self)
-        DataRun(copied, self._facts).steps_done = self.steps_done
+        alike = self.layer_graph, self.plan, self.comm, self.runtime_options
+        DataRun(copied, *alike, self._replacements, self._keys, self.arguments).steps_done = self.steps_done
         return copied
 
     def compile(self, **settings: Any) -> None:
         """Compiles the model, with torch.compile's arguments; what communicates is between the compiled parts."""
         self._called = compile_with(self._own, settings)
         self.runtime_options = replace(self.runtime_options, compile=settings)
-        self._facts = replace(self._facts, options=self.runtime_options)
-        self._traced()  # of the whole model from now on
+        self._traced()  # of the full model from now on
 
     def restore(self) -> None:
         for replaced in self._replaced:

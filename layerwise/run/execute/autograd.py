@@ -38,43 +38,21 @@ def at_once(there: TimedTransfer, back: TimedTransfer) -> Communication:
     return Communication(there, lambda: at_once(back, there))
 
 
-class IssuedTransfer:
-    """A tensor that is issued early: it leaves at one place of the order, and is awaited at a later one.
+def issued_early(there: TimedTransfer, back: TimedTransfer) -> tuple[Communication, Communication]:
+    """Returns the communications of a tensor that leaves at one place of the order, and is awaited at a later one.
 
-    The way back begins where it was awaited, and ends where it left.
+    The first makes no tensor, the second is given none. The way back begins where it was awaited, and ends where it
+    left.
     """
+    flights, arriving = list[Flight](), list[Communication]()
 
-    def __init__(self, there: TimedTransfer, back: TimedTransfer) -> None:
-        self._there, self._back = there, back
-        self._returning: IssuedTransfer | None = None  # of the backward pass that is under way
-        self._flight: Flight | None = None
+    def gradient_leaves() -> Communication:
+        leaving, awaited = issued_early(back, there)
+        arriving[:] = [awaited]
+        return leaving
 
-    def leaving(self) -> Communication:
-        """Returns the first of its two communications, which makes no tensor."""
-        return Communication(self.begin, self._gradient_arriving)
-
-    def arriving(self) -> Communication:
-        """Returns the second, which is given no tensor."""
-        return Communication(self.finish, self._gradient_leaving)
-
-    def begin(self, x: Tensor | None) -> None:
-        """Sends the tensor."""
-        self._flight = self._there.begin(x)
-
-    def finish(self, _: Tensor | None) -> Tensor | None:
-        """Waits for the tensor, and returns what this rank receives."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
-        return self._there.finish(flight)
-
-    def _gradient_leaving(self) -> Communication:
-        self._returning = IssuedTransfer(self._back, self._there)
-        return self._returning.leaving()
-
-    def _gradient_arriving(self) -> Communication:
-        returning, self._returning = self._returning, None
-        assert returning is not None
-        return returning.arriving()
+    first = Communication(lambda x: flights.append(there.begin(x)), arriving.pop)
+    return first, Communication(lambda _: there.finish(flights.pop()), gradient_leaves)
 
 
 def begins(token: Tensor, parameters: Sequence[Tensor], at_end: Callable[[], None]) -> Tensor:

@@ -18,7 +18,7 @@ from layerwise.ops.base import Role
 from layerwise.program import Instruction, StepKind
 from layerwise.program.instructions import AllGather, Arrive, Begin, Compute, End, Free, Keep, Move, Output, Release
 from layerwise.run.compiling import Settings
-from layerwise.run.execute.autograd import Communication, IssuedTransfer, at_once, communicated, zeros_for
+from layerwise.run.execute.autograd import Communication, at_once, communicated, issued_early, zeros_for
 from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
@@ -77,7 +77,7 @@ class _Forward:
         self.values = dict[str, Tensor | None]()  # by layer: this rank's box of its output, until its last reader
         self.types = dict[str, torch.dtype]()  # of what each layer makes
         self.received = dict[int, Tensor | None]()  # the inputs of the layer that comes next, by slot
-        self.issued = dict[tuple[str, int], IssuedTransfer]()  # by layer and slot
+        self.issued = dict[tuple[str, int], Communication]()  # that are to be awaited, by layer and slot
         self.saved = dict[str, SavedOutput]()  # by layers, until their output is kept in what a reader receives
         self.segments = executor.segments(run)
         self.blocks = dict[str, Block]()  # by the name of their last layer, until it has been computed
@@ -135,14 +135,14 @@ class _Forward:
     def begin(self, instruction: Begin) -> None:
         """Issues an input early."""
         edge = self.layers[instruction.layer].edges[instruction.slot]
-        link = self.issued[instruction.layer, instruction.slot] = IssuedTransfer(*self._ways(edge))
-        self._communicate(edge, self.values[edge.source], link.leaving())
+        leaving, self.issued[instruction.layer, instruction.slot] = issued_early(*self._ways(edge))
+        self._communicate(edge, self.values[edge.source], leaving)
 
     def end(self, instruction: End) -> None:
         """Waits for an input that was issued early."""
         scheduled, slot = self.layers[instruction.layer], instruction.slot
-        link = self.issued.pop((instruction.layer, slot))
-        self._receive(scheduled, slot, self._communicate(scheduled.edges[slot], None, link.arriving()))
+        awaited = self.issued.pop((instruction.layer, slot))
+        self._receive(scheduled, slot, self._communicate(scheduled.edges[slot], None, awaited))
 
     def move(self, instruction: Move) -> None:
         scheduled, slot = self.layers[instruction.layer], instruction.slot

@@ -9,7 +9,7 @@ takes the mean of it, which leaves alone what is the same on all ranks already.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import cache, partial
 from types import MappingProxyType
@@ -80,9 +80,12 @@ class GradientReducer:
                 "unlike parameters: call the model and backward alike on all ranks, and train from the last checkpoint"
             )
 
-    def note_pass(self) -> None:
-        """Makes the report of a pass that has summed all gradients: whether one was ever missed, and who has none."""
-        trained = [(name, self.parameters[name]) for name in self._order]
+    def note_pass(self, made: Set[str]) -> None:
+        """Makes the report of a pass that has summed all gradients: whether one was ever missed, and who has none.
+
+        made: names of parameters that have one of this pass.
+        """
+        trained = [(name, self.parameters[name]) for name in self._order if name not in made]
         left = [name for name, p in trained if p.grad is None and p.requires_grad]
         self.missed |= bool(left)
         self.report = (zlib.crc32(" ".join(left).encode()) if left else 0) << 1 | self.missed
@@ -207,7 +210,7 @@ class Gradients:
                     reducer.hand_out(p, torch.zeros_like(local_tensor(p)))
         self._restore()
         if self.synchronise:
-            reducer.note_pass()
+            reducer.note_pass(self.made)
         reducer.waiting = not self.synchronise
 
     def _tell(self) -> Callable[[], set[str]]:

@@ -41,7 +41,7 @@ class SavedPlace:
         tensor, self.tensor = self.tensor, None
         if tensor is None:
             raise LayerwiseError(
-                f"layer {self.layer!r} is recomputed, and what its backward pass reads was not made again: "
+                f"layer {self.layer!r} is recomputed, and what its backward pass reads was not recomputed: "
                 "differentiate the module's outputs"
             )
         return tensor

@@ -2,7 +2,7 @@
 
 The executor comes to the first layer of a segment and calls all of it; redistributions, statistics and sums over ranks
 are between segments, in the order that all ranks have. So are layers whose parameters or saved tensors come and go:
-gathered and recomputed ones, and a segment ends with a block in which some are made again. Each function has a code
+gathered and recomputed ones, and a segment ends with a block in which some are recomputed. Each function has a code
 object of its own, as PyTorch limits how often one is compiled anew.
 """
 
@@ -30,7 +30,7 @@ Function = Callable[[Values, Values, Tensor | None], list[Tensor]]
 
 
 class SegmentInput(NamedTuple):
-    """An input of a segment: a layer's output as this rank has it, or what has arrived of it."""
+    """An input of a segment: a layer's output as this rank has it, or what it has received of it."""
 
     source: str
     slot: int | None = None  # of its first layer's edges, the one by which it arrives
@@ -83,65 +83,50 @@ class Segment:
         own = (SegmentInput(scheduled.layer.name) for scheduled in self.layers)
         places = {x: i for i, x in enumerate((*self.inputs, *own))}
         outputs = tuple(places[SegmentInput(name)] for name in self.outputs)
-        steps, training = tuple(self._steps(places)), self.training
+        names = {name: i for i, name in enumerate(self.parameters)}
+        draws = {draw: i for i, draw in enumerate(self._draws())}
+        steps = [(one.backward, self._step(one, places, names, draws)) for one in self.layers]
 
         def run(inputs: Values, parameters: Values, seeds: Tensor | None) -> list[Tensor]:
             values = list(inputs)
-            for step in steps:
-                with torch.set_grad_enabled(step.backward and torch.is_grad_enabled()):
-                    values.append(step.run(values, parameters, seeds, training))
+            for backward, step in steps:
+                with torch.set_grad_enabled(backward and torch.is_grad_enabled()):
+                    values.append(step(values, parameters, seeds))
             return [values[i] for i in outputs]
 
         code = run.__code__.replace(co_name=f"segment of {self.name}")
         return FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
 
-    def _steps(self, places: Mapping[SegmentInput, int]) -> Iterator[_Step]:
-        parameters = {name: i for i, name in enumerate(self.parameters)}
-        draws = {draw: i for i, draw in enumerate(self._draws())}
-        for scheduled in self.layers:
-            work, count = scheduled.work, len(scheduled.layer.specs)
-            assert work is not None
-            edges = [_Edge(places[_input(edge, i)], _slices(edge)) for i, edge in enumerate(scheduled.edges)]
-            tied = iter(edges[count:])
-            own = tuple(next(tied) if name is None else parameters[name] for name in scheduled.parameters)
-            seeds = {
-                number: draws[draw] for number in range(len(work.stages)) if (draw := (work.number, number)) in draws
-            }
-            yield _Step(scheduled, tuple(edges[:count]), own, seeds)
+    def _step(
+        self,
+        scheduled: ScheduledLayer,
+        places: Mapping[SegmentInput, int],
+        names: Mapping[str, int],
+        draws: Mapping[tuple[int, int], int],
+    ) -> Callable[[Values, Values, Tensor | None], Tensor]:
+        """Returns one layer, of values, parameters and seeds. The mappings have their places there."""
+        work, dtype, count, training = scheduled.work, scheduled.dtype, len(scheduled.layer.specs), self.training
+        assert work is not None
+        number, stages = work.number, work.stages
+        edges = [(places[_input(edge, i)], _slices(edge)) for i, edge in enumerate(scheduled.edges)]
+        tied = iter(edges[count:])
+        own = [next(tied) if name is None else names[name] for name in scheduled.parameters]
 
+        def received(values: Values, edge: tuple[int, tuple[slice, ...] | None]) -> Tensor:
+            place, slices = edge
+            return values[place] if slices is None else values[place][slices]
 
-@dataclass(frozen=True, slots=True)
-class _Edge:
-    source: int  # place among the values
-    slices: tuple[slice, ...] | None  # of what is used; None: all of it
+        def step(values: Values, parameters: Values, seeds: Tensor | None) -> Tensor:
+            def seed(stage: int) -> Tensor:
+                assert seeds is not None
+                return seeds[draws[number, stage]]
 
-    def of(self, values: Values) -> Tensor:
-        x = values[self.source]
-        return x if self.slices is None else x[self.slices]
+            inputs = [received(values, edge) for edge in edges[:count]]
+            weights = [parameters[p] if isinstance(p, int) else received(values, p) for p in own]
+            out = run_stages(stages, inputs, weights, training=training, seed=seed, reduce=None)
+            return out if dtype is None or out.dtype == dtype else out.to(dtype)
 
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    scheduled: ScheduledLayer
-    inputs: tuple[_Edge, ...]
-    parameters: tuple[_Edge | int, ...]  # tied ones are edges
-    seeds: Mapping[int, int]  # by stage, the place of its seed
-
-    @property
-    def backward(self) -> bool:
-        return self.scheduled.backward
-
-    def run(self, values: Values, parameters: Values, seeds: Tensor | None, training: bool) -> Tensor:
-        def seed(stage: int) -> Tensor:
-            assert seeds is not None
-            return seeds[self.seeds[stage]]
-
-        assert self.scheduled.work is not None
-        inputs = [edge.of(values) for edge in self.inputs]
-        own = [parameters[p] if isinstance(p, int) else p.of(values) for p in self.parameters]
-        stages, dtype = self.scheduled.work.stages, self.scheduled.dtype
-        out = run_stages(stages, inputs, own, training=training, seed=seed, reduce=None)
-        return out if dtype is None or out.dtype == dtype else out.to(dtype)
+        return step
 
 
 def _input(edge: ScheduledEdge, slot: int) -> SegmentInput:

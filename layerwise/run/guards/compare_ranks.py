@@ -50,6 +50,11 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
+def looks(step: int) -> bool:
+    """True if ranks compare what they have in a training step (0: none)."""
+    return step > 0 and not (step % EVERY and step & (step - 1))
+
+
 class RankComparison:
     """The numbers by which ranks that hold the same boxes of parameters compare a sample of these.
 
@@ -70,7 +75,7 @@ class RankComparison:
 
     def numbers(self, step: int) -> tuple[int, ...]:
         """Returns the step (0: none), the hardware, then what all ranks are to know of each set of ranks, or zeros."""
-        if not step or (step % EVERY and step & (step - 1)):
+        if not looks(step):
             return (step, 0, *[0] * (COLUMNS * len(self._sets)))
         told = [x for groups, names in self._sets.items() for x in self._look(groups, names, step)]
         self._looked = step

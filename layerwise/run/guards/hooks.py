@@ -140,8 +140,9 @@ def hooks_of(p: nn.Parameter) -> list[Hook]:
 
 def call_hooks(p: nn.Parameter) -> None:
     """Calls the loop's hooks of a parameter, which has its gradient now."""
-    if p.requires_grad and p.grad is not None:
-        for hook in hooks_of(p):
+    hooks = hooks_of(p)
+    if hooks and p.requires_grad and p.grad is not None:
+        for hook in hooks:
             hook(p)
 
 

@@ -13,8 +13,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.run.local_tensor import Version, version
 
 AS_WRITTEN = (
-    "parallelize with strategy='data', which runs the model as it is written unless it has a loss or a functional "
-    "dropout inside"
+    "parallelize with strategy='data', which runs the model as it is written where each rank has a sample, and no loss "
+    "or functional dropout is inside (DistributedDataParallel runs it with these, too)"
 )
 
 

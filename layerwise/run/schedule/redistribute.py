@@ -25,7 +25,7 @@ class Flight:
     """A tensor on its way, whose source is not to be written to until it has landed."""
 
     handle: Handle
-    land: Callable[[], Tensor | None]  # makes it of what has arrived
+    land: Callable[[], Tensor | None]  # makes it of what was received
 
     def finish(self) -> Tensor | None:
         """Waits for the tensor, once, and returns it."""
@@ -63,7 +63,7 @@ class TimedTransfer:
         return flight
 
     def finish(self, flight: Flight) -> Tensor | None:
-        """Returns what has arrived."""
+        """Returns what was received."""
         with NOTHING if self.spans.trace is not None else self.spans.span(self.name, "transfers"):
             return flight.finish()
 

@@ -112,7 +112,7 @@ class ScheduledLayer:
     dtype: torch.dtype | None  # of the floating-point output; None: as it comes
     backward: bool  # whether a gradient flows through it
     autocast: torch.dtype | None  # what autocast casts to around it; None: it is off
-    recompute: bool  # whether what its backward pass reads is made again
+    recompute: bool  # whether what its backward pass reads is recomputed
     gathered: bool  # whether its parameters are full while it computes only
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 

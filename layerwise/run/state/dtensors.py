@@ -33,17 +33,12 @@ from layerwise.run.state.plan_dtensor import wrap
 Ranks = NDArray[np.int64]  # of a mesh, an axis an axis of it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankSharding:
-    """The placements of one parameter on a mesh of ranks, before there is one of processes."""
-
-    ranks: Ranks
-    placements: tuple[Placement, ...]  # by axis of the mesh
-    shape: tuple[int, ...]  # of all of the parameter
+# Of one parameter: the ranks that have some of it, and its placements by axis of their mesh.
+Placed = tuple[Ranks, tuple[Placement, ...]]
 
 
-def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> RankSharding | None:
-    """Returns the sharding of one parameter, None where its boxes are not those of any DTensor.
+def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Placed | None:
+    """Returns how one parameter is shared out, None where its boxes are not those of any DTensor.
 
     The axes are the prime factors of the number of ranks that have some of it, in the order of the devices: ascending,
     so that all parameters of the same ranks share a mesh, unless only another order of the factors says the boxes.
@@ -57,26 +52,23 @@ def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> RankS
             if placements is not None and all(
                 box_at(shape, axes, where, placements) == each[rank] for where, rank in np.ndenumerate(ranks)
             ):
-                return RankSharding(ranks, placements, shape)
+                return ranks, placements
     return None
 
 
 def _placements(ranks: Ranks, each: Each) -> tuple[Placement, ...] | None:
     """Returns, by axis, a shard of the dimension in which the last box differs from the first; None for several."""
-    first, placements = _ends(each, int(ranks.flat[0])), list[Placement]()
+    first, placements = each[int(ranks.flat[0])], list[Placement]()
     for axis in range(ranks.ndim):
-        last = _ends(each, int(ranks[tuple(-1 if i == axis else 0 for i in range(ranks.ndim))]))
-        differing = [k for k, (a, b) in enumerate(zip(first, last, strict=True)) if a != b]
+        last = each[int(ranks[tuple(-1 if i == axis else 0 for i in range(ranks.ndim))])]
+        assert first is not None
+        assert last is not None
+        ends = zip(first.lo, first.hi, last.lo, last.hi, strict=True)
+        differing = [k for k, (a, b, c, d) in enumerate(ends) if (a, b) != (c, d)]
         if len(differing) > 1:
             return None
         placements.append(Shard(differing[0]) if differing else Replicate())
     return tuple(placements)
-
-
-def _ends(each: Each, rank: int) -> list[tuple[int, int]]:
-    box = each[rank]
-    assert box is not None
-    return list(zip(box.lo, box.hi, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +106,17 @@ def shardings(
             "order: number the ranks of a node one after the other, as torchrun does"
         )
     meshes: dict[str, DeviceMesh | None] = {}
-    for sharding in (everyone, *placed.values()):
-        key = str(sharding.ranks.tolist())
-        if key not in meshes:
-            meshes[key] = comm.device_mesh(sharding.ranks)
-    all_ranks = meshes[str(everyone.ranks.tolist())]
-    on_meshes = {}
-    for name, sharding in placed.items():
-        mesh = meshes[str(sharding.ranks.tolist())]
+    for ranks, _ in (everyone, *placed.values()):
+        if str(ranks.tolist()) not in meshes:
+            meshes[str(ranks.tolist())] = comm.device_mesh(ranks)
+    all_ranks, on_meshes = meshes[str(everyone[0].tolist())], dict[str, MeshSharding]()
+    for name, (ranks, placements) in placed.items():
+        mesh = meshes[str(ranks.tolist())]
         if mesh is None or all_ranks is None:
             return {}
-        if sharding.ranks.size < everyone.ranks.size:
+        if ranks.size < comm.size:
             ALL_RANKS[mesh] = all_ranks
-        on_meshes[name] = MeshSharding(mesh, sharding.placements, sharding.shape)
+        on_meshes[name] = MeshSharding(mesh, placements, shapes[name])
     return on_meshes
 
 

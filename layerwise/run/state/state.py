@@ -65,7 +65,7 @@ class State:
     Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; ranks that are no
     processes have their own boxes as tensors.
     shardings: how they lie on the ranks, by name; empty where they are no DTensors.
-    types: the element types of the values that the network came with, by name.
+    types: the element types of the values that the network has brought, by name.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class State:
         return shardings(self.boxes, shapes, order, self.comm)
 
     def _fill(self, network: Network) -> None:
-        """Creates the boxes, then puts them into the model. The network's own values are not held."""
+        """Creates the boxes, then puts them into the model. The network's own values are let go of."""
         users, values = drawn_as(self.graph), dict[str, Tensor]()
         for layer in self.graph.layers:
             for name, own in layer.own_parameters():
@@ -158,8 +158,8 @@ class State:
 
     def values(self, names: Collection[str]) -> Values:
         """The values now of the buffers of these names in the network."""
-        held = {self._keys[key]: value for key, value in self.extra.items()} | self.tree.tensors()
-        some = {name: held[name] for name in sorted(names) if name in held}
+        there = {self._keys[key]: value for key, value in self.extra.items()} | self.tree.tensors()
+        some = {name: there[name] for name in sorted(names) if name in there}
         return Values(lambda: some)
 
     def sharing(self, name: str) -> Group:

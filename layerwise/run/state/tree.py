@@ -204,8 +204,8 @@ def allow_calls(root: nn.Module) -> None:
     """Makes the layers as they were."""
     for module in root.modules():
         for name in (*REFUSED, "apply"):
-            mine = module.__dict__.get(name)
-            if mine is not None and (mine is REFUSED.get(name) or isinstance(mine, partial)):
+            ours = module.__dict__.get(name)
+            if ours is not None and (ours is REFUSED.get(name) or isinstance(ours, partial)):
                 del module.__dict__[name]
 
 

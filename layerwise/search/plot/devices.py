@@ -178,8 +178,8 @@ def _devices(
                     style = {"size": SMALL, "ha": "center", "va": "center", "color": ink(fills[-1])}
                     axes.text(left + layer.width / 2, row + 0.48, text, **style)  # type: ignore[arg-type]
         urls = links if linked else None
-        edge = {"hatch": look.hatch, "edgecolor": "black", "linewidth": 0.0} if look.hatch else {}
-        axes.add_collection(PolyCollection(corners, facecolors=fills, urls=urls, clip_on=False, **edge))  # type: ignore[arg-type]
+        edge = {"hatch": look.hatch, "edgecolor": look.style["edgecolor"], "linewidth": 0.0} if look.hatch else {}
+        axes.add_collection(PolyCollection(corners, facecolors=fills, urls=urls, clip_on=False, **edge))
     askew: dict[str, Any] = {"rotation": 40, "rotation_mode": "anchor", "ha": "left", "va": "bottom"}
     free = 0.0
     for title, group in groupby(found, key=lambda layer: layer.block):

@@ -40,6 +40,12 @@ class Look(NamedTuple):
     colour: str
     hatch: str
 
+    @property
+    def style(self) -> dict[str, Any]:
+        """What a patch of matplotlib is given: hatches can be seen on their colour."""
+        edge = ink(paler(self.colour, 0)) if self.hatch else "black"
+        return {"facecolor": self.colour, "hatch": self.hatch, "edgecolor": edge, "linewidth": 0.4}
+
 
 def looks(configs: Iterable[Config]) -> dict[Config, Look]:
     """The look of each configuration, in the order in which they come."""
@@ -54,12 +60,8 @@ def legend_of(styles: dict[Config, Look]) -> list[Any]:
     """A handle for each configuration, and one for all that are on one device."""
     from matplotlib.patches import Patch
 
-    handles = [
-        Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="black", linewidth=0.4, label=str(config))
-        for config, look in styles.items()
-        if config.total > 1
-    ]
-    one = Patch(facecolor=ONE, edgecolor="black", linewidth=0.4, label="one device")
+    handles = [Patch(**look.style, label=str(config)) for config, look in styles.items() if config.total > 1]
+    one = Patch(**Look(ONE, "").style, label="one device")
     return [*handles, one] if any(config.total == 1 for config in styles) else handles
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import networkx as nx
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
 MOST = 30  # layers of which each is named, or of which each elimination has a panel
 ACROSS, DOWN = 0.46, 0.30  # inches between layers without names
@@ -81,13 +80,14 @@ def strategy(result: SearchResult | Candidate) -> Figure:
     bottom = max(place.y for place in at.values()) + 0.7
     figure = paper("the strategy over the graph", down * (bottom + 0.9) + 0.5 + 0.2 * -(-len(styles) // 4))
     axes = figure.add_subplot()
+    from matplotlib.patches import Rectangle
+
     for u, v in graph.edges:
         _edge(axes, at[u], at[v])
     for name, (x, y, _) in at.items():
         config = layers[name]
         look = styles[config]
-        box = {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": "black", "linewidth": 0.4, "zorder": 2}
-        axes.add_patch(_rectangle(x, y, 0.78, 0.5, box))
+        axes.add_patch(Rectangle((x - 0.39, y - 0.25), 0.78, 0.5, **look.style, zorder=2))
         text = " ".join(f"{label}{degree}" for label, degree in config.degrees)
         if text and not look.hatch and len(text) * LETTER < 0.8 * across:
             axes.text(x, y, text, size=SMALL, ha="center", va="center", color=ink(paler(look.colour, 0)), zorder=3)
@@ -116,12 +116,6 @@ def _blocks(at: Mapping[str, At]) -> Iterator[tuple[str, float, float]]:
         first = [place for place in places if place.row == places[0].row]
         if len({place.y for place in first}) > 1:
             yield cut(block, 14), (first[0].x + max(p.x for p in first)) / 2, min(place.y for place in first) - 0.45
-
-
-def _rectangle(x: float, y: float, width: float, height: float, style: Mapping[str, Any]) -> Rectangle:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - width / 2, y - height / 2), width, height, **style)
 
 
 def _edge(axes: Axes, source: At, target: At, colour: str = "#666666", width: float = 0.8) -> None:

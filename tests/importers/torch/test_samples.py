@@ -188,3 +188,30 @@ def test_a_refusal_names_the_module_that_mixes() -> None:
     inner[1].first = nn.Linear(WIDTH, WIDTH)
     with pytest.raises(LayerwiseError, match=r"layer '1\.1' computes something of several samples together: output 0"):
         imported(nn.Sequential(nn.Linear(5, WIDTH), inner, nn.Linear(WIDTH, 2)), torch.randn(4, 5))
+
+
+BY_LAYERS = [
+    "minus the batch's mean",
+    "softmax over the batch",
+    "cumulated over the batch",
+    "over the batch's largest",
+    "attention among samples",
+]
+
+
+@pytest.mark.parametrize("mixing", sorted(MIXING))
+def test_samples_that_are_said_to_belong_together_may_be_mixed_by_layers(mixing: str) -> None:
+    model, x = Model(MIXING[mixing]()), torch.randn(4, 5)
+    if mixing in BY_LAYERS:
+        assert imported(model, x, together=True).unproven is None
+    else:  # in groups, or by positions
+        with pytest.raises(LayerwiseError, match=REFUSED):
+            imported(model, x, together=True)
+
+
+def test_which_inputs_have_samples_is_to_be_said_where_these_are_mixed() -> None:
+    model = Model(lambda x, texts: (x - x.mean(0)).exp().mean() - texts.exp().mean())
+    inputs = torch.randn(4, 5), torch.randn(4, 5)
+    with pytest.raises(LayerwiseError, match=r"\(x, others\[0\] are as long as the batch: shared= names"):
+        imported(model, *inputs, together=True)
+    assert imported(model, *inputs, together=True, shared=()).shared == ()

@@ -267,3 +267,8 @@ def configure(model: nn.Module) -> None:
             setattr(configuration, "use_cache", False)  # noqa: B010
         if callable(choose):
             choose("batched_mm")
+
+
+def uncompiled(model: nn.Module) -> Any:
+    """Returns the module that torch.compile was called of, whose code it would leave alone for ever under a mode."""
+    return getattr(model, "_orig_mod", model)
