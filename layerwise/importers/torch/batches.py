@@ -154,7 +154,7 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
     if not traces:  # it takes no other batch than the example's
         if fed.shared:
             raise refused
-        return _of_one_batch(import_module(model, call, name), runs)
+        return _of_one_batch(import_module(model, call, name), fed, runs)
     if different and isinstance(different[0], UnlikeError):  # of another batch, or of any?
         with suppress(UnprovenError):
             compared(import_module(model, call, name), model, call, fed, batch)
@@ -163,13 +163,14 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
     raise different[0] if different else refused if layer is None else _depends(layer)
 
 
-def _of_one_batch(imported: Imported, runs: _Runs) -> Imported:
+def _of_one_batch(imported: Imported, fed: Fed, runs: _Runs) -> Imported:
     """A module that was traced at the example's batch, proven there."""
-    fed, why = runs.fed, None
+    why = None
     try:
-        fed, trial = runs.shown(imported.graph)
-        if trial.samples == fed.batch:
+        found, trial = runs.shown(imported.graph)
+        if trial.samples == fed.batch or found.rows != fed.rows:
             return runs.prove(imported, fed)
+        fed = found
     except UnprovenError as error:
         why = str(error)
     try:
