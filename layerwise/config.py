@@ -74,8 +74,12 @@ class Config:
     @property
     def cells(self) -> Config:
         """The configuration without the choices that save memory: who computes what."""
-        plain = not self.recompute and self.states == "replicated"
-        return self if plain else Config(self.degrees, self.placement)
+        return self.saving(recompute=False, states="replicated")
+
+    def saving(self, *, recompute: bool, states: States) -> Config:
+        """The configuration with these choices that save memory."""
+        same = recompute == self.recompute and states == self.states
+        return self if same else _made(self.degrees, self.placement, recompute, states)
 
     @property
     def alters_saved(self) -> bool:
@@ -92,10 +96,18 @@ class Config:
         return "/".join(["{" + ", ".join(f"{d}={v}" for d, v in self.degrees) + "}", *self.marks])
 
 
+_made = lru_cache(1 << 16)(Config)  # a search asks for the same ones over and over
+
+
 def distinct_cells(configs: Sequence[Config]) -> tuple[tuple[Config, ...], list[int]]:
     """Configurations without the choices that save memory, each once, and which of these each one is."""
+    return _distinct(tuple(configs))
+
+
+@lru_cache(256)
+def _distinct(configs: tuple[Config, ...]) -> tuple[tuple[Config, ...], list[int]]:
     if len(set(configs)) == len(configs) and all(config.cells is config for config in configs):
-        return tuple(configs), list(range(len(configs)))
+        return configs, list(range(len(configs)))
     numbers: dict[Config, int] = {}
     of = [numbers.setdefault(config.cells, len(numbers)) for config in configs]
     return tuple(numbers), of

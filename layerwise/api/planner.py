@@ -162,8 +162,7 @@ class Planner:
             more = self._device_graph(2 * self.world.size)
         except LayerwiseError:  # the machine cannot have so many
             more = None
-        with_k = "plan= of layerwise search with k in --dims"
-        tried = remedies(model, self.space, result.memory_bytes, offer=OFFERS, more_devices=more, with_k=with_k)
+        tried = remedies(model, self.space, result.memory_bytes, offer=OFFERS, more_devices=more)
         return LayerwiseError(f"{nothing_fits(result, tried)}: use more ranks or a smaller batch, {KNOWN}")
 
 

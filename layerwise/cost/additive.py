@@ -6,7 +6,7 @@ do); tables of edges are over its B *bases*, what its neighbours can see of a va
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,35 @@ class Costs:
             own[u] += cost[base[u], base[v][choice[v]]]
             own[v] += cost[base[u][choice[u]], base[v]]
         return own
+
+    def change(
+        self,
+        choice: Mapping[str, int],
+        move: Mapping[str, int] | Mapping[str, Ints],
+        base: Mapping[str, Ints],
+        edges: Mapping[str, Sequence[EdgeName]],
+    ) -> Floats:
+        """(n,) what each of n moves adds to the cost of a choice.
+
+        move: of each layer that is moved, its n variants. edges: those of every layer.
+        """
+        total: Floats = np.zeros(())
+        for name, variants in move.items():
+            total = total + (self.node[name][variants] - self.node[name][choice[name]])
+        for u, v, slot in dict.fromkeys(edge for name in move for edge in edges[name]):
+            if (cost := self.edge.get((u, v, slot))) is not None:
+                after = cost[base[u][move.get(u, choice[u])], base[v][move.get(v, choice[v])]]
+                total = total + (after - cost[base[u][choice[u]], base[v][choice[v]]])
+        return total
+
+
+def edges_of(names: Iterable[str], edges: Iterable[EdgeName]) -> dict[str, list[EdgeName]]:
+    """The edges of every layer."""
+    found: dict[str, list[EdgeName]] = {name: [] for name in names}
+    for edge in edges:
+        for end in dict.fromkeys(edge[:2]):
+            found[end].append(edge)
+    return found
 
 
 def weighted_sum(weights: Sequence[float], costs: Sequence[Costs]) -> Costs:

@@ -218,11 +218,13 @@ def improve(
     started, model, known = time.perf_counter(), priced.model, sorted(known, key=timeline_s)
     cap = best_cap(model, known[0].strategy)
     forms = Forms.of(model.graph, model.devices.count, priced.offer, dict(priced.space.fixed))
+    saved = replace(forms, offered=tuple(form for form in forms.offered if not form[0]))
     better = overlapped(
         model,
-        Variants.of(priced.configs, forms) if fits else Variants.grouped(priced.configs),
+        Variants.of(priced.configs, saved) if fits else Variants.grouped(priced.configs),
         [c.strategy for c in known],
         lambda strategy: timeline(model, strategy, bucket_bytes=cap).total_s,
+        forms if fits and "recompute" in priced.offer else None,
         effort=effort,
         fits=lambda strategy: not fits or float(peak_bytes(model, strategy).max()) <= priced.limit,
         memory_bytes=priced.memory_bytes,

@@ -31,17 +31,17 @@ def remedies(
     *,
     offer: Iterable[str],
     more_devices: DeviceGraph | None = None,
-    with_k: str = "k in --dims",
 ) -> list[Remedy]:
     """Remedies with their least memory, in the order of what they cost, up to the first that makes a plan fit.
 
-    Inputs as boxes, shared states, recomputation, k, twice the devices, half the batch.
+    Inputs as boxes, shared states, recomputation, twice the devices, half the batch. Each is looked for among degrees
+    that are powers of two: that one fits is what is asked.
 
-    more_devices: twice as many as now, where they are known. with_k: what is said of letting contractions be split.
+    more_devices: twice as many as now, where they are known.
     """
-    offered = tuple(offer)
     tried: list[Remedy] = []
-    for what, other, searched, choices in _others(model, space, offered, more_devices, with_k):
+    space = replace(space, powers_of_two=True, spread=False)
+    for what, other, searched, choices in _others(model, space, tuple(offer), more_devices):
         try:
             least = least_plan(other, searched, choices, limit_bytes).bytes
         except LayerwiseError:  # such as fewer samples than a layer can have
@@ -53,7 +53,7 @@ def remedies(
 
 
 def _others(
-    model: CostModel, space: SearchSpace, offered: tuple[str, ...], more_devices: DeviceGraph | None, with_k: str
+    model: CostModel, space: SearchSpace, offered: tuple[str, ...], more_devices: DeviceGraph | None
 ) -> Iterator[tuple[str, CostModel, SearchSpace, tuple[str, ...]]]:
     if model.asked.io == "free":
         yield "--io boxes", CostModel(model.original, model.devices, replace(model.asked, io="boxes")), space, offered
@@ -63,8 +63,6 @@ def _others(
     if "recompute" not in offered:
         offered = ("recompute", *offered)
         yield f"--offer {','.join(offered)}", model, space, offered
-    if "k" not in space.dims:
-        yield with_k, model, replace(space, dims=(*space.dims, "k")), offered
     if more_devices is not None:
         bigger = CostModel(model.original, more_devices, model.asked)
         yield f"{more_devices.count} GPUs", bigger, replace(space, devices=more_devices.count), offered

@@ -221,12 +221,11 @@ def test_remedies_are_tried_in_the_order_of_their_cost_up_to_the_first_that_fits
     assert [remedy.what for remedy in tried] == [
         "--offer shard",
         "--offer recompute,shard",
-        "k in --dims",
         "4 GPUs",
     ]
     assert tried[1].bytes == least.bytes <= tried[0].bytes
-    assert [remedy.fits for remedy in tried] == [False, False, False, True]
+    assert [remedy.fits for remedy in tried] == [False, False, True]
     none = [remedy.what for remedy in remedies(model, SPACE, 1.0, offer=OFFERS)]
-    assert none == ["k in --dims", "a global batch of 4"]
+    assert none == ["a global batch of 4"]
     free = CostModel(model.original, model.devices, replace(model.asked, io="free"))
     assert remedies(free, SPACE, 1.0, offer=OFFERS)[0].what == "--io boxes"

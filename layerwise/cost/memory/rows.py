@@ -70,7 +70,12 @@ class ByteRows:
             *(f"backward {name}{which}" for name in self.backward for which in ("", ", inputs gone")),
             *(f"gradient of {u} from {v}" for u, v, _ in self.back),
         )
+        lasting = {(u, *end): self._lasting((u, *end)) for u, end in self.within.items()}
+        self.lasting = {edge: bytes_ for edge, bytes_ in lasting.items() if bytes_.any()}
         self.loss = self._loss()
+        self.returned = self._root(self.graph.layers[-1].inputs[0]) if self.loss else ""
+        if self.returned in self.readers or graph[self.returned or self.names[-1]].role is not Role.COMPUTE:
+            self.returned = ""  # somebody claims it, or nobody made it
         self._tables: dict[int, Costs] = {}  # of rows; those there are stay as they are
 
     # ---- what two layers hold together ----
@@ -84,20 +89,28 @@ class ByteRows:
     def _read(self) -> list[EdgeName]:
         """Edges to layers that compute, not only view."""
         graph = self.graph
-        return [e for e in graph.edges() if graph[e[1]].role is Role.COMPUTE and not _view(graph[e[1]])]
+        return [e for e in graph.edges() if graph[e[1]].role is Role.COMPUTE and not is_view(graph[e[1]])]
 
     def _edges(self, claims: Collection[EdgeName]) -> dict[EdgeName, Tables]:
         found = {edge: self._edge(edge, edge in claims) for edge in self._read()}
         return {edge: tables for edge, tables in found.items() if tables[0].any() or tables[1].any()}
+
+    def _root(self, name: str) -> str:
+        """The layer whose storage a layer's output is."""
+        while is_view(self.graph[name]):
+            name = self.graph[name].inputs[0]
+        return name
+
+    def _is_stored(self, name: str) -> bool:
+        """Whether a layer's output is not larger than the storage that it is, as an expanded one is."""
+        return self.graph[name].out.volume <= self.graph[self._root(name)].out.volume
 
     def _readers(self) -> dict[str, dict[str, list[EdgeName]]]:
         """The edges to those who may hold a tensor that its maker does not save: by the maker, and by the reader."""
         graph, readers = self.graph, dict[str, dict[str, list[EdgeName]]]()
         for edge in self._read():
             u, v, _ = edge
-            root = u
-            while _view(graph[root]):
-                root = graph[root].inputs[0]
+            root = self._root(u)
             if graph[root].role is Role.COMPUTE and (root == u or not self.layers[root].keeps.any()):
                 mine = readers.setdefault(root, {}).setdefault(v, [])
                 if u not in [e[0] for e in mine]:
@@ -144,14 +157,36 @@ class ByteRows:
         inside_it = self.within.get(u) == (v, slot)
         local = self._locality(edge)[np.ix_(source.rows[at], target.rows[to])]
 
+        # Where it lies here, it is the source's storage that is held, all of it.
+        whole = np.where(need > 0, np.maximum(need, own), 0.0) if self._is_stored(u) else need
+
         def held(here: Mask) -> Floats:  # whether the source holds what it saves
-            lies = padded + claims * need * saves * ~(keeps & here)
+            lies = padded + claims * whole * saves * ~(keeps & here)
             received = np.maximum(saves * travels - inside_it * own * (keeps & here), 0)
             return np.where(local, lies, received)
 
         inside = held(here=np.ones_like(again_u) if together else ~again_u)
-        kept = claims * own * ~(keeps & ~again_u) * ~(again_u & together) * (not _view(self.graph[u]))
+        # What a block is recomputed from; of a view that is recomputed, too, that may be its source's.
+        gone = again_u & (together or is_view(self.graph[u]))
+        kept = claims * own * ~(keeps & ~again_u) * ~gone * self._is_stored(u)
         return inside, np.where(again_v, kept, held(~again_u))  # of full shape both
+
+    def _lasting(self, edge: EdgeName) -> Floats:
+        """(B_u, B_v) bytes that a reader has received beyond the box that its source saves within them.
+
+        They are held with that box: after the reader's backward pass, until the source's.
+        """
+        u, v, slot = edge
+        source, target, at, to = self.layers[u], self.layers[v], self.first[u], self.first[v]
+        maps, epilogue = input_maps(self.graph[v], slot)
+        count, owned, need = len(self.watched), source.place.owned, target.place.at(epilogue).needs(maps)
+        lo, hi, first, last = (side[::count] for side in (owned.lo, owned.hi, need.lo, need.hi))
+        both = owned.active[::count, None] & need.active[None, ::count]
+        inside = both & (first[None] <= lo[:, None]).all(-1) & (hi[:, None] <= last[None]).all(-1)
+        inside = (inside & ~self._locality(edge))[np.ix_(source.rows[at], target.rows[to])]
+        _, travels, _, saves = (array[to][None] for array in target.read(slot))
+        mine = (source.keeps & ~self.recomputed[u])[at][:, None] & ~self.recomputed[v][to][None]
+        return np.where(inside & mine & saves, np.maximum(travels - source.own[at][:, None], 0), 0.0)
 
     def _locality(self, edge: EdgeName) -> Mask:
         """(C_u, C_v) whether all that watched devices need lies where it is needed."""
@@ -224,12 +259,17 @@ class ByteRows:
             node[name] = total
         if row == 3:
             node[self.names[0]] = node[self.names[0]] + self.loss
+            if self.returned:  # is there until its loss is
+                last = self.layers[self.returned]
+                node[self.returned] = node[self.returned] + last.own * ~last.keeps
         for (u, v, slot), (inside, before) in self.families[family].items():
             i, (start, end) = self.index[v], self.span[v]
             if i < at or (i == at and not late):
                 edge[u, v, slot] = inside if start <= at < end else before
+        for (u, v, slot), more in self.lasting.items():
+            if self.index[u] < at and (at < self.index[v] or (at == self.index[v] and late)):
+                edge[u, v, slot] = edge.get((u, v, slot), 0.0) + more
         if returned:
-            u, v, _ = returned
             edge[returned] = edge.get(returned, 0.0) + self._returned(returned)
         return Costs(node, edge)
 
@@ -256,12 +296,22 @@ class ByteRows:
             alive[i + 1] += mine.saved[variant]
             if self.recomputed[name][variant]:
                 alive[self.span[name][1]] -= mine.saved[variant]
+        loss = self.loss
+        if self.returned:
+            last, variant = self.layers[self.returned], choice[self.returned]
+            loss += float(last.own[variant] * ~last.keeps[variant])
         later, at = after[::-1].cumsum()[::-1], np.array([self.index[name] for name in self.backward], np.int64)
         to = np.array([self.index[v] for _, v, _ in self.back], np.int64)
         returned = np.array([self._returned(e)[base[e[0]][choice[e[0]]], base[e[1]][choice[e[1]]]] for e in self.back])
         found = []
         for edges in self.families:
-            saved, own = alive.copy(), here.copy()
+            saved, own, gone = alive.copy(), here.copy(), np.zeros(count)
+            for (u, v, _), more in self.lasting.items():
+                pair, i = (base[u][choice[u]], base[v][choice[v]]), self.index[v]
+                saved[self.index[u] + 1] += more[pair]
+                saved[i] -= more[pair]
+                own[i, 1] += more[pair]
+                gone[i] += more[pair]
             for (u, v, _), (inside, before) in edges.items():
                 pair, i = (base[u][choice[u]], base[v][choice[v]]), self.index[v]
                 own[i, 0] += inside[pair]
@@ -269,11 +319,12 @@ class ByteRows:
                 saved[self.span[v][1]] += before[pair] - inside[pair]
             saved = saved.cumsum()
             layers = (saved[at] + later[at + 1])[:, None] + own[at]
-            back = saved[to] + later[to] + returned
-            found += [ends, saved[count : count + 1] + self.loss, layers.ravel(), back]
+            back = saved[to] + later[to] + gone[to] + returned
+            found += [ends, saved[count : count + 1] + loss, layers.ravel(), back]
         rows: Floats = np.concatenate(found) + steady
         return rows
 
 
-def _view(layer: Layer) -> bool:
+def is_view(layer: Layer) -> bool:
+    """Whether a layer's output is the storage of its input."""
     return layer.role is Role.COMPUTE and all(stage.view for stage in layer.stages)

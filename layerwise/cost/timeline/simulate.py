@@ -9,7 +9,7 @@ travels beside computation costs it, and computation that, what was measured (`s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -152,7 +152,7 @@ class _Clocks:
     ) -> None:
         self.model, self.sums, self.record, self.pace = model, sums, record, pace
         # What a recomputed layer does once more has instructions of its own.
-        self.strategy = {name: replace(c, recompute=False) if c.recompute else c for name, c in strategy.items()}
+        self.strategy = {name: c.saving(recompute=False, states=c.states) for name, c in strategy.items()}
         self.clock = np.zeros(model.devices.count)  # (N,) until when each device is busy
         self.stream = Stream(model.devices.count)
         self.forward_s = self.backward_s = self.exposed_s = 0.0

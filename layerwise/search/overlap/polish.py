@@ -8,7 +8,7 @@ only where the largest row after it is below the best step, and those of the lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -16,14 +16,14 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from layerwise.cost.additive import Choice, Costs
-from layerwise.cost.model import CostModel, EdgeName
+from layerwise.cost.additive import Choice, Costs, edges_of
+from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.overlap.cuts import Cuts
 from layerwise.search.priced.additive import Problem, by_elimination, by_messages, possible
 from layerwise.search.priced.prices import least_rows
-from layerwise.search.priced.variants import Strategy, Variants
+from layerwise.search.priced.variants import Forms, Strategy, Variants
 from layerwise.search.solve.eliminate import sums_of
 
 Effort = Literal["quick", "normal", "thorough"]
@@ -63,10 +63,7 @@ class Polish:
         self.cuts, self.mean, self.space, self.graph = cuts, mean, cuts.space, cuts.model.graph
         self.step_s, self.fits, self.left, self.patience = step_s, fits, SIMULATIONS[effort], PATIENCE[effort]
         self.names = [layer.name for layer in self.graph.layers]
-        self.edges: dict[str, list[EdgeName]] = {name: [] for name in self.names}
-        for edge in cuts.edges:
-            for end in dict.fromkeys(edge[:2]):
-                self.edges[end].append(edge)
+        self.edges = edges_of(self.names, cuts.edges)
         self.own = {name: cuts.layer(name) for name in self.names}
         self.best = np.inf  # seconds of the step that moves are to beat
         self.seen: dict[tuple[int, ...], float] = {}
@@ -131,13 +128,13 @@ class Polish:
 
     def _bounded(self, choice: Choice, rows: Floats, move: Mapping[str, Ints]) -> Iterator[tuple[float, Choice]]:
         """The largest row after each of n moves: of each layer that is moved the variants (n,)."""
-        edges = list(dict.fromkeys(edge for name in move for edge in self.edges[name]))
-        before = {name: np.array([variant]) for name, variant in choice.items()}
-        change = self._mean(before | dict(move), move, edges) - self._mean(before, move, edges)
+        change = self.mean.change(choice, move, self.space.base, self.edges)
         worth = np.flatnonzero(self.mean.of(choice, self.space.base) + change < self.best * (1 - GAIN))
         if not len(worth):
             return
         move = {name: variants[worth] for name, variants in move.items()}
+        edges = list(dict.fromkeys(edge for name in move for edge in self.edges[name]))
+        before = {name: np.array([variant]) for name, variant in choice.items()}
         after = self.cuts.sent(before | dict(move), edges) - self.cuts.sent(before, edges) + rows
         for name, variants in move.items():
             after = after + self.own[name][variants] - self.own[name][choice[name]]
@@ -145,21 +142,13 @@ class Polish:
         for i in np.flatnonzero(bounds < self.best * (1 - GAIN)).tolist():
             yield float(bounds[i]), {name: int(variants[i]) for name, variants in move.items()}
 
-    def _mean(self, variants: Mapping[str, Ints], layers: Iterable[str], edges: Iterable[EdgeName]) -> Floats:
-        """(n,) or (1,) seconds of these layers and edges in the mixture of rows."""
-        total, base = np.zeros(1), self.space.base
-        for name in layers:
-            total = total + self.mean.node[name][variants[name]]
-        for u, v, slot in edges:
-            total = total + self.mean.edge[u, v, slot][base[u][variants[u]], base[v][variants[v]]]
-        return total
-
 
 def overlapped(
     model: CostModel,
     space: Variants,
     known: Sequence[Strategy],
     step_s: Callable[[Strategy], float],
+    forms: Forms | None = None,
     *,
     effort: Effort = "normal",
     fits: Callable[[Strategy], bool] = lambda _: True,
@@ -171,9 +160,10 @@ def overlapped(
 
     Args:
         model: The network on its machine.
-        space: The configurations of every layer.
+        space: The configurations of every layer, none of which is recomputed where `forms` are given.
         known: Strategies of the space that fit, the fastest first.
         step_s: The simulated step of a strategy.
+        forms: Layers may be recomputed, too, as these have it. That makes no row less, so no bound has to know of it.
         effort: How many steps are simulated.
         fits: Whether a strategy fits into memory: no other is returned.
         memory_bytes: Of a search table.
@@ -184,10 +174,11 @@ def overlapped(
     rough = _problem(Cuts(model, space), step_s)
     game = least_rows(rough, by_messages, rounds=ROUGH)
     keep = possible(rough.base, game.mixed(upper))
-    for choice in map(space.choice, known):
-        for name, variant in choice.items():
+    for strategy in known:
+        saved = {name: config.saving(recompute=False, states=config.states) for name, config in strategy.items()}
+        for name, variant in space.choice(strategy if forms is None else saved).items():
             keep[name][variant] = True
-    small = space.restrict(keep)
+    small = space.restrict(keep) if forms is None else space.restrict(keep).recomputed(forms)
     if _entries(model, small) > CLOSELY:
         return Overlapped((), min(max(game.bound, 0.0), upper))
     cuts = Cuts(model, small, telling_devices(model.devices))

@@ -78,7 +78,6 @@ def possible(base: Mapping[str, Ints], capped: Sequence[Cap]) -> dict[str, Mask]
     """The variants (V_l,) that may be part of a choice that is within all caps."""
     keep = {name: np.ones(len(these), bool) for name, these in base.items()}
     for costs, most in capped:
-        if np.isfinite(most):
-            for name, lower in lower_bounds(costs, base).items():
-                keep[name] &= lower <= most * SLACK
+        for name, lower in lower_bounds(costs, base).items():
+            keep[name] &= lower <= most * SLACK
     return keep

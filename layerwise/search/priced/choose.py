@@ -18,16 +18,15 @@ import numpy as np
 from layerwise.cost.additive import Choice, Costs, weighted_sum
 from layerwise.geometry.arrays import Mask
 from layerwise.search.priced.additive import Minimise, Problem
-from layerwise.search.priced.prices import DEAREST, Prices, best_prices, least_rows
+from layerwise.search.priced.prices import DEAREST, SHARE, Prices, best_prices, least_rows
 from layerwise.search.solve.narrow import SLACK
 
 LOOKS = 4  # of what eliminations have met, those whose peaks are simulated
 NEARER = 3  # times that rows are added, near a choice that does not fit
 GAP = 0.002  # nearer to its bound, no rows are added
-CASES, CASES_OF_FEW = 12, 48  # divided at most
+CASES = 48  # divided at most
 NEAR = 0.005  # of the best: a bound that is nearer is near enough
-FEW = 16  # layers of which all variants may be tried
-SHARE = 1e-6  # less of a mixture is rounding
+FEW = 16  # layers of which there are cases
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below peaks
 FACTORS = (
     0.3,
@@ -92,7 +91,7 @@ class Seen:
         tables = (*self.problem.time.node.values(), *self.problem.time.edge.values())
         most, number = DEAREST**2 * max(sum(float(table.max()) for table in tables), 1e-30), count()
         cases: list[tuple[float, int, Problem, Prices]] = [(prices.bound, next(number), self.problem, prices)]
-        for _ in range(CASES if len(self.problem.base) > FEW else CASES_OF_FEW):
+        for _ in range(CASES):
             if not cases or cases[0][0] * (1 + NEAR) >= self.cost:
                 break
             bound, _, problem, prices = cases[0]
@@ -128,9 +127,7 @@ class Seen:
         return found
 
     def _another(self, problem: Problem, prices: Prices, most: float) -> tuple[str, Mask] | None:
-        """Where rows cannot tell that what was met does not fit: a layer, and its variant there. Of few layers only."""
-        if len(problem.base) > FEW:
-            return None
+        """Where rows cannot tell that what was met does not fit: a layer, and its variant there."""
         choice = min(prices.met, key=lambda m: m.cost).choice
         if self.peak(choice) <= self.limit:
             return None

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Generic, TypeVar, get_args
 
 import numpy as np
 
 from layerwise.config import States
 from layerwise.cost.additive import Choice, Costs
-from layerwise.cost.memory.rows import ByteRows
+from layerwise.cost.memory.rows import ByteRows, is_view
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName, Progress
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.search.priced.additive import (
     Minimise,
     Problem,
@@ -30,13 +30,19 @@ from layerwise.search.priced.additive import (
     lower_bounds,
     possible,
 )  # fmt: skip
-from layerwise.search.priced.choose import LOOKS, Seen
-from layerwise.search.priced.moves import PEAKS, Moves, lightest
+from layerwise.search.priced.choose import FEW as FEW_LAYERS
+from layerwise.search.priced.choose import GAP, LOOKS, Seen
+from layerwise.search.priced.moves import PEAKS, STARTS, Moves, lightest
 from layerwise.search.priced.prices import Prices, least_rows
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
-from layerwise.search.solve.narrow import SLACK, exact_costs, node_costs, rough_tables
+from layerwise.search.solve.eliminate import sums_of
+from layerwise.search.solve.narrow import PAYS, SLACK, exact_costs, node_costs, rough_tables
 
+Met = tuple[Sequence[Strategy], Sequence[int]]  # what was met, and the rows that were looked at
 T = TypeVar("T")  # what has a peak
+WORK = 5e6  # sums of an elimination
+CLOSE = 0.005  # of a bound: what is nearer needs no better one
+NEAR = 0.002  # of a bound: what is nearer is looked at, whatever elimination takes
 FEW = 8  # peaks that are simulated where it is proven that nothing fits
 
 
@@ -46,23 +52,28 @@ def fastest_within(
     minimise: Minimise,
     kinds: Mapping[str, object],
     known: Sequence[Choice] = (),
-    bound: float = -np.inf,
+    known_s: tuple[float, float] = (-np.inf, np.inf),
     plainer: Mapping[str, Mapping[int, int]] | None = None,
+    start: Prices | None = None,
 ) -> tuple[Seen, Prices, float]:
     """Looks for the fastest choice whose peak is within `limit` bytes: what was seen, the prices, a bound of all.
 
-    kinds: of each layer, equal for equal layers. known: choices to begin with. bound: of all that fit, as far as it is
-    known. plainer: see `Moves.plain`.
+    kinds: of each layer, equal for equal layers. known: choices to begin with. known_s: a bound of all that fit, and
+    seconds that all take at least that are not in the problem. plainer: see `Moves.plain`. start: see `best_prices`.
     """
     seen = Seen(problem, limit)
     for choice in known:
         seen.peak(choice)
-    prices = seen.choose(minimise)
-    bound = max(bound, prices.bound)
-    if bound < np.inf:
+    prices = seen.choose(minimise, start)
+    least, others = known_s
+    bound = max(least, min(prices.bound, others))
+    if prices.bound < np.inf:
         moves = Moves(seen, kinds, seen.others(prices, minimise))
+        if seen.cost > bound * (1 + GAP):
+            moves.repair(prices.exceeding(limit)[:STARTS])
         moves.improve(bound)
-        bound = max(bound, seen.cases(prices, minimise))
+        if len(problem.base) <= FEW_LAYERS:
+            bound = max(bound, min(seen.cases(prices, minimise), others))
         moves.plain(plainer or {name: {} for name in problem.base})
     return seen, prices, min(bound, seen.cost)
 
@@ -107,6 +118,45 @@ class Least(Generic[T]):
         return self.bytes <= self.lower_bound_bytes * SLACK
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What is left of a space, the best that was seen of it, the prices, and seconds that all take that fit."""
+
+    space: Variants
+    seen: Seen
+    prices: Prices
+    lower_s: float
+
+    @property
+    def met(self) -> Met:
+        """The strategies that were met, and the rows that were looked at."""
+        return [self.space.strategy(met.choice) for met in self.prices.met], list(self.prices.solved)
+
+    @property
+    def fitting(self) -> list[Strategy]:
+        """The best that was seen, if one fits."""
+        return [] if self.seen.best is None else [self.space.strategy(self.seen.best)]
+
+    def promising(self, edges: Sequence[tuple[str, str]], work: float = np.inf) -> tuple[dict[str, Mask], float]:
+        """The variants of all choices that fit and take less than so many seconds, and the best; and these seconds.
+
+        As many seconds as what is in hand takes; so many fewer that elimination forms at most `work` sums.
+        """
+        seen, bound, base = self.seen, self.prices.bound, self.space.base
+        fits, lower = possible(base, self.prices.capped(seen.limit)), self.prices.least_s(seen.problem, seen.limit)
+        beyond = seen.cost - bound if np.isfinite(seen.cost) else abs(bound)
+        below = seen.cost
+        while True:
+            keep = {name: fits[name] & (least <= below * SLACK) for name, least in lower.items()}
+            for name, variant in (seen.best or {}).items():
+                keep[name][variant] = True
+            sizes = {name: len(np.unique(base[name][mask])) for name, mask in keep.items()}
+            if beyond < NEAR * abs(bound) or work == np.inf or sums_of(sizes, edges) <= work:
+                return keep, below
+            beyond /= 2
+            below = bound + beyond
+
+
 class LimitedSearch:
     """Searches of one model under any limits.
 
@@ -127,42 +177,80 @@ class LimitedSearch:
         self.model, self.cells, self.progress = model, dict(cells), progress
         self.forms = Forms.of(model.graph, model.devices.count, offer, fixed)
         self.minimise = by_elimination(memory_bytes)
+        self.edges = [(u, v) for u, v, _ in model.graph.edges()]
+        may = self.forms.recomputable - self.forms.fixed
+        self._views = [(u, v) for u, v in self.edges if u in may and v in may and is_view(model.graph[v])]
 
     def under(self, limit: float, known: Sequence[Strategy]) -> Within:
         """The best strategies whose peak is at most `limit` bytes. known: strategies over `cells` to begin with."""
-        hand = self._begun(limit, known)
+        begun = self._begun(limit, known)
+        hand = next(iter(begun.fitting), None)
         if hand is None and self._bytes_alone[1].bound > limit * SLACK:
             return Within(limit, (), np.inf, np.inf, (), 0)
         space = Variants.of(self._cells_within(np.inf if hand is None else self.cost(hand)), self.forms)
-        rows, node = ByteRows(self.model, space.configs, space.base), node_costs(self.model, space.configs)
-        rough = self._problem(space, rows, node, rough_tables(self.model, space.bases, self.progress).transfer)
-        seen = Seen(rough, limit, lambda choice: self.cost(space.strategy(choice)))
-        if hand is not None:
-            seen.peak(space.choice(hand))
-        prices = seen.choose(by_messages)
-        keep = possible(space.base, prices.criteria(seen.problem, limit, seen.cost)) if prices.bound < np.inf else {}
-        if not keep or not all(mask.any() for mask in keep.values()):
-            found = () if seen.best is None else (space.strategy(seen.best),)
-            return Within(limit, found, seen.cost, seen.cost, (), 0)
-        small = space.restrict(keep)
-        fitting = [] if seen.best is None else [space.strategy(seen.best)]
-        return self._exactly(limit, small, {n: cost[keep[n]] for n, cost in node.items()}, fitting, prices)
+        node, transfer = node_costs(self.model, space.configs), rough_tables(self.model, space.bases, self.progress)
+        left = self._left(limit, space, Costs(node, transfer.transfer), hand, begun.met)
+        if left.prices.bound == np.inf:
+            return Within(limit, tuple(left.fitting), left.seen.cost, left.seen.cost, (), 0)
+        lower_s = left.lower_s
+        while True:
+            within = self._exactly(limit, left, lower_s)
+            if not within.strategies or within.lower_bound_s * (1 + CLOSE) >= within.cost_s:
+                return within
+            gained = within.cost_s < left.seen.cost * (1 - GAP)
+            left = self._left(limit, left.space, left.seen.problem.time, within.strategies[0], left.met)
+            lower_s = min(max(within.lower_bound_s, left.lower_s), within.cost_s)
+            if not gained or left.prices.bound == np.inf:
+                return replace(within, lower_bound_s=lower_s)
 
-    def _exactly(
-        self,
-        limit: float,
-        space: Variants,
-        node: Mapping[str, Floats],
-        known: Sequence[Strategy],
-        rough: Prices,
-    ) -> Within:
-        """The answer of what is left, with transfers as they are. known: what fits; rough: prices among all."""
+    def _left(self, limit: float, space: Variants, costs: Costs, hand: Strategy | None, met: Met) -> _Left:
+        """The variants that a choice can have that fits and is faster than what is in hand.
+
+        What goes makes the bound of what is left larger, so more may go. costs: with transfers that may be bounds.
+        met: to begin with.
+        """
+        lower_s, (strategies, rows) = -np.inf, met
+        while True:
+            problem = self._problem(space, ByteRows(self.model, space.configs, space.base), costs.node, costs.edge)
+            seen = Seen(problem, limit, partial(self._cost_of, space))
+            if hand is not None:
+                seen.peak(space.choice(hand))
+            prices = seen.choose(by_messages, Prices.warm(problem, space.choices(strategies), rows))
+            lower_s = max(lower_s, min(prices.bound, seen.cost))
+            left = _Left(space, seen, prices, lower_s)
+            hand = next(iter(left.fitting), None)
+            if prices.bound == np.inf:
+                return left
+            keep, _ = left.promising(self.edges)
+            if not all(mask.any() for mask in keep.values()):
+                return replace(left, prices=replace(prices, bound=np.inf), lower_s=seen.cost)
+            few = space.restrict(keep)
+            if sum(map(len, few.configs.values())) > PAYS * sum(map(len, space.configs.values())):
+                return left
+            place = {name: {config: i for i, config in enumerate(these)} for name, these in space.bases.items()}
+            which = {name: [place[name][config] for config in these] for name, these in few.bases.items()}
+            costs = Costs(
+                {name: cost[keep[name]] for name, cost in costs.node.items()},
+                {edge: table[np.ix_(which[edge[0]], which[edge[1]])] for edge, table in costs.edge.items()},
+            )
+            space, (strategies, rows) = few, left.met
+
+    def _cost_of(self, space: Variants, choice: Choice) -> float:
+        return self.cost(space.strategy(choice))
+
+    def _exactly(self, limit: float, left: _Left, lower_s: float) -> Within:
+        """The answer of what is promising, with transfers as they are. lower_s: seconds that all take that fit."""
+        keep, below = left.promising(self.edges, WORK)
+        space = left.space.restrict(keep)
+        node = {name: cost[keep[name]] for name, cost in left.seen.problem.time.node.items()}
         rows = ByteRows(self.model, space.configs, space.base)
         problem = self._problem(space, rows, node, self.model.tables(space.bases, self.progress).transfer)
-        kinds = {n: (self.model.kind(self.model.graph[n]), configs) for n, configs in space.configs.items()}
-        begin, plainer = space.choices(known), self._plainer(space)
-        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, rough.bound, plainer)
-        found = ([] if seen.best is None else [space.strategy(seen.best)]) + list(known)
+        kinds = self._kinds(space)
+        begin, known_s = space.choices(left.fitting), (lower_s, below)
+        met, looked_at = left.met
+        start, plainer = Prices.warm(problem, space.choices(met), looked_at), self._plainer(space)
+        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, known_s, plainer, start)
+        found = ([] if seen.best is None else [space.strategy(seen.best)]) + left.fitting
         strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.cost)
         cost, price = min(map(self.cost, strategies), default=np.inf), prices.price
         dearest = sorted(price.items(), key=lambda row: -row[1])
@@ -182,7 +270,7 @@ class LimitedSearch:
         if bound < size and (bound <= wanted * SLACK or not wanted):
             small = space.restrict(possible(space.base, game.mixed(size)))
             few = self._memory_alone(small)
-            closer = least_rows(few, self.minimise)
+            closer = least_rows(few, self.minimise if self._work(small) <= WORK else by_messages)
             begin = [*small.choices([space.strategy(best)]), *(met.choice for met in closer.lightest(LOOKS))]
             other, fewer = lightest(few, begin, max(wanted, closer.bound))
             bound = max(bound, closer.bound)
@@ -203,6 +291,10 @@ class LimitedSearch:
         every = [{name: forms.of_layer(name, c, form) for name, c in strategy.items()} for form in forms.offered]
         return list({tuple(strategy.values()): strategy for strategy in every}.values())
 
+    def _work(self, space: Variants) -> float:
+        """The sums that an elimination forms."""
+        return sums_of({name: len(these) for name, these in space.bases.items()}, self.edges)
+
     def peak(self, strategy: Strategy) -> float:
         """Bytes of the fullest device."""
         return float(peak_bytes(self.model, strategy).max())
@@ -214,6 +306,12 @@ class LimitedSearch:
     def _problem(
         self, space: Variants, rows: ByteRows, node: Mapping[str, Floats], transfer: Mapping[EdgeName, Floats]
     ) -> Problem:
+        transfer = dict(transfer)
+        for u, v in self._views:  # a view alone is recomputed in vain, which rows cannot tell
+            again = [np.array([config.recompute for config in space.bases[name]], np.bool_) for name in (u, v)]
+            dear = sum(float(cost.max()) for cost in node.values())
+            transfer[u, v, 0] = transfer[u, v, 0] + dear * (~again[0][:, None] & again[1][None])
+
         def over(rows: ByteRows) -> Problem:
             def peak(choice: dict[str, int]) -> float:
                 return self.peak(space.strategy(choice))
@@ -230,6 +328,10 @@ class LimitedSearch:
         edges = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in self.model.graph.edges()}
         return self._problem(space, ByteRows(self.model, space.configs, space.base), nothing, edges)
 
+    def _kinds(self, space: Variants) -> dict[str, object]:
+        """Of each layer a key, equal for equal layers of equal variants."""
+        return {n: (self.model.kind(self.model.graph[n]), configs) for n, configs in space.configs.items()}
+
     def _plainer(self, space: Variants) -> dict[str, dict[int, int]]:
         """Of each layer, by each variant the plainest of the same cells, where that is another."""
         found = {}
@@ -237,7 +339,7 @@ class LimitedSearch:
             place, layer = {config: i for i, config in enumerate(configs)}, dict[int, int]()
             for i, config in enumerate(configs):
                 forms = [
-                    replace(config, recompute=recompute, states=states)
+                    config.saving(recompute=recompute, states=states)
                     for recompute in (False, True)[: 1 + config.recompute]
                     for states in get_args(States)[: 1 + get_args(States).index(config.states)]
                 ]
@@ -247,20 +349,22 @@ class LimitedSearch:
             found[name] = layer
         return found
 
-    def _begun(self, limit: float, known: Sequence[Strategy]) -> Strategy | None:
-        """A fast strategy that fits, of the cells of those that are known, in whatever forms."""
+    def _begun(self, limit: float, known: Sequence[Strategy]) -> _Left:
+        """A fast strategy that fits, of the cells of those that are known, in whatever forms, if there is one."""
         kept = self.forms.fixed
         cells = {n: tuple(dict.fromkeys(s[n] if n in kept else s[n].cells for s in known)) for n in self.cells}
         space = Variants.of(cells, self.forms)
         node, transfer = node_costs(self.model, space.configs), self.model.tables(space.bases).transfer
         problem = self._problem(space, ByteRows(self.model, space.configs, space.base), node, transfer)
         seen = Seen(problem, limit)
-        seen.choose(self.minimise)
+        prices = seen.choose(self.minimise)
+        if prices.bound < np.inf and seen.cost > prices.bound * (1 + GAP):
+            Moves(seen, self._kinds(space), ()).repair(prices.exceeding(limit)[:STARTS])
         formed = space.choices(f for strategy in known for f in self.formed(strategy)) if seen.best is None else ()
         for choice in sorted(formed, key=problem.cost):
             if seen.best is None and problem.rows(choice).max() <= limit:
                 seen.peak(choice)
-        return None if seen.best is None else space.strategy(seen.best)
+        return _Left(space, seen, prices, -np.inf)
 
     def _cells_within(self, upper: float) -> Configs:
         """The cells that a strategy of at most this cost can have, in whatever form."""

@@ -6,26 +6,40 @@ connected part of that), or two of these together. Those of the most time gained
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost.additive import Choice, Costs
-from layerwise.cost.model import EdgeName
-from layerwise.geometry.arrays import Floats
+from layerwise.cost.additive import Choice, Costs, edges_of
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.priced.additive import Problem, least_by_base
-from layerwise.search.priced.choose import Seen
-from layerwise.search.solve.narrow import SLACK
+from layerwise.search.priced.choose import GAP, Seen
 
 Move = tuple[float, Choice]  # what it changes in seconds, and the new variants
 STARTS = 4  # choices from which moves are made
 FAR = 1.05  # of the best: a start that is further away is left alone
 PEAKS = 100  # that moves from a start may simulate
 MISSED = 0.02  # of the limit: rows that are within it, less that, are simulated
-MISSES = 24  # of these, one after the other that are too much
+MISSES = 12  # of these, one after the other that are too much: of moves, and of pairs
 TOP = 32  # moves that are faster of which pairs are made
 LEAST = 1e-9  # of the time: what gains less gains nothing
+REPAIRS = 40  # moves that make a choice fit
+SHARE = 0.02  # of what does not fit: a move that frees less is none
 LIGHTER = 128  # moves that lower the fullest row most, of which all rows are looked at
+
+
+class _Moved(NamedTuple):
+    """Moves of the same layers: n that move all of them to variants of the same numbers, or one."""
+
+    names: Sequence[str]
+    to: Sequence[Ints]  # (n,) of each
+    seconds: Floats  # (n,) that a move adds
+    bytes_: Floats  # (n,) and to the fullest row
+
+    def move(self, i: int) -> Choice:
+        return {name: int(variants[i]) for name, variants in zip(self.names, self.to, strict=True)}
 
 
 class Moves:
@@ -37,20 +51,22 @@ class Moves:
     def __init__(self, seen: Seen, kinds: Mapping[str, object], others: Sequence[Choice]) -> None:
         self.seen, self.problem, self.kinds, self.left = seen, seen.problem, kinds, PEAKS
         self.others = list({tuple(choice.values()): choice for choice in others}.values())
-        self.edges: dict[str, list[EdgeName]] = {name: [] for name in self.problem.base}
-        for edge in self.problem.time.edge:
-            for end in dict.fromkeys(edge[:2]):
-                self.edges[end].append(edge)
+        self.edges = edges_of(self.problem.base, self.problem.time.edge)
+
+    def repair(self, mixed: Sequence[Choice]) -> None:
+        """Moves choices that fit on average only until they fit; from there moves begin, too."""
+        self.others += [choice for choice in map(self._repaired, mixed) if choice is not None]
 
     def improve(self, lower: float) -> None:
-        """Makes the best faster, until it is at the lower bound, no move helps, or peaks are used up."""
+        """Makes the best faster, until it is near the lower bound, no move helps, or peaks are used up."""
         seen, cost = self.seen, self.problem.cost
-        starts = [seen.best, *(choice for choice in self.others if cost(choice) < FAR * seen.cost)]
-        fitting = [choice for choice in starts if choice is not None and seen.peak(choice) <= seen.limit]
+        near = [choice for choice in self.others if cost(choice) < FAR * seen.cost]
+        starts = {tuple(choice.values()): choice for choice in (seen.best, *near) if choice is not None}
+        fitting = [choice for choice in starts.values() if seen.peak(choice) <= seen.limit]
         for choice in sorted(fitting, key=cost)[:STARTS]:
             self.left = PEAKS
             better: Choice | None = choice
-            while better is not None and self.left > 0 and seen.cost > lower * SLACK:
+            while better is not None and self.left > 0 and seen.cost > lower * (1 + GAP):
                 choice, better = better, self._better(better)
 
     def plain(self, plainer: Mapping[str, Mapping[int, int]]) -> None:
@@ -64,37 +80,73 @@ class Moves:
             move = {name: plainer[name][best[name]] for name in group if best[name] in plainer[name]}
             if (
                 move
-                and self._gain(best, move) <= LEAST * self.seen.cost
+                and self._change(self.problem.time, best, move) <= LEAST * self.seen.cost
                 and self.seen.peak(best | move) <= self.seen.limit
             ):
                 self.seen.best = best | move
 
     def _better(self, choice: Choice) -> Choice | None:
         """What a move, or two together, make faster."""
-        seen, rows, before, misses = self.seen, self.problem.rows(choice), self.problem.cost(choice), 0
-        missed = min(seen.peak(choice) - float(rows.max()), MISSED * seen.limit)
-        moves = [(self._gain(choice, move), move) for move in self._moves(choice)]
-        for gain, move in [*sorted(moves, key=_first), *self._pairs(choice, rows, moves)]:
-            if gain >= -LEAST * before or misses == MISSES or self.left <= 0:
-                break
-            if float(self.problem.rows(choice | move).max()) + missed > seen.limit:
-                continue
-            self.left -= 1
-            if seen.peak(choice | move) <= seen.limit:
-                return choice | move
-            misses += 1
+        seen, rows, least = self.seen, self.problem.rows(choice), LEAST * self.problem.cost(choice)
+        fullest, row = float(rows.max()), self.problem.row(int(rows.argmax()))
+        missed = min(seen.peak(choice) - fullest, MISSED * seen.limit)
+        moved = list(self._moves(choice, row))
+        for moves in (self._faster(moved, -least, seen.limit - missed - fullest), self._pairs(choice, row, moved)):
+            misses = 0
+            for gain, move in moves:
+                if gain >= -least or misses == MISSES or self.left <= 0:
+                    break
+                if float(self.problem.rows(choice | move).max()) + missed > seen.limit:
+                    continue
+                self.left -= 1
+                if seen.peak(choice | move) <= seen.limit:
+                    return choice | move
+                misses += 1
         return None
 
-    def _moves(self, choice: Choice) -> Iterator[Choice]:
+    def _repaired(self, choice: Choice) -> Choice | None:
+        """A choice, moved until it fits: by what frees most of its fullest row for the seconds that it adds."""
+        missed = 0.0
+        for _ in range(REPAIRS):
+            rows = self.problem.rows(choice)
+            over = float(rows.max()) + missed - self.seen.limit
+            if over <= 0:
+                if (peak := self.seen.peak(choice)) <= self.seen.limit:
+                    return choice
+                missed = over = peak - float(rows.max())
+
+            def worth(m: _Moved, over: float = over) -> Floats:
+                freed = np.minimum(-m.bytes_, over)
+                ratio: Floats = np.full(freed.shape, np.inf)
+                less = freed > over * SHARE
+                ratio[less] = m.seconds[less] / freed[less]
+                return ratio
+
+            moved = list(self._moves(choice, self.problem.row(int(rows.argmax()))))
+            best = next(_sorted(moved, worth), None)
+            if best is None:
+                break
+            choice = choice | best[1]
+        return None
+
+    def _moves(self, choice: Choice, row: Costs) -> Iterator[_Moved]:
+        """Moves of one layer, of equal layers together, and to parts of other choices."""
         base = self.problem.base
+        seconds, bytes_ = (costs.beside(choice, base) for costs in (self.problem.time, row))
         for name, now in choice.items():
-            yield from ({name: variant} for variant in range(len(base[name])) if variant != now)
-        for names in self._equal(choice):
-            if len(names) > 1:
-                variants = range(len(base[names[0]]))
-                yield from (dict.fromkeys(names, variant) for variant in variants if variant != choice[names[0]])
-        for other in self.others:
-            yield from self._parts(choice, other)
+            own, size = seconds[name], bytes_[name]
+            yield _Moved([name], [np.arange(len(own))], own - own[now], size - size[now])
+        several = [names for names in self._equal(choice) if len(names) > 1]
+        moves = [dict.fromkeys(names, np.arange(len(base[names[0]]))) for names in several]
+        parts = (part for other in self.others for part in self._parts(choice, other))
+        moves += [{name: np.array([variant]) for name, variant in part.items()} for part in parts]
+        for move in moves:
+            changes = (costs.change(choice, move, base, self.edges) for costs in (self.problem.time, row))
+            yield _Moved(list(move), list(move.values()), *changes)
+
+    def _faster(self, moved: Sequence[_Moved], most: float, room: float) -> Iterator[Move]:
+        """Moves that gain, the fastest first, of which the fullest row has room. most: seconds that each may add."""
+        yield from _sorted(moved, lambda m: np.where((m.seconds < most) & (m.bytes_ <= room), m.seconds, np.inf))
 
     def _equal(self, choice: Choice) -> list[list[str]]:
         """The groups of equal layers that have the same variant."""
@@ -116,39 +168,45 @@ class Moves:
             if len(part) > 1:
                 yield {name: other[name] for name in part}
 
-    def _pairs(self, choice: Choice, rows: Floats, moves: Sequence[Move]) -> list[Move]:
+    def _pairs(self, choice: Choice, row: Costs, moved: Sequence[_Moved]) -> Iterator[Move]:
         """What is faster and needs more, with what is slower and needs less, the best first."""
-        row, room = self.problem.row(int(rows.argmax())), self.seen.limit - self.seen.peak(choice)
-        faster = sorted((m for m in moves if m[0] < 0), key=_first)[:TOP]
-        slower = sorted((m for m in moves if 0 < m[0] < -faster[0][0]), key=_first)[: 16 * TOP] if faster else []
-        more = [(gain, self._change(row, choice, move), move) for gain, move in faster]
-        less = [(cost, self._change(row, choice, move), move) for cost, move in slower]
-        less = sorted((m for m in less if m[1] < 0), key=lambda m: m[0] / -m[1])[: 4 * TOP]
+        room = self.seen.limit - self.seen.peak(choice)
+        faster = list(islice(self._faster(moved, 0.0, np.inf), TOP))
+        if not faster:
+            return
+        most = -faster[0][0]
+
+        def worth(m: _Moved) -> Floats:  # seconds a byte less
+            less = (m.bytes_ < 0) & (m.seconds > 0) & (m.seconds < most)
+            ratio: Floats = np.full(m.seconds.shape, np.inf)
+            ratio[less] = m.seconds[less] / -m.bytes_[less]
+            return ratio
+
+        slower = [move for _, move in islice(_sorted(moved, worth), 4 * TOP)]
+        taken = [(gain, self._change(row, choice, move), move) for gain, move in faster]
+        freed = [(self._change(self.problem.time, choice, m), self._change(row, choice, m), m) for m in slower]
         both = [
             (gain + cost, one | two)
-            for gain, taken, one in more
-            for cost, freed, two in less
-            if gain + cost < 0 and taken + freed <= room and not one.keys() & two.keys()
+            for gain, more, one in taken
+            for cost, less, two in freed
+            if gain + cost < 0 and more + less <= room and not one.keys() & two.keys()
         ]
         best = [move for _, move in sorted(both, key=_first)[: 4 * TOP]]
-        return sorted(((self._gain(choice, move), move) for move in best), key=_first)
-
-    def _gain(self, choice: Choice, move: Choice) -> float:
-        """Seconds that a move changes."""
-        return self._change(self.problem.time, choice, move)
+        yield from sorted(((self._change(self.problem.time, choice, move), move) for move in best), key=_first)
 
     def _change(self, costs: Costs, choice: Choice, move: Choice) -> float:
-        return self._of(costs, choice | move, move) - self._of(costs, choice, move)
+        return float(costs.change(choice, move, self.problem.base, self.edges))
 
-    def _of(self, costs: Costs, choice: Choice, names: Iterable[str]) -> float:
-        """What some layers and their edges cost."""
-        base, total = self.problem.base, 0.0
-        for name in names:
-            total += float(costs.node[name][choice[name]])
-        for edge in {edge for name in names for edge in self.edges[name]}:
-            if edge in costs.edge:
-                total += float(costs.edge[edge][base[edge[0]][choice[edge[0]]], base[edge[1]][choice[edge[1]]]])
-        return total
+
+def _sorted(moved: Sequence[_Moved], worth: Callable[[_Moved], Floats]) -> Iterator[Move]:
+    """Moves of finite worth, the least first, with the seconds that they add."""
+    found = [worth(m) for m in moved]
+    every, ends = np.concatenate(found), np.cumsum([len(these) for these in found])
+    finite = np.flatnonzero(np.isfinite(every))
+    for place in finite[every[finite].argsort(kind="stable")].tolist():
+        which = int(np.searchsorted(ends, place, "right"))
+        i = place - int(ends[which]) + len(found[which])
+        yield float(moved[which].seconds[i]), moved[which].move(i)
 
 
 def lightest(

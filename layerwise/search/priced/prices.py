@@ -8,16 +8,17 @@ what the mixture exceeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from layerwise.cost.additive import Choice, Costs, weighted_sum
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.priced.additive import Cap, Minimise, Problem
+from layerwise.search.priced.additive import Cap, Minimise, Problem, lower_bounds
 
 ROUNDS = 60  # of elimination
+SHARE = 1e-6  # less of a mixture is rounding
 CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
 Mixture = tuple[Floats, Floats, float]  # shares of choices, prices of rows, and what the mixture takes
 DEAREST = 1e3  # the most that any choice is beyond the limit costs at most that many times the unconstrained step
@@ -54,6 +55,13 @@ class Prices:
         """Prices without prices, with what `start` has met and looked at."""
         return Prices() if start is None else Prices(met=list(start.met), solved=dict(start.solved))
 
+    @staticmethod
+    def warm(problem: Problem, choices: Sequence[Choice], rows: Iterable[int]) -> Prices:
+        """Prices without prices that begin with these choices, and these rows as far as the problem has them."""
+        met = [_known(problem, choice) for choice in choices]
+        count = len(met[0].rows) if met else 0
+        return Prices(met=met, solved={row: problem.row(row) for row in rows if row < count})
+
     def lightest(self, count: int) -> list[Met]:
         """Returns, of the choices that were met, those whose fullest rows have the fewest bytes."""
         return sorted(self.met, key=lambda met: float(met.rows.max()))[:count]
@@ -77,16 +85,23 @@ class Prices:
         """(choices,) the shares of what was met in the mixture that fits on average and takes the least."""
         return _fit_on_average(self.met, self.taken(list(self.price)), limit, max(self.met[0].cost, 1e-30))[0]
 
-    def criteria(self, problem: Problem, limit: float, cost: float) -> list[Cap]:
-        """Caps of a choice that fits and costs at most `cost`: time with memory paid, time, and rows."""
+    def exceeding(self, limit: float) -> list[Choice]:
+        """Of what was met, what is in the mixture and does not fit, that of the largest share first."""
+        shares = self.mixture(limit) if self.price and self.met else np.zeros(0)
+        order = [i for i in np.argsort(-shares).tolist() if shares[i] > SHARE]
+        return [self.met[i].choice for i in order if self.met[i].rows.max() > limit]
+
+    def least_s(self, problem: Problem, limit: float) -> dict[str, Floats]:
+        """(V_l,) seconds that every choice within the limit takes at least that contains a variant."""
         rows = [self.solved[row] for row in self.price]
         paid = weighted_sum([1.0, *self.price.values()], [problem.time, *rows])
-        charged = sum(self.price.values()) * limit
-        return [
-            (paid, cost + charged),
-            (problem.time, cost),
-            *((row, limit) for row in rows),
-        ]
+        charged, alone = sum(self.price.values()) * limit, lower_bounds(problem.time, problem.base)
+        lower = lower_bounds(paid, problem.base) if self.price else alone
+        return {name: np.maximum(least - charged, alone[name]) for name, least in lower.items()}
+
+    def capped(self, limit: float) -> list[Cap]:
+        """The rows, none of which may have more bytes than the limit."""
+        return [(self.solved[row], limit) for row in self.price]
 
     def mixed(self, most: float) -> list[Cap]:
         """The mean of the rows by their shares, and each of them. All are bytes, and bounds of the fullest row."""

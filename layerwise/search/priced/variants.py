@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -65,11 +65,8 @@ class Forms:
 
     def _formed(self, name: str, config: Config, form: Form, shares: bool) -> Config:
         recompute, states = form
-        return Config(
-            config.degrees,
-            config.placement,
-            recompute and name in self.recomputable,
-            states if shares else "replicated",
+        return config.saving(
+            recompute=recompute and name in self.recomputable, states=states if shares else "replicated"
         )
 
 
@@ -94,11 +91,20 @@ class Variants:
         """The variants of these configurations."""
         bases, base = dict[str, tuple[Config, ...]](), dict[str, Ints]()
         for name, these in configs.items():
-            seen = [replace(config, states="replicated") for config in these]
+            seen = [config.saving(recompute=config.recompute, states="replicated") for config in these]
             bases[name] = tuple(dict.fromkeys(seen))
             place = {config: i for i, config in enumerate(bases[name])}
             base[name] = np.array([place[config] for config in seen])
         return Variants(configs, bases, base, base if cell is None else cell)
+
+    def recomputed(self, forms: Forms) -> Variants:
+        """These variants, and each of them recomputed where its layer can be."""
+        may = forms.recomputable - forms.fixed
+        both = {
+            name: [*these, *(config.saving(recompute=True, states=config.states) for config in these if name in may)]
+            for name, these in self.configs.items()
+        }
+        return Variants.grouped({name: tuple(dict.fromkeys(these)) for name, these in both.items()})
 
     def restrict(self, keep: Mapping[str, Mask]) -> Variants:
         """The variants that are kept."""
