@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,12 @@ from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.state import State
 
 
-def fill(state: State, device: torch.device) -> dict[str, Tensor]:
-    """Puts full tensors into the model, and returns this rank's, which were there, by name. All ranks call it."""
-    values, shards = state.full_tensors(), state.tree.tensors()
+def fill(state: State, device: torch.device, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Puts full tensors into the model, and returns this rank's, which were there, by name. All ranks call it.
+
+    values: the full tensors, where they are there already.
+    """
+    values, shards = state.full_tensors() if values is None else dict(values), state.tree.tensors()
     for name, shard in shards.items():
         full = values.pop(name).to(device)
         trained = isinstance(shard, nn.Parameter)

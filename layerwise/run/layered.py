@@ -196,13 +196,15 @@ class LayeredRun(Run):
 
     def _compare(self, comparison: ModelComparison, call: Call) -> None:
         """LayerwiseError, on every rank, where the model as it is written computes something else on one of them."""
-        slots = Slots(self.model)
-        shards = in_full.fill(self._state, self.device)
-        try:
+        slots, shards, values = Slots(self.model), self._state.tree.tensors(), self._state.full_tensors()
+
+        def full() -> dict[str, Callable[[], Any]]:
+            in_full.fill(self._state, self.device, values)
             self._leave()
-            stored = {**self._network.stored, **{n: reads(x) for n, x in self._state.tree.tensors().items()}}
-            check = partial(comparison.check, self.model, self.arguments, call, stored)
-            agree(self.comm, lambda: (check(), None))
+            return {**self._network.stored, **{n: reads(x) for n, x in self._state.tree.tensors().items()}}
+
+        try:
+            agree(self.comm, lambda: (comparison.check(self.model, self.arguments, call, full), None))
         finally:
             self._state.tree.fill(shards)
             slots.put_back()

@@ -13,6 +13,7 @@ from torch.nn import functional
 import layerwise
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.run import in_full
 from tests.api.keywords import quiet
 from tests.comm.thread import run_threads
 
@@ -112,3 +113,12 @@ def test_the_hundredth_step_is_compared_too() -> None:
 
     with pytest.raises(LayerwiseError, match="in training step 100 layer 'drop' gives other numbers"):
         trained("data", warmer, steps=101)
+
+
+def test_a_device_without_room_for_the_full_model_does_not_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(in_full, "fill", full)
+    with pytest.warns(UserWarning, match="was not compared with its layers in step 2: no room"):
+        trained({"hidden": {"c": 2}})

@@ -47,16 +47,32 @@ class ModelComparison:
         return self.steps in STEPS
 
     def check(
-        self, model: nn.Module, arguments: Arguments, call: Call, stored: Mapping[str, Callable[[], Any]]
-    ) -> None:
-        """LayerwiseError where the two differ. It warns where the model cannot be run.
+        self, model: nn.Module, arguments: Arguments, call: Call, full: Callable[[], Mapping[str, Callable[[], Any]]]
+    ) -> bool:
+        """Returns whether they were compared: it warns where the model cannot be run. LayerwiseError where they differ.
 
         Args:
-            model: As the user wrote it, with full parameters.
+            model: The user's.
             arguments: How it is called.
             call: This rank's of this step.
-            stored: Reads the tensors that layers compute with, parameters among them the model's own, by name.
+            full: Makes the model what the user wrote, with full parameters, and returns what reads the tensors that
+                layers compute with, by name.
         """
+        try:
+            effects = self._effects(model, arguments, call, full())
+        except UnlikeError as error:
+            raise self._error(f"layer {error.layer!r} gives other numbers than the model as it is written") from error
+        except (LayerwiseError, torch.OutOfMemoryError) as why:  # it takes no other batch than its own, for example
+            warnings.warn(f"the model was not compared with its layers in step {self.steps}: {why}", stacklevel=2)
+            return False
+        if effects:
+            raise self._error(f"the model {effects[0]}")
+        return True
+
+    def _effects(
+        self, model: nn.Module, arguments: Arguments, call: Call, stored: Mapping[str, Callable[[], Any]]
+    ) -> tuple[str, ...]:
+        """What running the model shows that its layers lack. UnlikeError, UnprovenError."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         there: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().to(device), call)
         given = arguments.tensors(*there)
@@ -64,19 +80,11 @@ class ModelComparison:
         leaves = pytree.tree_leaves(there)
         rows = frozenset(i for i, x in enumerate(leaves) if id(x) in fed_by_row)
         fed = Fed(next((len(leaves[i]) for i in rows), 0), rows)
-        try:
-            if not all(bool(p.isfinite().all()) for p in (*model.parameters(), *given.values())):
-                raise UnprovenError("parameters or inputs are not finite")
-            imported = Imported(self.graph, stored, self.structure, arguments, {}, {})
-            with without_hooks(model), torch.autocast(device.type, enabled=False):
-                effects = compared(imported, model, there, fed).graph.unseen
-        except UnlikeError as error:
-            raise self._error(f"layer {error.layer!r} gives other numbers than the model as it is written") from error
-        except (UnprovenError, torch.OutOfMemoryError) as why:
-            warnings.warn(f"the model was not compared with its layers in step {self.steps}: {why}", stacklevel=2)
-        else:
-            if effects:
-                raise self._error(f"the model {effects[0]}")
+        if not all(bool(p.isfinite().all()) for p in (*model.parameters(), *given.values())):
+            raise UnprovenError("parameters or inputs are not finite")
+        imported = Imported(self.graph, stored, self.structure, arguments, {}, {})
+        with without_hooks(model), torch.autocast(device.type, enabled=False):
+            return compared(imported, model, there, fed).graph.unseen
 
     def _error(self, what: str) -> LayerwiseError:
         return LayerwiseError(

@@ -90,6 +90,7 @@ class UntracedEffects(TorchFunctionMode):
 
         with ExitStack() as stack:
             stack.callback(put_back, model, before)
+            stack.callback(_leave_modes, torch._C._len_torch_function_stack())
             for path, module in hookable(model):
                 if module is model:
                     stack.callback(module.register_forward_pre_hook(self._start).remove)
@@ -135,6 +136,15 @@ class UntracedEffects(TorchFunctionMode):
                 if kind is not None and not kind.__module__.startswith("torch."):
                     what = f"has an autograd function, {kind.__qualname__}, with a backward pass of its own"
                     self.found.setdefault(what, self.here)
+
+
+def _leave_modes(depth: int) -> None:
+    """Leaves modes that are on since there were so many: a call that raises within torch.export is left without hooks.
+
+    What is on then is torch.export's own, too, as it has left ours in its place.
+    """
+    while torch._C._len_torch_function_stack() > depth:
+        torch._C._pop_torch_function_stack()
 
 
 def hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:

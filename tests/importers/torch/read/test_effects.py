@@ -145,3 +145,14 @@ def test_the_hardest_samples_are_refused_without_a_word_of_pytorchs(capfd: pytes
     with pytest.raises(ValueError, match="depends on the number of samples"):
         network_of(Hardest(lambda layer: layer.weight), (X,), None, "hardest")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_that_raises_while_it_is_traced_leaves_no_mode_of_pytorchs() -> None:
+    class Pairs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(2, -1, 6).sum(0)  # of 11 samples there are none
+
+    before = torch._C._len_torch_function_stack()
+    with pytest.raises(ValueError, match="of several samples together"):
+        network_of(Pairs(), (X,), None, "pairs")
+    assert torch._C._len_torch_function_stack() == before
