@@ -46,17 +46,17 @@ def once() -> Iterator[None]:
                 except LayerwiseError as error:
                     _traced[key] = error
                     raise
-                layers, own = made[0].graph.layers, module.state_dict()
+                layers, own = made.graph.layers, module.state_dict()
                 read = {name for layer in layers for name, _ in layer.own_parameters()}
                 if any(layer.role is Role.CONSTANT for layer in layers) or not read <= own.keys():
                     return made  # it has a value that is this model's
                 _traced[key] = made
         if isinstance(_traced[key], LayerwiseError):
             raise _traced[key].with_traceback(None)
-        imported, *others = _traced[key]
+        imported = _traced[key]
         values = {key: partial(_value, tensor) for key, tensor in module.state_dict(keep_vars=True).items()}
         stored = {key: read for key, read in values.items() if key in imported.stored}
-        return replace(imported, stored=stored), *others
+        return replace(imported, stored=stored)
 
     def chosen(planner: Planner, strategy: Strategy | None) -> Choice:
         ranks = planner.world.size, planner.world.nodes, planner.world.device_order, planner.world.replicas
@@ -85,12 +85,12 @@ def by_rank_0(comm: Comm) -> Iterator[None]:
         try:
             mine = trace(module, call, name, trusted, *how, **named) if comm.rank == 0 else None
         finally:
-            said = comm.all_gather_text("" if mine is None else _written(module, *mine))[0]
+            said = comm.all_gather_text("" if mine is None else _written(module, mine))[0]
         if mine is not None or not said:
             return mine or trace(module, call, name, trusted, *how, **named)
-        imported, *others = pickle.loads(base64.b64decode(said))
+        imported = pickle.loads(base64.b64decode(said))
         values = imported.stored | _held(module, imported.stored)
-        return replace(imported, stored={key: partial(_value, value) for key, value in values.items()}), *others
+        return replace(imported, stored={key: partial(_value, value) for key, value in values.items()})
 
     load.traced = traced
     try:
@@ -99,11 +99,11 @@ def by_rank_0(comm: Comm) -> Iterator[None]:
         load.traced = trace
 
 
-def _written(module: nn.Module, imported: Imported, *others: object) -> str:
+def _written(module: nn.Module, imported: Imported) -> str:
     """A trace as text, with the values that the module does not hold: constants."""
     held = _held(module, imported.stored)
     values: Any = {key: None if key in held else read() for key, read in imported.stored.items()}
-    return base64.b64encode(pickle.dumps((replace(imported, stored=values), *others))).decode()
+    return base64.b64encode(pickle.dumps(replace(imported, stored=values))).decode()
 
 
 def _held(module: nn.Module, stored: Mapping[str, object]) -> dict[str, Tensor]:

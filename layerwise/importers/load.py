@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -183,8 +182,7 @@ def network_of(
 
     from layerwise.importers.torch.calls.constants import Missing
 
-    call = tuple(examples), dict(kwargs or {})
-    imported, called, written = traced(module, call, name, trusted, shared, together)
+    imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared, together)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
@@ -193,7 +191,7 @@ def network_of(
     stored = dict(made.stored) | {key: (lambda t=t: t) for key, t in built.items()}  # what is written into is read
     return replace(
         made, stored=stored, structure=imported.structure, arguments=imported.arguments, built=built, module=module,
-        called=called, written=written, unproven=imported.unproven,
+        called=imported.called, written=imported.written, unproven=imported.unproven,
         inputs_without_gradient=imported.inputs_without_gradient, shared=() if fed is None else fed.shared,
         shared_found=fed is not None and fed.found, together=together,
     )  # fmt: skip
@@ -230,14 +228,12 @@ def traced(
     trusted: bool,
     shared: Collection[str] | None = None,
     together: bool = False,
-) -> tuple[Imported, frozenset[str], frozenset[str]]:
-    """The network that the module's code makes; no values but constants. Also its `called` and `written`."""
+) -> Imported:
+    """The layers that the module's code makes; no values but constants."""
     from layerwise.importers.torch.batches import import_for_batches, import_once
 
-    with calls_of(module) as calls, writes_of(module) as writes:
-        make = import_once if trusted else partial(import_for_batches, together=together)
-        imported = make(module, call, name, shared=shared)
-    return imported, frozenset(calls), frozenset(writes)
+    make = import_once if trusted else partial(import_for_batches, together=together)
+    return make(module, call, name, shared=shared)
 
 
 @contextlib.contextmanager
@@ -247,46 +243,6 @@ def refused() -> Iterator[None]:
         yield
     except LayerwiseError as why:
         raise LayerwiseError(f"{str(why).rstrip('.')}; DistributedDataParallel runs it as it is written") from why
-
-
-@contextlib.contextmanager
-def calls_of(module: nn.Module) -> Iterator[set[str]]:
-    """The paths of the modules without modules inside that are called within it."""
-    import torch
-
-    called: set[str] = set()
-    with contextlib.ExitStack() as stack:
-        for path, m in module.named_modules(remove_duplicate=False):
-            if not m._modules and not isinstance(m, torch.jit.ScriptModule):
-                note = m.register_forward_pre_hook(lambda *_, path=path: called.add(path))
-                stack.callback(note.remove)
-        yield called
-
-
-@contextlib.contextmanager
-def writes_of(module: nn.Module) -> Iterator[set[str]]:
-    """The paths of attributes of its modules that its calls within it set, or change inside, such as a list."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    modules, written = list(module.named_modules(remove_duplicate=False)), set[str]()
-
-    def leaves() -> dict[str, list[object]]:
-        held = ((path, name, value) for path, m in modules for name, value in vars(m).items())
-        return {f"{path}.{name}" if path else name: pytree.tree_leaves(value) for path, name, value in held}
-
-    before = leaves()
-
-    def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
-        for path, now in leaves().items():
-            known = before.get(path)
-            if known is None or len(known) != len(now) or not all(map(operator.is_, known, now)):
-                written.add(path)
-
-    with contextlib.ExitStack() as stack:
-        if not isinstance(module, torch.jit.ScriptModule):
-            stack.callback(module.register_forward_hook(look).remove)
-        yield written
 
 
 def _names(graph: LayerGraph) -> list[str]:

@@ -14,7 +14,7 @@ from layerwise.ops.opaque import TorchOp
 
 MOST_BYTES = 1 << 32  # of what the layers make, and of gradients
 MOST_DRAWN = 1 << 30  # where the module has no values of its own: other ranks of the host do the same
-FLOPS = 1e11  # forward, on a CPU, of however many threads, as ranks must come to the same: on one, some ten seconds
+FLOPS = 1.6e11  # forward, on a CPU, of however many threads, as ranks must come to the same: on one, some ten seconds
 FLOPS_A_LAYER = 2e8  # likewise, of networks of many layers: some ten milliseconds, which one takes to be traced, too
 ACCELERATED = 100  # times that, elsewhere
 

@@ -8,7 +8,6 @@ samples are independent is shown by running the model (`importers.torch.samples`
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -21,19 +20,21 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import by_itself, counts_targets
-from layerwise.importers.torch.proof import check_runnable, proven
+from layerwise.importers.torch.proof import check_runnable, compared, proven, running
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.fed import Fed, fed_by
+from layerwise.importers.torch.runs import Trial
 from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent
 from layerwise.importers.torch.trace import Dims, Imported, import_module
 from layerwise.importers.torch.traced_program import TRACING, samples_in
-from layerwise.importers.torch.unfused import UnlikeError, UnprovenError, filled
+from layerwise.importers.torch.unfused import UnlikeError, UnprovenError
 from layerwise.ops.base import Role
 
 # Few, as some models loop over their samples, and odd, as sizes of networks are powers of two and their multiples.
 SAMPLES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-TRACES = 3  # of them that are tried: sizes that are computed on the way may be a multiple of one, too
+TRACES = 2  # of them that are tried: sizes that are computed on the way may be a multiple of one, too
 
 
 def import_once(
@@ -57,47 +58,79 @@ def import_for_batches(
     shared: inputs that are the same for all samples, by name. None: they are found out. together: samples may depend on
     each other where it is layers that compute them so, at any number of these.
     """
-    fed, imported, error = fed_by(model, call, shared or ()), None, LayerwiseError("")
+    fed = fed_by(model, call, shared or ())
+    runs = _Runs(model, call, fed, any_shared=shared is None)
     try:
-        imported = _imported(model, call, name, fed)
+        return _imported(model, call, name, fed, runs)
+    except MixedSamplesError as mixed:
+        made = _mixing_layers(model, call, name, fed) if together else None
+        if made is None:
+            raise
+        if shared is None:
+            with running(model):
+                check_decided(model, call, fed, mixed)
+        return made
     except LayerwiseError as refused:
         if len(fed.rows) < 2 or shared is not None:  # some of them may be shared
             raise
-        error = refused
-    try:
-        check_runnable(model, call, None if imported is None else imported.graph, sum(PARTS))
-        with TRACING, warnings.catch_warnings(), torch.inference_mode(False), filled(model):
-            warnings.simplefilter("ignore")  # what the model says, it says again where it is run
-            proven_fed = independent(model, call, fed, any_shared=shared is None)
-        if imported is None or proven_fed.rows != fed.rows:
-            imported = _imported(model, call, name, proven_fed)
-        _check_numbers(imported, proven_fed.uneven)
-    except UnprovenError as why:
-        if imported is None:
-            raise error from why
-        return replace(imported, fed=fed, unproven=imported.unproven or str(why))
-    except MixedSamplesError as mixed:
-        if not together or imported is None or not _mixes_by_layers(imported, model, call, fed):
+        try:
+            found, _ = runs.shown(None)
+        except UnprovenError:
+            raise refused from None
+        if found.rows == fed.rows:
             raise
-        if shared is None:
-            check_decided(model, call, fed, mixed)
-        return replace(imported, fed=fed)
-    return replace(imported, fed=proven_fed)
+    return _imported(model, call, name, found, runs)
 
 
-def _mixes_by_layers(imported: Imported, model: nn.Module, call: Call, fed: Fed) -> bool:
-    """Whether it is layers that compute samples together, the same at any number of these: a plan cuts them right."""
-    if imported.unproven is not None or all(by_itself(layer) for layer in imported.graph.inner):
-        return False
+def _mixing_layers(model: nn.Module, call: Call, name: str, fed: Fed) -> Imported | None:
+    """The model, where it is layers that compute samples together, the same at any number of these; else None."""
     try:
+        made = import_once(model, call, name, shared=fed.shared)
+        if all(by_itself(layer) for layer in made.graph.inner):
+            return None
         for samples in (PARTS[0], sum(PARTS)):
-            proven(imported, model, call, fed, samples)
+            made = compared(made, model, call, fed, samples)
     except LayerwiseError:
-        return False
-    return True
+        return None
+    return replace(made, fed=fed)
 
 
-def _imported(model: nn.Module, call: Call, name: str, fed: Fed) -> Imported:
+class _Runs:
+    """A model's runs, which are made once, when the first trace tells what they take."""
+
+    def __init__(self, model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> None:
+        self.model, self.call, self.fed, self.any_shared = model, call, fed, any_shared
+        self._shown: tuple[Fed, Trial] | LayerwiseError | None = None
+
+    def shown(self, graph: LayerGraph | None) -> tuple[Fed, Trial]:
+        """`samples.independent`. graph: the layers, where they are known."""
+        if self._shown is None:
+            try:
+                check_runnable(self.model, self.call, graph, sum(PARTS))
+                with running(self.model):
+                    self._shown = independent(self.model, self.call, self.fed, any_shared=self.any_shared)
+            except LayerwiseError as error:
+                self._shown = error
+        if isinstance(self._shown, LayerwiseError):
+            raise self._shown
+        return self._shown
+
+    def prove(self, imported: Imported, fed: Fed) -> Imported:
+        """`proof.proven`, beside the run of all samples. UnlikeError, UnprovenError, _OtherRowsError."""
+        found, trial = self.shown(imported.graph)
+        if found.rows != fed.rows:
+            raise _OtherRowsError
+        with running(self.model):
+            made = proven(imported, trial)
+        _check_numbers(made, found.uneven)
+        return replace(made, fed=found)
+
+
+class _OtherRowsError(LayerwiseError):
+    """Other inputs have samples than those that were taken to have them."""
+
+
+def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) -> Imported:
     """The module at the example's batch, proven where that can be."""
     batch, traces, different, refused = fed.batch, list[Imported](), list[LayerwiseError](), _depends("outputs")
     for samples in distinct(model, call, fed)[:TRACES]:
@@ -108,7 +141,7 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed) -> Imported:
             refused = error
             continue
         try:
-            return proven(imported, model, call, fed)
+            return runs.prove(imported, fed)
         except UnlikeError as error:
             different.append(error)
         except UnprovenError as why:
@@ -116,25 +149,36 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed) -> Imported:
             if alike is not None:  # the first, which another rank may have proven
                 effects = (*imported.graph.unseen, *traces[-1].changed)  # of a second call: what is set once is kept
                 graph = replace(alike.graph.rebatch(batch), unseen=effects)
-                return replace(alike, graph=graph, unproven=str(why))
+                return replace(alike, graph=graph, unproven=str(why), fed=fed)
             different += [_depends(str(_difference(t, traces[-1]))) for t in traces[:-1]]
     if not traces:  # it takes no other batch than the example's
         if fed.shared:
             raise refused
-        return _proven_if_it_can_be(import_module(model, call, name), model, call, fed)
+        return _of_one_batch(import_module(model, call, name), fed, runs)
     if different and isinstance(different[0], UnlikeError):  # of another batch, or of any?
         with suppress(UnprovenError):
-            proven(import_module(model, call, name), model, call, fed, batch)
+            compared(import_module(model, call, name), model, call, fed, batch)
         raise _depends(different[0].layer)
     layer = _difference(traces[0], traces[-1])
     raise different[0] if different else refused if layer is None else _depends(layer)
 
 
-def _proven_if_it_can_be(imported: Imported, model: nn.Module, call: Call, fed: Fed) -> Imported:
+def _of_one_batch(imported: Imported, fed: Fed, runs: _Runs) -> Imported:
+    """A module that was traced at the example's batch, proven there."""
+    why = None
     try:
-        return proven(imported, model, call, fed, fed.batch)
-    except UnprovenError as why:
-        return replace(imported, unproven=str(why))
+        found, trial = runs.shown(imported.graph)
+        if trial.samples == fed.batch or found.rows != fed.rows:
+            return runs.prove(imported, fed)
+        fed = found
+    except UnprovenError as error:
+        why = str(error)
+    try:
+        made = compared(imported, runs.model, runs.call, fed, fed.batch)
+    except UnprovenError as error:
+        return replace(imported, fed=fed, unproven=why or str(error))
+    _check_numbers(made, fed.uneven)
+    return replace(made, fed=fed, unproven=why)
 
 
 def _check_numbers(imported: Imported, uneven: Collection[int]) -> None:

@@ -7,24 +7,20 @@ they take the statistics of all. Which inputs have samples is found out so, wher
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from layerwise.errors import LayerwiseError, first_line
+from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.read.arguments import Arguments, Call, signature_of
-from layerwise.importers.torch.read.effects import as_it_was, noted, uncompiled
 from layerwise.importers.torch.read.fed import Fed
-from layerwise.importers.torch.unfused import UnprovenError, distance, undrawing
+from layerwise.importers.torch.runs import NotRunError, Trial, runnable
+from layerwise.importers.torch.unfused import UnprovenError, distance
 
 PARTS = (3, 2)  # samples of the parts that the model is run on: no grouping of several samples goes into both
 EXACT = 1e-7  # of the largest number, in float64
@@ -39,7 +35,7 @@ class MixedSamplesError(LayerwiseError):
 
     def __init__(self, what: str, layer: str = "", as_long: Sequence[str] = ()) -> None:
         """as_long: inputs as long as the batch, of which some may be shared."""
-        self.what = what
+        self.what, self.layer = what, layer
         which = f" ({', '.join(as_long)} are as long as the batch: shared= names those without samples, () none)"
         super().__init__(
             f"{f'layer {layer!r}' if layer else 'the model'} computes something of several samples together: {what}; "
@@ -49,41 +45,41 @@ class MixedSamplesError(LayerwiseError):
         )
 
 
-def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> Fed:
-    """The inputs that have samples, of which these are independent. LayerwiseError where none are.
+def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> tuple[Fed, Trial]:
+    """The inputs that have samples, of which these are independent, and the runs that show it.
 
-    any_shared: whether inputs as long as the batch may be shared. UnprovenError where the model cannot be run so.
+    any_shared: whether inputs as long as the batch may be shared. LayerwiseError where samples are not independent;
+    UnprovenError where the model cannot be run so.
     """
     first: MixedSamplesError | None = None
-    why = ""
     for rows in _subsets(fed) if any_shared else (fed.rows,):
         try:
-            uneven = _proof(model, call, Fed(fed.batch, rows), _by_parts)
+            trial, uneven = _of_parts(model, call, Fed(fed.batch, rows))
         except MixedSamplesError as error:
             first = first or error
-        except _NotRunError as error:
-            why = why or str(error)
+        except NotRunError:
+            continue
         else:
             left = _names(model, call, fed.rows - rows)
-            return Fed(fed.batch, rows, (*fed.shared, *left), bool(left), uneven)
+            return Fed(fed.batch, rows, (*fed.shared, *left), bool(left), uneven), trial
     if first is None:
         try:
-            return replace(fed, uneven=_proof(model, call, fed, _by_another))
+            trial, uneven = _of_another(model, call, fed)
+            return replace(fed, uneven=uneven), trial
         except MixedSamplesError as error:
             first = error
-        except _NotRunError as error:
+        except NotRunError as error:
             raise UnprovenError(f"it cannot be run here: {error}") from error
-    assert first is not None
-    raise MixedSamplesError(first.what, _mixing(model, call, fed), _names(model, call, fed.rows) if any_shared else ())
+    raise MixedSamplesError(first.what, first.layer, _names(model, call, fed.rows) if any_shared else ())
 
 
 def check_decided(model: nn.Module, call: Call, fed: Fed, error: MixedSamplesError) -> None:
     """The error where the model also takes some of the inputs as long as the batch as the same for all samples."""
     for rows in _subsets(fed):
         if rows != fed.rows and fed.batch > 1:
-            with suppress(_NotRunError, UnprovenError):
+            with suppress(NotRunError, UnprovenError):
                 with suppress(MixedSamplesError):
-                    _proof(model, call, Fed(fed.batch, rows), _by_parts)
+                    _of_parts(model, call, Fed(fed.batch, rows))
                 raise MixedSamplesError(error.what, as_long=_names(model, call, fed.rows)) from error
 
 
@@ -92,24 +88,13 @@ def _names(model: nn.Module, call: Call, leaves: Collection[int]) -> tuple[str, 
     return tuple(named.get(id(x), f"input {i}") for i, x in enumerate(pytree.tree_leaves(call)) if i in leaves)
 
 
-def _mixing(model: nn.Module, call: Call, fed: Fed) -> str:
+def _mixing(trial: Trial) -> str:
     """The path of the first module whose output has other rows on some of the samples; empty where none is seen."""
-    seen: list[dict[str, Tensor]] = []
-
-    def look(samples: Call, count: int, norms: Sequence[Statistics | None] | None = None) -> Returned:
-        seen.append({})
-        with noted(model, seen[-1]):
-            return _returned(model, samples, count, norms)
-
-    many = sum(PARTS)
-    with suppress(_NotRunError, UnprovenError):
-        every = look(fed.map(lambda x: _distinct(x, many), call), many)
-        look(fed.map(lambda x: _distinct(x, many)[: PARTS[0]], call), PARTS[0], every.norms)
-        for path, x in seen[0].items():
-            part = seen[1].get(path, x)
-            ratio = x.dim() and part.dim() and x.shape[0] * PARTS[0] == part.shape[0] * many
-            if ratio and not distance(part, x[: len(part)]) <= ROUNDED[torch.float32]:
-                return path
+    for path, x in trial.every.seen.items() if trial.others else ():
+        part = trial.others[0].seen.get(path, x)
+        ratio = x.dim() and part.dim() and x.shape[0] * PARTS[0] == part.shape[0] * trial.samples
+        if ratio and not distance(part, x[: len(part)]) <= ROUNDED[torch.float32]:
+            return path
     return ""
 
 
@@ -120,48 +105,44 @@ def _subsets(fed: Fed) -> Iterator[frozenset[int]]:
         yield from map(frozenset, combinations(rows, count))
 
 
-def _proof(
-    model: nn.Module, call: Call, fed: Fed, compare: Callable[[nn.Module, Call, Fed], Outcome]
-) -> tuple[int, ...]:
-    """`Fed.uneven`. MixedSamplesError, UnprovenError, _NotRunError."""
-    tensors = [x for x in (*model.parameters(), *pytree.tree_leaves(call)) if isinstance(x, Tensor)]
-    types = {x.dtype for x in tensors if x.is_floating_point()}
-    found = compare(model, call, fed)
-    if not found.away <= min((ROUNDED.get(t, 0.0) for t in types), default=EXACT):
-        try:  # there, rounding is next to nothing, however much of it a network makes
-            doubled = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call)
-            found = compare(copy.deepcopy(model).double(), doubled, fed)
-        except LayerwiseError:
-            raise
-        except Exception as error:  # whatever a user's class meets
-            raise UnprovenError(f"it rounds much, and has no float64 ({type(error).__name__})") from error
-        if not found.away <= (NARROW if found.narrow else EXACT):
-            raise MixedSamplesError(found.what)
-    return found.uneven
-
-
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class _Away:
     """How far away the rows of parts are, relative to the largest number, and what is."""
 
-    away: float
+    distance: float
     what: str
     uneven: tuple[int, ...]  # as `Fed` has it
-    narrow: bool = False  # whether some of it is computed in fewer than 64 bits
 
 
-def _by_parts(model: nn.Module, call: Call, fed: Fed) -> Outcome:
+def _tried(trial: Trial, compare: Callable[[Trial], _Away]) -> tuple[Trial, tuple[int, ...]]:
+    """The trial, and `Fed.uneven`. MixedSamplesError, UnprovenError, NotRunError."""
+    most = min((ROUNDED.get(t, 0.0) for t in trial.types), default=EXACT)
+    while True:
+        found = compare(trial)
+        if found.uneven or not found.distance <= most:
+            found, most = compare(trial.wide), NARROW if trial.wide.every.narrow else EXACT
+        if found.distance <= most:
+            return trial, found.uneven
+        if not trial.settle():  # it is not that a second call, or one without gradients, is another
+            raise MixedSamplesError(found.what, _mixing(trial))
+
+
+def _of_parts(model: nn.Module, call: Call, fed: Fed) -> tuple[Trial, tuple[int, ...]]:
     """Compares what is returned of five samples with that of three and two of them."""
     many = sum(PARTS)
-    all_five = _returned(model, fed.map(lambda x: _distinct(x, many), call), many)
-    parts = []
-    for lo, count in ((0, PARTS[0]), PARTS):
-        part = fed.map(lambda x, lo=lo, n=count: _distinct(x, many)[lo : lo + n], call)  # type: ignore[misc]
-        parts.append(_returned(model, part, count, all_five.norms).leaves)
-    every = all_five.leaves
+    every = _as_given(fed.map(lambda x: _distinct(x, many), runnable(call)), call)
+    parts = [
+        (fed.map(lambda x, lo=lo, n=count: x.detach()[lo : lo + n], every), count)  # type: ignore[misc]
+        for lo, count in ((0, PARTS[0]), PARTS)
+    ]
+    return _tried(Trial(model, every, many, parts), _by_parts)
+
+
+def _by_parts(trial: Trial) -> _Away:
+    many, every, parts = trial.samples, trial.every.leaves, [part.leaves for part in trial.others]
     uneven, worst = list[int](), (0.0, "")
     if any(len(part) != len(every) for part in parts):
-        raise MixedSamplesError("how much the model returns depends on the number of samples")
+        return _Away(float("inf"), "how much the model returns depends on the number of samples", ())
     for i, (all_rows, *halves) in enumerate(zip(every, *parts, strict=True)):
         tensors = [x for x in halves if isinstance(x, Tensor)]
         if not isinstance(all_rows, Tensor) or len(tensors) < len(halves):
@@ -169,10 +150,11 @@ def _by_parts(model: nn.Module, call: Call, fed: Fed) -> Outcome:
         if any(x.shape != all_rows.shape for x in tensors):
             dim = _along(all_rows, tensors)
             if dim is None:
-                raise MixedSamplesError(
+                what = (
                     f"output {i} has shape {tuple(all_rows.shape)} for {many} samples and {tuple(tensors[0].shape)} "
                     f"for {PARTS[0]}, and each sample must have a row, or as many as the others"
                 )
+                return _Away(float("inf"), what, ())
             away, what = distance(torch.cat(tensors, dim), all_rows), "has other rows where other samples are there"
         elif all_rows.dim():
             away, what = max(distance(x, all_rows) for x in tensors), "depends on all samples, and has no row for each"
@@ -181,7 +163,7 @@ def _by_parts(model: nn.Module, call: Call, fed: Fed) -> Outcome:
             uneven += [i] * (not _is_loss(all_rows, tensors))
         if not away <= worst[0]:
             worst = away, f"output {i}, of shape {tuple(all_rows.shape)}, {what}"
-    return Outcome(*worst, tuple(uneven), all_five.narrow)
+    return _Away(*worst, tuple(uneven))
 
 
 def _is_loss(all_samples: Tensor, parts: Sequence[Tensor]) -> bool:
@@ -204,24 +186,30 @@ def _along(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     return differ[0] if fits else None
 
 
-def _by_another(model: nn.Module, call: Call, fed: Fed) -> Outcome:
+def _of_another(model: nn.Module, call: Call, fed: Fed) -> tuple[Trial, tuple[int, ...]]:
     """Compares what is returned of the example with that where its first, or its last, sample is another."""
-    batch, worst = fed.batch, (0.0, "")
+    batch = fed.batch
     if batch < 2:
-        raise _NotRunError("it takes one sample only")
-    every = _returned(model, fed.map(lambda x: _distinct(x, batch), call), batch)
-    others = {}
-    for place in (0, batch - 1):
-        other = fed.map(lambda x, place=place: _with_another(_distinct(x, batch), place), call)  # type: ignore[misc]
-        others[place] = _returned(model, other, batch, every.norms).leaves
-    for i, one in enumerate(every.leaves):
+        raise NotRunError("it takes one sample only")
+    every = _as_given(fed.map(lambda x: _distinct(x, batch), runnable(call)), call)
+    others = [
+        (fed.map(lambda x, place=place: _with_another(x, place), every), batch)  # type: ignore[misc]
+        for place in (0, batch - 1)
+    ]
+    return _tried(Trial(model, every, batch, others), _by_another)
+
+
+def _by_another(trial: Trial) -> _Away:
+    batch, every, worst = trial.samples, trial.every.leaves, (0.0, "")
+    others = {place: run.leaves for place, run in zip((0, batch - 1), trial.others, strict=True)}
+    for i, one in enumerate(every):
         if not isinstance(one, Tensor) or not one.dim():
             continue
         dim = next((d for d, extent in enumerate(one.shape) if extent and extent % batch == 0), None)
         for place, leaves in others.items():
             x = leaves[i]
             if not isinstance(x, Tensor) or x.shape != one.shape:
-                raise MixedSamplesError(f"the shape of output {i} depends on the numbers of a sample")
+                return _Away(float("inf"), f"the shape of output {i} depends on the numbers of a sample", ())
             kept = [] if dim is None else [r for r in range(one.shape[dim]) if r // (one.shape[dim] // batch) != place]
             if dim is None:
                 away, what = (
@@ -233,87 +221,21 @@ def _by_another(model: nn.Module, call: Call, fed: Fed) -> Outcome:
                 away, what = distance(ours, theirs), "has other rows where another sample is another"
             if not away <= worst[0]:
                 worst = away, f"output {i} {what}"
-    numbers = (i for i, x in enumerate(every.leaves) if isinstance(x, Tensor) and not x.dim())
-    return Outcome(*worst, tuple(numbers), every.narrow)
+    numbers = (i for i, x in enumerate(every) if isinstance(x, Tensor) and not x.dim())
+    return _Away(*worst, tuple(numbers))
+
+
+def _as_given(samples: Call, call: Call) -> Call:
+    """These inputs, with gradients where the example's have some."""
+    wanted, (leaves, tree) = pytree.tree_leaves(call), pytree.tree_flatten(samples)
+    pairs = zip(leaves, wanted, strict=True)
+    made = [x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) else x for x, y in pairs]
+    with_gradients: Call = pytree.tree_unflatten(made, tree)
+    return with_gradients
 
 
 def _ids(rows: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(rows, device=like.device)
-
-
-class _NotRunError(LayerwiseError):
-    """The model cannot be run on such a batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """What a model returned: its leaves, the statistics of its batch norms, and whether some had fewer than 64 bits."""
-
-    leaves: list[object]
-    norms: Sequence[Statistics | None]
-    narrow: bool
-
-
-def _returned(model: nn.Module, call: Call, samples: int, norms: Sequence[Statistics | None] | None = None) -> Returned:
-    """What a model returns where nothing is drawn. norms: what its batch norms take, in the order of their calls."""
-    replay = _BatchNorms(samples, norms)
-    positional, named = pytree.tree_map_only(Tensor, Tensor.clone, call)
-    try:
-        with torch.no_grad(), as_it_was(model), undrawing(), replay:
-            leaves = pytree.tree_leaves(uncompiled(model)(*positional, **named))
-    except (LayerwiseError, torch.OutOfMemoryError) as error:
-        raise UnprovenError(f"it cannot be run here: {first_line(error)}") from error
-    except Exception as error:  # the model's own code, which may raise anything
-        raise _NotRunError(f"{type(error).__name__}: {first_line(error)}") from error
-    return Returned(leaves, replay.seen, replay.narrow)
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Of one call of a batch norm: rows a sample, and each channel's mean and variance over all samples."""
-
-    rows: int
-    mean: Tensor
-    var: Tensor
-
-
-class _BatchNorms(TorchFunctionMode):
-    """Within it batch norms of all samples note their statistics, or take those that another batch had."""
-
-    def __init__(self, samples: int, known: Sequence[Statistics | None] | None) -> None:
-        super().__init__()
-        self.samples, self.known = samples, known
-        self.seen: list[Statistics | None] = []
-        self.narrow = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        names = {functional.batch_norm: _NORMED, torch.batch_norm: _CALLED}.get(func)
-        if names is None:
-            made = func(*args, **named)
-            self.narrow |= isinstance(made, Tensor) and made.dtype in _NARROW
-            return made
-        given = dict(zip(names, args, strict=False)) | named
-        x, number = given["input"], len(self.seen)
-        if not given.get("training"):
-            return func(*args, **named)
-        if x.dim() < 2 or x.shape[0] % self.samples:  # of some of the samples, or of weights
-            self.seen.append(None)
-            return func(*args, **named)
-        dims = [d for d in range(x.dim()) if d != 1]
-        own = Statistics(x.shape[0] // self.samples, x.mean(dims), x.var(dims, unbiased=False))
-        self.seen.append(own)
-        other = self.known[number] if self.known is not None and number < len(self.known) else None
-        if other is not None and other.rows == own.rows and other.mean.shape == own.mean.shape:
-            own = other
-        return functional.batch_norm(
-            x, own.mean, own.var, given.get("weight"), given.get("bias"), training=False, eps=given.get("eps", 1e-5)
-        )
-
-
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
-_NORMED = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_CALLED = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
 
 
 def _distinct(x: Tensor, samples: int) -> Tensor:

@@ -58,6 +58,8 @@ class Imported:
     unproven: str | None = None  # why its layers were not run beside it
     inputs_without_gradient: str | None = None  # why the layers' gradients of inputs are not the module's
     fed: Fed | None = None  # which of the inputs have samples
+    called: frozenset[str] = frozenset()  # paths of the modules without modules inside that its call calls
+    written: frozenset[str] = frozenset()  # paths of the modules' attributes that its call sets, or changes inside
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -85,7 +87,8 @@ def import_module(
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
     graph = replace(graph, unseen=(*graph.unseen, *effects.found))
-    return Imported(graph, stored, structure, arguments, before, effects.numbers)
+    called, written = frozenset(effects.called), frozenset(effects.written)
+    return Imported(graph, stored, structure, arguments, before, effects.numbers, called=called, written=written)
 
 
 def _export(

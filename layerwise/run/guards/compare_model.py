@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.proof import proven
+from layerwise.importers.torch.proof import compared
 from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
 from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.trace import Imported
@@ -84,7 +84,7 @@ class ModelComparison:
             raise UnprovenError("parameters or inputs are not finite")
         imported = Imported(self.graph, stored, self.structure, arguments, {}, {})
         with without_hooks(model), torch.autocast(device.type, enabled=False):
-            return proven(imported, model, there, fed).graph.unseen
+            return compared(imported, model, there, fed).graph.unseen
 
     def _error(self, what: str) -> LayerwiseError:
         return LayerwiseError(

@@ -1,6 +1,7 @@
 """A model that computes with the number of samples itself is refused; one that follows its shapes is not."""
 
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -46,7 +47,10 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("last", WRONG.values(), ids=WRONG)
 def test_what_computes_with_the_number_of_samples_is_refused(last: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(LayerwiseError, match="depends on the number of samples by more than its shape"):
+    with pytest.raises(
+        LayerwiseError,
+        match=r"depends on the number of samples by more than its shape|has other rows where other samples",
+    ):
         network_of(Model(last), (torch.randn(4, 6),), 8, "test")
 
 
@@ -135,3 +139,14 @@ def test_modules_that_share_a_list_share_it_after_a_trace() -> None:
     assert network.unproven is None
     assert [a is b for a, b in zip(model.outputs, before, strict=True)] == [True, True]
     assert torch.equal(model(x), wanted)
+
+
+def test_a_model_is_traced_once_and_run_on_five_three_and_two_samples() -> None:
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.put((len(x), torch.compiler.is_exporting()))
+            return super().forward(x)
+
+    calls = SimpleQueue[tuple[int, bool]]()  # which an import does not put back
+    assert network_of(Counted(6, 3), (torch.randn(4, 6),), None, "counted").unproven is None
+    assert [calls.get(timeout=1) for _ in range(calls.qsize())] == [(11, True), (5, False), (3, False), (2, False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ class UntracedEffects(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, str] = {}  # a phrase each, with the path of the module that it is in
+        self.called: set[str] = set()  # paths of the modules without modules inside that were called
+        self.written: set[str] = set()  # paths of modules' attributes that were set, or changed inside, such as a list
         self.inside: list[str] = []  # paths of the modules that are being called, also where one has raised
         self.numbers: Numbers = {}  # as the last call of the model has left them
         self._seen: set[object] = set()  # nodes of autograd
@@ -75,11 +78,15 @@ class UntracedEffects(TorchFunctionMode):
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[UntracedEffects]:
         """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
-        drawn, before = draws(), numbers(model)
+        drawn, before, attributes = draws(), numbers(model), _leaves(model)
         self.numbers = before
 
         def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
             self.numbers = numbers(model)
+            for path, now in _leaves(model).items():
+                known = attributes.get(path)
+                if known is None or len(known) != len(now) or not all(map(operator.is_, known, now)):
+                    self.written.add(path)
 
         with ExitStack() as stack:
             stack.callback(put_back, model, before)
@@ -107,8 +114,10 @@ class UntracedEffects(TorchFunctionMode):
         if get_ident() == self._thread:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _enter(self, path: str, _: nn.Module, inputs: object, named: object) -> None:
+    def _enter(self, path: str, module: nn.Module, inputs: object, named: object) -> None:
         self._look((inputs, named))
+        if not module._modules:
+            self.called.add(path)
         self.inside.append(path)
 
     def _leave(self, _: nn.Module, inputs: object, output: object) -> None:
@@ -139,8 +148,16 @@ def _leave_modes(depth: int) -> None:
 
 
 def hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of a model, by path, that take hooks: those that TorchScript compiled do not."""
-    return [(path, m) for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
+    """The modules of a model, by all their paths, that take hooks: those that TorchScript compiled do not."""
+    every = model.named_modules(remove_duplicate=False)
+    return [(path, m) for path, m in every if not isinstance(m, torch.jit.ScriptModule)]
+
+
+def _leaves(model: nn.Module) -> dict[str, list[object]]:
+    """What the attributes of its modules hold, by path."""
+    modules = model.named_modules(remove_duplicate=False)
+    held = ((path, name, value) for path, m in modules for name, value in vars(m).items())
+    return {f"{path}.{name}" if path else name: pytree.tree_leaves(value) for path, name, value in held}
 
 
 @contextmanager
