@@ -50,7 +50,7 @@ def plans() -> dict[str, Any]:
     configuration = {
         "data_identifier": "nnUNetPlans_3d_fullres", "preprocessor_name": "DefaultPreprocessor", "batch_size": 2,
         "patch_size": PATCH, "spacing": [1.0, 1.0, 1.0], "normalization_schemes": ["ZScoreNormalization"],
-        "use_mask_for_norm": [False], "batch_dice": False, "architecture": ARCHITECTURE | {"arch_kwargs": network},
+        "use_mask_for_norm": [False], "batch_dice": True, "architecture": ARCHITECTURE | {"arch_kwargs": network},
         **RESAMPLING, **RESAMPLED_SEGMENTATION,
     }  # fmt: skip
     return {

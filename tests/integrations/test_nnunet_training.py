@@ -1,6 +1,5 @@
 """nnU-Net's training on two ranks, against nnU-Net's own trainer on one device, and all of it by its commands."""
 
-import copy
 import json
 import os
 import shutil
@@ -17,13 +16,12 @@ import pytest
 import torch
 
 from layerwise.comm.solo import SoloComm
-from layerwise.errors import LayerwiseError
 from tests.comm.launch import ROOT
 from tests.comm.pool import run_ranks
 
 pytest.importorskip("nnunetv2", reason="nnU-Net is not installed")
 
-from tests.integrations.nnunet_ranks import DATASET, plans, prepare, train
+from tests.integrations.nnunet_ranks import DATASET, prepare, train
 
 TRAIN = "tests.integrations.nnunet_ranks:train"
 LABELS = {
@@ -55,16 +53,6 @@ def test_two_ranks_train_as_nnunet_does(labels: str, tmp_path: Path, monkeypatch
     plain = str(tmp_path / "plain" / "half.pth")
     for run in run_ranks(2, TRAIN, str(tmp_path), str(tmp_path / "back"), True, plain):
         same(run, wanted)
-
-
-def test_a_loss_of_all_samples_together_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples are independent; the planner sets batch_dice where there is a 3d_lowres, too."""
-    prepare(tmp_path, LABELS["classes"])
-    changed = plans()
-    changed["configurations"]["3d_fullres"]["batch_dice"] = True
-    monkeypatch.setattr("tests.integrations.nnunet_ranks.plans", lambda: copy.deepcopy(changed))
-    with pytest.raises(LayerwiseError, match="the plans have batch_dice, a loss of all samples together"):
-        train(SoloComm(), str(tmp_path), str(tmp_path / "split"), True)
 
 
 PLANS = "nnUNetPlans"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from layerwise.api.arguments import ParallelOptions
 from layerwise.api.parallelize import Keywords, parallelize
 from layerwise.api.world import join
 from layerwise.comm.together import alone
@@ -41,7 +43,7 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         keywords: Of `layerwise.parallelize`, for a subclass to set.
 
     Raises:
-        LayerwiseError: The plans have batch_dice; the loss is of the k largest, or not nnU-Net's default with an ignore
+        LayerwiseError: The loss is of the k largest, or not nnU-Net's default with an ignore
             label; as `layerwise.parallelize`.
     """
 
@@ -63,11 +65,6 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         here = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         self._comm = join(here, timeout_s=TIMEOUT_S).comm
         super().__init__(plans, configuration, fold, dataset_json, device)
-        if self.configuration_manager.batch_dice:
-            raise LayerwiseError(
-                "the plans have batch_dice, a loss of all samples together, and layerwise splits what is independent "
-                "by sample: set batch_dice to false in the configuration, or train with nnUNetTrainer"
-            )
         self.is_ddp = False  # the batch, the loss and the metrics are one device's
         self.local_rank, self.device = self._comm.rank, self._comm.device
         self.grad_scaler = GradScaler(self.device.type, enabled=self.device.type == "cuda")
@@ -90,6 +87,9 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
             "io": "boxes",
             "autocast": torch.float16 if self.device.type == "cuda" else None,
         }
+        if self.configuration_manager.batch_dice:  # a loss of all samples together
+            options = keywords.get("options", ParallelOptions())
+            keywords["options"] = replace(options, samples_together=True)
         state = full_state(self.optimizer, self.network)
         self._plain = self.network, self.optimizer
         self.network = parallelize(self.with_loss(), self.example(), **keywords)
