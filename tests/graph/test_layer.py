@@ -411,7 +411,7 @@ def test_a_network_returns_a_ranks_own_samples_or_is_refused(names: list[str]) -
 
 
 def test_rows_of_samples_that_are_no_samples_any_more_are_refused() -> None:
-    with pytest.raises(LayerwiseError, match=r"output of layer .*which rows are whose is lost"):
+    with pytest.raises(LayerwiseError, match=r"output 0 of the model, .*which rows are whose is lost"):
         network_of(Steps(["the first two exchanged", "rows merged"]), (SAMPLES,), 8, "test")
 
 
@@ -421,4 +421,4 @@ def test_numbers_of_the_whole_batch_are_no_samples(last: Callable[[Tensor], Tens
         def forward(self, x: Tensor) -> Tensor:
             return last(super().forward(x))
 
-    assert network_of(Mean(6, 6), (SAMPLES,), 8, "test").graph.batch == 8
+    assert network_of(Mean(6, 6), (SAMPLES,), 8, "test", together=True).graph.batch == 8

@@ -161,7 +161,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loss_is_one_devices(name: str) -> None:
     torch.manual_seed(0)
     model, (x, target) = Net(LOSSES[name]).double(), samples()
-    network = network_of(copy.deepcopy(model), (x, target), 2, "loss")
+    network = network_of(copy.deepcopy(model), (x, target), 2, "loss", together=True)
     graph = fuse(network.graph)
     loss = model(x, target)
     loss.backward()
@@ -194,7 +194,7 @@ def test_metrics_are_made_of_boxes() -> None:
     """As outputs of the model, every rank gets those of the batch; no output with voxels leaves its rank."""
     torch.manual_seed(0)
     model, (x, target) = Net(confusion).double(), samples()
-    network = network_of(copy.deepcopy(model), (x, target), 2, "metrics")
+    network = network_of(copy.deepcopy(model), (x, target), 2, "metrics", together=True)
     graph = fuse(network.graph)
     loss, matrix, dice = model(x, target)
     assert np.trace(matrix.detach().numpy()) > 0
