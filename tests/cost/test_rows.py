@@ -95,14 +95,22 @@ def test_no_strategy_needs_less(
         check(near, model, space, choice)
 
 
-@pytest.mark.parametrize("profile", ["h100", "cpu"])
 @pytest.mark.parametrize(
-    ("form", "near"), [((False, "replicated"), 0.999), ((True, "replicated"), 0.955), ((False, "sharded"), 0.85)]
+    ("profile", "form", "near"),
+    [
+        ("h100", (False, "replicated"), 0.999),
+        ("h100", (True, "replicated"), 0.99),
+        ("h100", (False, "sharded"), 0.99),
+        ("cpu", (False, "replicated"), 0.999),
+        ("cpu", (True, "replicated"), 0.955),
+        ("cpu", (False, "sharded"), 0.88),
+    ],
 )
 def test_rows_of_what_matters_are_near(profile: str, form: tuple[bool, States], near: float) -> None:
     """Of the named strategies of a network with branches and skips; else no bound would say much.
 
-    Buckets of shared-out parameters are of several layers: what they hold meanwhile is not bounded.
+    Buckets of shared-out parameters are of several layers: what they hold meanwhile is not bounded, nor what a CPU
+    takes for messages, which arrive in storages of their own, and for one parameter's update after the other.
     """
     model = CostModel(fuse(load_model("unet2d", 8)), load(profile).device_graph(8), CostOptions(optimizer="adam"))
     forms = Forms.of(model.graph, 8, ())

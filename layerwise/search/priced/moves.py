@@ -86,22 +86,26 @@ class Moves:
                 self.seen.best = best | move
 
     def _better(self, choice: Choice) -> Choice | None:
-        """What a move, or two together, make faster."""
+        """What moves, or two together, make faster: those that do not touch each other at once."""
         seen, rows, least = self.seen, self.problem.rows(choice), LEAST * self.problem.cost(choice)
         fullest, row = float(rows.max()), self.problem.row(int(rows.argmax()))
         missed = min(seen.peak(choice) - fullest, MISSED * seen.limit)
         moved = list(self._moves(choice, row))
         for moves in (self._faster(moved, -least, seen.limit - missed - fullest), self._pairs(choice, row, moved)):
-            misses = 0
+            misses, taken, near = 0, choice, set[str]()
             for gain, move in moves:
                 if gain >= -least or misses == MISSES or self.left <= 0:
                     break
-                if float(self.problem.rows(choice | move).max()) + missed > seen.limit:
+                if near & move.keys() or float(self.problem.rows(taken | move).max()) + missed > seen.limit:
                     continue
                 self.left -= 1
-                if seen.peak(choice | move) <= seen.limit:
-                    return choice | move
-                misses += 1
+                if seen.peak(taken | move) <= seen.limit:
+                    taken = taken | move
+                    near.update(*(edge[:2] for name in move for edge in self.edges[name]), move)
+                else:
+                    misses += 1
+            if near:
+                return taken
         return None
 
     def _repaired(self, choice: Choice) -> Choice | None:
