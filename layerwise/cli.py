@@ -9,13 +9,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.text import Text
 
@@ -338,20 +336,3 @@ def global_batch(batch: int | None, over_all: int | None, gpus: int) -> int:
     if total > MAX_BATCH:
         raise LayerwiseError(f"the global batch is {total} samples; at most {MAX_BATCH:,} can be planned for")
     return total
-
-
-@contextmanager
-def progress_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr while something long is under way; only on a terminal."""
-    where = console(stderr=True)
-    if quiet or not where.is_terminal:
-        yield None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=where, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield advance

@@ -28,10 +28,11 @@ from layerwise.api.source import Model
 from layerwise.api.split import seat
 from layerwise.arguments import Count, Natural, NotNegative, Seed, checked
 from layerwise.checkpoint.signals import handled
-from layerwise.cli import console, progress_bar
+from layerwise.cli import console
 from layerwise.comm.guard import noted
 from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
+from layerwise.progress import progress_bar
 from layerwise.run.parallel import ParallelModule, of, restore
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least

@@ -15,7 +15,6 @@ from torch import nn
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
-from layerwise.cli import progress_bar
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel
@@ -33,6 +32,7 @@ from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.links import measure_links, with_links
 from layerwise.measure.topology import find_topology
 from layerwise.plan import Plan
+from layerwise.progress import progress_bar
 from layerwise.run.load import load
 from layerwise.search.find import search
 

@@ -17,7 +17,6 @@ from layerwise.cli import (
     global_batch,
     machine_arguments,
     positive,
-    progress_bar,
     run_main,
     search_space,
     seconds,
@@ -41,6 +40,7 @@ from layerwise.measure.job import Job, Summary, base_profile, terminable
 from layerwise.measure.links import check_nodes, measure_links, with_links
 from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.topology import find_topology
+from layerwise.progress import progress_bar
 from layerwise.report import as_json, text
 from layerwise.report.content import Column, Table
 

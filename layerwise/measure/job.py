@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from layerwise.cli import progress_bar
 from layerwise.comm.base import Comm
 from layerwise.comm.together import alone
 from layerwise.config import Config, SearchSpace, parse
@@ -36,6 +35,7 @@ from layerwise.measure.measuring import CELL_S, Measuring
 from layerwise.measure.overhead import COPIED, MakeModule, copied, optimizer_call_s, overhead
 from layerwise.measure.timing import Stopwatch
 from layerwise.plan import as_json
+from layerwise.progress import progress_bar
 from layerwise.quantities import units
 
 ENOUGH = 0.95  # of the compute time of the strategies that matter most: then nothing more is measured for them

@@ -17,7 +17,6 @@ from layerwise.cli import (
     positive,
     present,
     profile_arguments,
-    progress_bar,
     run_main,
     settle_machine,
     step_arguments,
@@ -35,6 +34,7 @@ from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import read_runs
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.plan import MAX_BATCH
+from layerwise.progress import progress_bar
 from layerwise.report.figures import check_plot, save_plot
 
 BATCH = 32  # samples a GPU, where nothing is said

@@ -15,7 +15,6 @@ from layerwise.cli import (
     console,
     global_batch,
     present,
-    progress_bar,
     run_main,
     search_space,
     settle_machine,
@@ -30,6 +29,7 @@ from layerwise.importers.with_loss import model_with
 from layerwise.machine import DeviceGraph, load
 from layerwise.plan import parse_strategy
 from layerwise.program import StepKind
+from layerwise.progress import progress_bar
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Picture, Report
 from layerwise.report.figures import check_drawable, check_plot, save_plot

@@ -23,7 +23,8 @@ from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import baselines as named_baselines
 from layerwise.search.baselines import cuts_classes, of_all_classes
 from layerwise.search.overlap.polish import GAIN, Effort, overlapped
-from layerwise.search.priced.limited import Least, LimitedSearch, Within
+from layerwise.search.priced.answers import Least, Within
+from layerwise.search.priced.limited import LimitedSearch
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.result import Candidate, SearchResult, error_between, preferred, timeline_s
 from layerwise.search.solve.eliminate import Optimum

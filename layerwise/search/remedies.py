@@ -11,7 +11,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph
 from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
-from layerwise.search.priced.limited import Least, LimitedSearch
+from layerwise.search.priced.answers import Least
+from layerwise.search.priced.limited import LimitedSearch
 from layerwise.search.priced.variants import Strategy
 
 

@@ -19,7 +19,7 @@ from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.report.content import Report, described
 from layerwise.report.html import fragment
 from layerwise.report.text import plain
-from layerwise.search.priced.limited import Least, Within
+from layerwise.search.priced.answers import Least, Within
 from layerwise.search.priced.variants import Strategy
 from layerwise.search.solve.alternatives import Alternative, all_alternatives
 from layerwise.search.solve.eliminate import Optimum

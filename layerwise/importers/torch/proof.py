@@ -24,8 +24,8 @@ from layerwise.importers.torch.affordable import check_affordable
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.runs import (
+    ModelRun,
     NotRunError,
-    Run,
     Trial,
     as_double,
     gradients_of,
@@ -174,7 +174,7 @@ def _compared(imported: Imported, trial: Trial) -> tuple[float, tuple[str, str]]
     return away, (first, what)
 
 
-def _ends(made: Mapping[str, Tensor], run: Run) -> Iterator[tuple[str, Tensor]]:
+def _ends(made: Mapping[str, Tensor], run: ModelRun) -> Iterator[tuple[str, Tensor]]:
     """The last layer of each module, in order, and what the module returned."""
     seen = run.seen
     last = {path: name for name in made for path in _paths(name) if path in seen}

@@ -58,7 +58,7 @@ class BatchStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ModelRun:
     """What a call of a model made, by leaf and by module, and its buffers and numbers afterwards."""
 
     leaves: list[object]
@@ -71,7 +71,7 @@ class Run:
     numbers: Numbers
     moves_again: bool  # whether the backward pass moves buffers, too
 
-    def like(self, other: Run) -> bool:
+    def like(self, other: ModelRun) -> bool:
         """Whether both made the same."""
         return len(self.leaves) == len(other.leaves) and all(
             distance(a, b) <= ALIKE if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
@@ -90,7 +90,7 @@ class Trial:
         self.model, self.given, self.samples, self._others = model, given, samples, others
         self.before, self.numbers = buffers_of(model), numbers(model)
         self.effects: tuple[str, ...] = ()  # a phrase each
-        self.others: list[Run] = []
+        self.others: list[ModelRun] = []
         self.without_gradient: str | None = None  # why inputs have none
         self.call = _differentiated(given)
         with as_it_was(model):
@@ -156,11 +156,11 @@ class Trial:
             made.first = made.every = made._of_all()
         return made
 
-    def _of_all(self) -> Run:
+    def _of_all(self) -> ModelRun:
         wanted = [x for x in (*self.model.parameters(), *floating(self.call)) if x.requires_grad]
         return _run(self.model, self.call, self.samples, wanted=wanted)
 
-    def _further(self, call: Call, samples: int) -> Run:
+    def _further(self, call: Call, samples: int) -> ModelRun:
         put_back_buffers(self.model, self.before)
         return _run(self.model, call, samples, self.first.norms)
 
@@ -242,7 +242,7 @@ def _run(
     samples: int,
     known: Sequence[BatchStatistics | None] | None = None,
     wanted: Sequence[Tensor] = (),
-) -> Run:
+) -> ModelRun:
     """One call, with the gradients of what is wanted. known: what its batch norms take, in the order of their calls."""
     positional, named = pytree.tree_map_only(Tensor, Tensor.clone, call)
     seen, norms, error = dict[str, Tensor](), _BatchNorms(samples, known), None
@@ -265,7 +265,7 @@ def _run(
     again = known is None and any(distance(b, moved[n]) > 0 for n, b in buffers_of(model).items() if n in moved)
     leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
     found = {id(x): g for x, g in zip(wanted, gradients, strict=False)}
-    return Run(leaves, seen, norms.seen, norms.narrow, found, error, moved, counted, again)
+    return ModelRun(leaves, seen, norms.seen, norms.narrow, found, error, moved, counted, again)
 
 
 def gradients_of(outputs: Sequence[Tensor], of: Sequence[Tensor]) -> Sequence[Tensor | None]:

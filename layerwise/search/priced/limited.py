@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Generic, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from layerwise.search.priced.additive import (
     lower_bounds,
     possible,
 )  # fmt: skip
+from layerwise.search.priced.answers import Least, MemoryPrice, Within
 from layerwise.search.priced.choose import FEW as FEW_LAYERS
 from layerwise.search.priced.choose import GAP, LOOKS, Seen
 from layerwise.search.priced.moves import PEAKS, STARTS, Moves, lightest
@@ -76,46 +77,6 @@ def fastest_within(
             bound = max(bound, min(seen.cases(prices, minimise), others))
         moves.plain(plainer or {name: {} for name in problem.base})
     return seen, prices, min(bound, seen.cost)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPrice:
-    """The price of memory: the seconds of a step that a byte less takes, at one instant on one device."""
-
-    instant: str
-    device: int
-    s_per_byte: float
-
-
-@dataclass(frozen=True, slots=True)
-class Within:
-    """The answer under a limit."""
-
-    limit_bytes: float
-    strategies: tuple[Strategy, ...]  # the best that were found, by equation 1
-    cost_s: float  # of the first: inf where none was found
-    lower_bound_s: float  # of equation 1, of all strategies that fit: inf where it is proven that none does
-    prices: tuple[MemoryPrice, ...]
-    configurations: int  # that were left after bounds
-
-    @property
-    def proven(self) -> bool:
-        """True if no strategy that fits is faster, or none fits."""
-        return self.cost_s <= self.lower_bound_s * SLACK
-
-
-@dataclass(frozen=True, slots=True)
-class Least(Generic[T]):
-    """The least memory of all choices, or strategies."""
-
-    best: T
-    bytes: float  # its true peak
-    lower_bound_bytes: float
-
-    @property
-    def proven(self) -> bool:
-        """True if nothing needs less."""
-        return self.bytes <= self.lower_bound_bytes * SLACK
 
 
 @dataclass(frozen=True, slots=True)
