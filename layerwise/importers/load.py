@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from layerwise.arguments import Count, checked
@@ -161,6 +162,9 @@ def _built_in(spec: str, batch: int) -> Network:
     return network_of(network, inputs, batch, spec, trusted=True)
 
 
+IMPORTING = RLock()  # what torch.export changes of a process meanwhile, another thread's import would meet
+
+
 def network_of(
     module: nn.Module,
     examples: Sequence[object],
@@ -182,7 +186,8 @@ def network_of(
 
     from layerwise.importers.torch.calls.constants import Missing
 
-    imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared, together)
+    with IMPORTING:
+        imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared, together)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)

@@ -38,7 +38,9 @@ def serving(run: Callable[[Windows, list[Tensor]], None]) -> list[list[Tensor]]:
     folds = [network(seed).state_dict() for seed in range(2)]
 
     def rank(comm: Comm) -> list[Tensor]:
-        model = parallelize(network(0), torch.zeros(WINDOW), **quiet(comm, batch=1, inference=True))
+        plain = network(0)
+        plain.load_state_dict(folds[0])  # threads draw from one generator
+        model = parallelize(plain, torch.zeros(WINDOW), **quiet(comm, batch=1, inference=True))
         windows, made = Windows(model, copy.deepcopy(folds)), list[Tensor]()
         with torch.inference_mode():
             windows.serve(lambda: run(windows, made))
