@@ -14,8 +14,9 @@ from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.timeline.simulate import Pace, paced, timeline
 
-# Half of a 90 % range, as a logarithm. MEASURED is what covers 90 % of the plans of docs/benchmarks/predictions.md.
-# STATED, of a roofline or a link that nobody measured, is a judgement: published runs differ by up to 23 %.
+# Half of the range that is meant to hold nine of ten steps, as a logarithm. Both are judgements: MEASURED by the errors
+# of docs/benchmarks/predictions.md, STATED, of a roofline or a link that nobody measured, by published runs that differ
+# by up to 23 %. `benchmarks.predictions` counts what they cover.
 MEASURED, STATED = 0.12, 0.3
 HELD_OUT = 2.0  # so many median errors of the cells that a fit was not made from are half of its range
 
