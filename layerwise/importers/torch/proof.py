@@ -97,7 +97,7 @@ def compared(imported: Imported, model: nn.Module, call: Call, fed: Fed, samples
 
 
 def proven(imported: Imported, trial: Trial) -> Imported:
-    """The same, with the effects that running shows. UnlikeError, UnprovenError. Within `running`.
+    """Returns the import with the effects that running shows. UnlikeError, UnprovenError. Within `running`.
 
     imported: at the batch of the example.
     """

@@ -50,7 +50,7 @@ class NotRunError(LayerwiseError):
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """Of one call of a batch norm: rows a sample, and each channel's mean and variance over all samples."""
+    """The statistics of one batch norm's call: rows a sample, and each channel's mean and variance over all samples."""
 
     rows: int
     mean: Tensor
@@ -59,7 +59,7 @@ class BatchStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ModelRun:
-    """What a call of a model made, by leaf and by module, and its buffers and numbers afterwards."""
+    """The results of a model's call, by leaf and by module, and its buffers and numbers afterwards."""
 
     leaves: list[object]
     seen: Mapping[str, Tensor]
@@ -147,7 +147,7 @@ class Trial:
 
     @property
     def plain(self) -> Trial:
-        """The same where no more inputs have gradients than the example's. NotRunError."""
+        """The trial where no more inputs have gradients than the example's. NotRunError."""
         made = copy.copy(self)
         made.__dict__.pop("wide", None)
         made.call = self.given
@@ -172,7 +172,7 @@ class Trial:
 
     @cached_property
     def wide(self) -> Trial:
-        """The same in float64, where rounding is next to nothing, however much of it a network makes.
+        """The trial in float64, where rounding is next to nothing, however much of it a network makes.
 
         UnprovenError where the model has no float64.
         """
@@ -218,7 +218,7 @@ def floating(call: Call) -> list[Tensor]:
 
 
 def _differentiated(call: Call) -> Call:
-    """The same call, whose tensors have gradients where they can."""
+    """Returns the call with tensors that have gradients where they can."""
     able = set(map(id, floating(call)))
     made: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(id(x) in able), call)
     return made
@@ -243,7 +243,7 @@ def _run(
     known: Sequence[BatchStatistics | None] | None = None,
     wanted: Sequence[Tensor] = (),
 ) -> ModelRun:
-    """One call, with the gradients of what is wanted. known: what its batch norms take, in the order of their calls."""
+    """Returns one call, with gradients of what is wanted. known: what its batch norms take, in the order of calls."""
     positional, named = pytree.tree_map_only(Tensor, Tensor.clone, call)
     seen, norms, error = dict[str, Tensor](), _BatchNorms(samples, known), None
     gradients: Sequence[Tensor | None] = ()

@@ -154,7 +154,7 @@ def hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _leaves(model: nn.Module) -> dict[str, list[object]]:
-    """What the attributes of its modules hold, by path."""
+    """Returns what the attributes of a model's modules hold, by path."""
     modules = model.named_modules(remove_duplicate=False)
     held = ((path, name, value) for path, m in modules for name, value in vars(m).items())
     return {f"{path}.{name}" if path else name: pytree.tree_leaves(value) for path, name, value in held}
