@@ -43,7 +43,7 @@ Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of t
 def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[Shard]]:
     """Returns the facts of the optimizer that this rank has, and the state that it writes.
 
-    LayerwiseError for an optimizer of foreign parameters, or with state that cannot be cut as the parameters are.
+    Raises LayerwiseError for an optimizer of foreign parameters, or with state that cannot be cut as the parameters are.
     """
     kind = type(optimizer).__qualname__
     facts = OptimizerFacts(kind=kind, groups=[], settings=[], numbers={}, tensors=[])
@@ -78,7 +78,7 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[S
 def merged(ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> dict[str, JSON] | None:
     """Returns what a checkpoint says of the optimizer; None: there is none.
 
-    LayerwiseError where the optimizers of the ranks `members` differ.
+    Raises LayerwiseError if the optimizers of the ranks `members` differ.
     """
     reported = [facts for facts in ranks if facts is not None]
     if not reported:
@@ -130,7 +130,7 @@ class Prepared:
 def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
     """Returns the saved state for this rank's parameters. Changes nothing.
 
-    LayerwiseError where the saved one is another optimizer, or one of other parameters.
+    Raises LayerwiseError if the saved one is another optimizer, or one of other parameters.
     """
     about, here = reader.about["optimizer"], type(optimizer).__qualname__
     if about is None:

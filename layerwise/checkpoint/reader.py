@@ -34,7 +34,7 @@ class Reader(ShardReader):
     """
 
     def __init__(self, folder: Path) -> None:
-        """LayerwiseError unless all that describes it is whole, unaltered and of this version."""
+        """Raises LayerwiseError unless all that describes it is whole, unaltered and of this version."""
         self.folder, self.where = folder, f"checkpoint {os.fspath(folder)!r}"
         self._check_own(SEAL)
         raw = read_json(folder / SEAL, "checkpoint")
@@ -59,7 +59,7 @@ class Reader(ShardReader):
             super().__init__(folder, self.files)
 
     def _check_own(self, name: str) -> None:
-        """LayerwiseError where a file of the checkpoint is a link, or no file: it may lie anywhere, and block."""
+        """Raises LayerwiseError if a file of the checkpoint is a link, or no file: it may lie anywhere, and block."""
         path = self.folder / name
         try:
             plain = stat.S_ISREG(path.lstat().st_mode)
@@ -82,7 +82,7 @@ class Reader(ShardReader):
             raise LayerwiseError(f"{self.where} is damaged: {name} makes no sense ({error!r})") from None
 
     def verify(self, files: Iterable[str]) -> None:
-        """LayerwiseError unless these files are, byte for byte, those that were written."""
+        """Raises LayerwiseError unless these files are, byte for byte, those that were written."""
         for name in files:
             try:
                 with (self.folder / name).open("rb") as file:
@@ -100,7 +100,7 @@ class Reader(ShardReader):
 def seal(folder: Path, about: Mapping[str, JSON], files: Mapping[str, str]) -> None:
     """Makes the files of the ranks, of which this is the SHA-256, a checkpoint that is on disk when this returns.
 
-    LayerwiseError where the ranks contradict each other, or elements are missing.
+    Raises LayerwiseError if the ranks contradict each other, or elements are missing.
     """
     try:
         ShardReader(folder, files)

@@ -231,7 +231,7 @@ def resume(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Loads the latest checkpoint in DIR, as rank 0 sees it, and returns its folder and progress; None: there is none.
 
-    LayerwiseError where its progress differs from one of these `facts`; otherwise: what else the user can do.
+    Raises LayerwiseError if its progress differs from one of these `facts`; otherwise: what else the user can do.
     """
     path = of(module).comm.broadcast_text(str(latest(directory) or ""))
     if not path:
@@ -274,7 +274,7 @@ def owned(module: ParallelModule) -> Owned:
 
 
 def _check_about(reader: Reader, module: ParallelModule) -> None:
-    """LayerwiseError where the rest of what `save` wrote makes no sense, or is of another network."""
+    """Raises LayerwiseError if the rest of what `save` wrote makes no sense, or is of another network."""
     about = reader.about
     with reader.sense(SEAL):
         if type(about["steps"]) is not int or about["steps"] < 0:
@@ -288,7 +288,7 @@ def _check_about(reader: Reader, module: ParallelModule) -> None:
 
 
 def _check_model(reader: Reader, ours: Mapping[str, Any]) -> None:
-    """LayerwiseError unless it is of this model. `ours`: every tensor's shape, type and further names."""
+    """Raises LayerwiseError unless it is of this model. `ours`: every tensor's shape, type and further names."""
     where = f"{reader.where} is of another model:"
     saved = [name.removeprefix(MODEL) for name in reader.tensors if name.startswith(MODEL)]
     for name in ours:

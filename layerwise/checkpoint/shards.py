@@ -41,7 +41,7 @@ def file_name(rank: int) -> str:
 def write_shards(path: Path, shards: Iterable[Shard]) -> str:
     """Writes the file, each tensor under all its names, on disk when this returns. Returns its SHA-256.
 
-    LayerwiseError for an element type that the format lacks; OSError where the file cannot be written.
+    Raises LayerwiseError for an element type that the format lacks; OSError where the file cannot be written.
     """
     named = {name: shard for shard in shards for name in (shard.name, *shard.aliases)}
     specs = {name: (tuple(shard.tensor.shape), shard.tensor.dtype) for name, shard in named.items()}

@@ -42,7 +42,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def find(checkpoint: str | os.PathLike[str]) -> Path:
-    """Returns the checkpoint that is meant: this folder, or the latest in it. LayerwiseError where neither is one."""
+    """Returns the checkpoint that is meant: this folder, or the latest in it. Raises LayerwiseError if neither is one."""
     path = Path(checkpoint)
     try:
         exists, folder = path.exists(), path if (path / SEAL).is_file() else latest(path)
@@ -132,7 +132,7 @@ def _remove(path: Path, steps: int) -> None:
 def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> Iterator[None]:
     """Returns a context in which no other process writes into DIR: it is made, and removed where no checkpoint came.
 
-    LayerwiseError where another process still writes there after so many seconds, of which stderr tells; OSError where
+    Raises LayerwiseError if another process still writes there after so many seconds, of which stderr tells; OSError where
     nothing can be written. Where the file system knows no locks, it is only found out whether files can be written.
     """
     folder = Path(os.path.realpath(directory))

@@ -49,7 +49,7 @@ class Seat:
 
 
 def read_environment(environment: Mapping[str, str]) -> Seat | None:
-    """Returns torchrun's variables; None where there are none. LayerwiseError where they make no sense."""
+    """Returns torchrun's variables; None where there are none. Raises LayerwiseError if they make no sense."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

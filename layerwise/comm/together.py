@@ -42,7 +42,7 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
 
 
 def _understood(rank: int, text: str, what: str) -> dict[str, Any]:
-    """Returns what a rank says in here. LayerwiseError where it is elsewhere, as its program took another way."""
+    """Returns what a rank says in here. Raises LayerwiseError if it is elsewhere, as its program took another way."""
     try:
         answer = json.loads(text)
     except ValueError:

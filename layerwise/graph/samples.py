@@ -9,7 +9,7 @@ from layerwise.ops.nn.loss import Loss
 
 
 def check_samples(graph: LayerGraph) -> None:
-    """LayerwiseError where an output follows the number of samples, and none of its dimensions is labelled so.
+    """Raises LayerwiseError if an output follows the number of samples, and none of its dimensions is labelled so.
 
     Each rank would be returned the samples of all. An output that is alike at any batch, such as a mean over it, has
     none. Where the network takes no other batch that is not known: then one as long as the batch is refused, too.

@@ -125,7 +125,7 @@ def planned_call(named: str, model: str | None, batch: int, facts: Mapping[str, 
     """The arguments of `load_model` and `load_network` for the network of a plan, by `facts`, its provenance.
 
     named: MODEL of the plan; model: what the user gives for it, if anything. A plan is data and may come from anybody:
-    LayerwiseError where it names code which the user does not name, too.
+    Raises LayerwiseError if it names code which the user does not name, too.
     """
     if model is None and names_code(named):
         raise LayerwiseError(

@@ -109,7 +109,7 @@ def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str)
 
 
 def _check_positions(network: Network) -> None:
-    """LayerwiseError where a position has no row in its table, which no trace shows, or where that cannot be told.
+    """Raises LayerwiseError if a position has no row in its table, which no trace shows, or where that cannot be told.
 
     Looked up are tokens that are fed, and positions that the forward pass makes; not two kinds of what is fed, nor what
     is computed of it, as positions may be.

@@ -50,7 +50,7 @@ def parted(spec: str) -> tuple[str, str | None]:
 
 
 def model_with(spec: str, loss: str | None) -> str:
-    """MODEL with this loss. LayerwiseError where it has one already, or is none of the built-in networks."""
+    """MODEL with this loss. Raises LayerwiseError if it has one already, or is none of the built-in networks."""
     if loss is None:
         return spec
     if spec.partition(":")[0].partition("+")[0] not in names():
@@ -63,7 +63,7 @@ def model_with(spec: str, loss: str | None) -> str:
 def with_loss(network: nn.Module, inputs: tuple[Tensor, ...], spec: str, loss: str) -> tuple[nn.Module, Tensor]:
     """The network, which returns its loss from now on, by its own names; and a target for it, classes of positions.
 
-    LayerwiseError where its output is not (samples, classes, positions, ...).
+    Raises LayerwiseError if its output is not (samples, classes, positions, ...).
     """
     import torch
 

@@ -40,7 +40,7 @@ class Cases:
 
     @staticmethod
     def of(model: ParallelModule, samples: object, output: int) -> Cases:
-        """Returns the cases of a user's `samples`. LayerwiseError where they will not do."""
+        """Returns the cases of a user's `samples`. Raises LayerwiseError if they will not do."""
         layers = [layer for layer in of(model).layer_graph.layers if layer.role is Role.INPUT]
         outputs = of(model).layer_graph.layers[-1].specs
         if not 0 <= output < len(outputs):
@@ -95,7 +95,7 @@ class Cases:
         )
 
     def extents(self, shapes: Sizes) -> tuple[int, ...]:
-        """Returns the extents of a sample's positions, by its inputs' shapes. LayerwiseError where they differ."""
+        """Returns the extents of a sample's positions, by its inputs' shapes. Raises LayerwiseError if they differ."""
         first = tuple(shapes[0][i] for i in self.along())
         for number, (shape, box_input) in enumerate(zip(shapes, self.inputs, strict=True)):
             other = tuple(shape[i] for i in self.along(number))
@@ -125,7 +125,7 @@ class Cases:
         return regions
 
     def shapes(self, number: int) -> Sizes:
-        """Returns the shapes of a sample's inputs. LayerwiseError where the network takes none such, of any size."""
+        """Returns the shapes of a sample's inputs. Raises LayerwiseError if the network takes none such, of any size."""
         shapes = tuple(box_input.source.shape(number) for box_input in self.inputs)
         for shape, box_input in zip(shapes, self.inputs, strict=True):
             spec = box_input.spec

@@ -175,7 +175,7 @@ def _named(reduce: object) -> object:
 
 
 def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, str]) -> Predicted:
-    """Returns what became of the samples. LayerwiseError where some failed: it names them, and says why."""
+    """Returns what became of the samples. Raises LayerwiseError if some failed: it names them, and says why."""
     written = tuple(name for name in names if name not in there and name not in failed)
     if failed:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)

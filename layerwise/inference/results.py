@@ -46,7 +46,7 @@ class Results(ABC):
         yield
 
     def complete(self, name: str) -> bool:
-        """Returns whether an earlier run has written this sample. LayerwiseError where that was of another digest."""
+        """Returns whether an earlier run has written this sample. Raises LayerwiseError if that was of another digest."""
         return False
 
     def _check(self, name: str, recorded: object) -> bool:
@@ -230,7 +230,7 @@ class StackedResults(Results):
 
 
 def results_of(out: object, samples: int, files: Sequence[str | None]) -> Results:
-    """Returns the place that `out` names. files: of the samples. LayerwiseError where it will not do."""
+    """Returns the place that `out` names. files: of the samples. Raises LayerwiseError if it will not do."""
     if not isinstance(out, str | os.PathLike):
         if not hasattr(out, "__setitem__") or not hasattr(out, "shape") or isinstance(out, Tensor):
             raise LayerwiseError(
@@ -335,7 +335,7 @@ def _chunks(shape: tuple[int, ...], boxes: Each) -> tuple[tuple[int, ...], bool]
 
 
 def _check(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """LayerwiseError where an array has another shape or kind: numpy would leave out what lies beyond it, unsaid."""
+    """Raises LayerwiseError if an array has another shape or kind: numpy would leave out what lies beyond it, unsaid."""
     if tuple(array.shape) != shape:
         raise LayerwiseError(
             f"predict writes {shape} numbers, and what it is to write into has shape {tuple(array.shape)}"

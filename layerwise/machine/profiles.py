@@ -31,7 +31,7 @@ def folder() -> Path:
     """The folder of measured profiles: $LAYERWISE_CACHE, else layerwise in the user's cache.
 
     A user without a home, as in a container, has one among temporary files, where nobody else may have made it.
-    LayerwiseError where somebody has.
+    Raises LayerwiseError if somebody has.
     """
     if named := os.environ.get("LAYERWISE_CACHE"):
         return Path(named)

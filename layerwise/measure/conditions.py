@@ -27,7 +27,7 @@ TYPES = {  # of parameters, and autocast's
 
 
 def device_of(name: str | None) -> torch.device:
-    """`cuda` where there is a GPU, else `cpu`; LayerwiseError where the one asked for is not there."""
+    """`cuda` where there is a GPU, else `cpu`; Raises LayerwiseError if the one asked for is not there."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -37,7 +37,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def mode_of(device: torch.device, dtype: str, channels_last: bool) -> Mode:
-    """LayerwiseError where kernels of this type cannot be run."""
+    """Raises LayerwiseError if kernels of this type cannot be run."""
     dtype = precision(dtype)
     if dtype not in TYPES:
         raise LayerwiseError(f"--dtype {dtype}: layerwise runs {', '.join(TYPES)} only, so only these can be measured")

@@ -249,7 +249,7 @@ def _date(profile: Profile, where: Conditions) -> str:
 def base_profile(out: str | None, fallback: str | None, where: Conditions, device: torch.device) -> Profile:
     """The profile that is added to: the file `out` where it is there, else the profile `given`, as one of this device.
 
-    LayerwiseError where the file holds times of another device.
+    Raises LayerwiseError if the file holds times of another device.
     """
     if out is not None and Path(out).exists():
         base = load_profile(out)

@@ -283,7 +283,7 @@ class TorchOp(Op):
 
 @lru_cache(maxsize=4096)
 def made_by(op: TorchOp, inputs: tuple[TensorSpec, ...]) -> Made:
-    """The result of the operator on tensors of these shapes. LayerwiseError where PyTorch does not take them."""
+    """The result of the operator on tensors of these shapes. Raises LayerwiseError if PyTorch does not take them."""
     count = len(inputs)
     shapes = [*((x.shape, x.dtype) for x in inputs), *op.held]
     try:
@@ -299,7 +299,7 @@ def made_by(op: TorchOp, inputs: tuple[TensorSpec, ...]) -> Made:
 
 
 def overload_of(target: str) -> torch._ops.OpOverload:
-    """`aten::sort.stable`, `aten::topk` (its default overload). LayerwiseError where torch has none of that name."""
+    """`aten::sort.stable`, `aten::topk` (its default overload). Raises LayerwiseError if torch has none of that name."""
     import torch
 
     domain, _, name = target.partition("::")

@@ -89,7 +89,7 @@ def only(spec: TensorSpec, dims: Sequence[int]) -> TensorSpec:
 
 
 def check_positions(index: Tensor, count: int) -> None:
-    """LayerwiseError where a position is none of `count`; on a GPU its own assertion, for which nobody waits."""
+    """Raises LayerwiseError if a position is none of `count`; on a GPU its own assertion, for which nobody waits."""
     import torch
 
     inside = ((index >= 0) & (index < count)).all()

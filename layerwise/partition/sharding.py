@@ -250,7 +250,7 @@ def held_configurations(layer: Layer, space: SearchSpace) -> tuple[Config, ...]:
 
 
 def check_held(layer: Layer, config: Config) -> None:
-    """LayerwiseError where devices cannot hold a layer's parameters so."""
+    """Raises LayerwiseError if devices cannot hold a layer's parameters so."""
     if reason := why_not_held(layer, config):
         raise LayerwiseError(f"layer {layer.name!r}: {reason}")
 

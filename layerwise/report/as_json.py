@@ -9,7 +9,7 @@ from layerwise.errors import LayerwiseError
 
 
 def text(values: object) -> str:
-    """JSON has no infinity and no NaN: LayerwiseError where there is one."""
+    """JSON has no infinity and no NaN: Raises LayerwiseError if there is one."""
     try:
         return json.dumps(values, indent=1, allow_nan=False, default=asdict)
     except ValueError:

@@ -18,14 +18,14 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: str | os.PathLike[str], flag: str = "--plot") -> None:
-    """LayerwiseError where `save_plot` would fail for want of a known format or of matplotlib."""
+    """Raises LayerwiseError if `save_plot` would fail for want of a known format or of matplotlib."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise LayerwiseError(f"{flag} {os.fspath(path)!r}: the file's name must end in {', '.join(SUFFIXES)}")
     check_drawable(flag)
 
 
 def check_drawable(what: str) -> None:
-    """LayerwiseError where there is no matplotlib, which this needs."""
+    """Raises LayerwiseError if there is no matplotlib, which this needs."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -77,7 +77,7 @@ class Comparison:
 
 
 def check(plan: Plan, steps: int, accumulate: int) -> None:
-    """LayerwiseError where there is nothing to compare."""
+    """Raises LayerwiseError if there is nothing to compare."""
     if not plan.predicted_layers or "timeline_s" not in plan.predicted:
         raise LayerwiseError("--compare: the plan says nothing of its layers' times: search again with this layerwise")
     if accumulate > 1:

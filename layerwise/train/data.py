@@ -123,7 +123,7 @@ def order(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def load_data(spec: str, graph: LayerGraph, seed: int = 0) -> Data:
-    """The data that `--data` names, fitted to the model's inputs. LayerwiseError where it does not fit."""
+    """The data that `--data` names, fitted to the model's inputs. Raises LayerwiseError if it does not fit."""
     training_task = task(graph)
     if spec == "synthetic":
         return Data(spec, training_task, Synthetic(training_task, SYNTHETIC_BATCHES * graph.batch, seed), None)

@@ -42,7 +42,7 @@ class TaskObjective:
     samples: NumberedSamples
 
     def __post_init__(self) -> None:
-        """LayerwiseError where some rank's box of the output has not all classes, so that no loss is taken of it."""
+        """Raises LayerwiseError if some rank's box of the output has not all classes, so that no loss is taken of it."""
         if of(self.module).plan.io != "boxes" or self.task.has_loss:
             return
         shape = of(self.module).layer_graph.layers[-1].specs[0].shape
@@ -68,7 +68,7 @@ class TaskObjective:
             yield tuple(x.to(of(module).device) for x in inputs), None if left is None else left.to(of(module).device)
 
     def loss(self, local: Fed, batch: int) -> Tensor:
-        """LayerwiseError where the network refuses a batch of this size."""
+        """Raises LayerwiseError if the network refuses a batch of this size."""
         try:
             return self._loss(*local, batch)
         except LayerwiseError:

@@ -156,7 +156,7 @@ def inputs_and_target(value: object) -> Batch | None:
 def checked(
     task: TrainingTask, inputs: tuple[Tensor, ...], target: Tensor, where: str, numbers: Sequence[int] | None = None
 ) -> Batch:
-    """The user's samples, of these numbers (default: from 0). LayerwiseError unless they are what the model takes."""
+    """The user's samples, of these numbers (default: from 0). Raises LayerwiseError unless they are what the model takes."""
     if len(inputs) != len(task.inputs):
         names = ", ".join(model_input.name for model_input in task.inputs)
         raise LayerwiseError(f"{where} has {len(inputs)} inputs, the model takes {len(task.inputs)}: {names}")

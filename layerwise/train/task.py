@@ -97,7 +97,7 @@ class TrainingTask:
 
 
 def task(graph: LayerGraph) -> TrainingTask:
-    """The task of `graph`. LayerwiseError where it is neither a classifier nor ends in a loss."""
+    """The task of `graph`. Raises LayerwiseError if it is neither a classifier nor ends in a loss."""
     uses = graph.consumers()
     feeds = [
         ModelInput(layer.name, layer.out, _values(graph, uses, layer.name))

@@ -177,7 +177,7 @@ def generator(*key: int) -> np.random.Generator:
 
 
 def _check(read: Array, feed: BoxInput, index: int, what: str = "") -> None:
-    """LayerwiseError where a box has another shape or kind of number than the model takes."""
+    """Raises LayerwiseError if a box has another shape or kind of number than the model takes."""
     expected, integer = feed.box.shape[1:], "int" in feed.spec.dtype
     if read.shape != expected:
         raise LayerwiseError(
@@ -193,7 +193,7 @@ def _check(read: Array, feed: BoxInput, index: int, what: str = "") -> None:
 
 
 def _check_values(values: Tensor, feed: BoxInput, index: int) -> None:
-    """LayerwiseError where what the model is fed is not finite, or no class."""
+    """Raises LayerwiseError if what the model is fed is not finite, or no class."""
     if values.is_floating_point() and not bool(values.isfinite().all()):
         raise LayerwiseError(f"{feed.named(index)} has values that are no finite numbers in {feed.spec.dtype}")
     for classes in feed.classes:

@@ -94,7 +94,7 @@ def test_join_is_refused_with_what_to_do(network: Network) -> None:
     """As Join asks each of its modules for it."""
     for text in refused(network, lambda made: made.join_hook()):
         assert text.startswith(
-            "torch.distributed.algorithms.Join is not supported: all ranks take part in every batch."
+            "torch.distributed.algorithms.Join is not supported, as all ranks take part in every batch:"
         )
 
 

@@ -79,7 +79,7 @@ class FoldingBudget:
         self.most = self.left = FOLD_BYTES + GROWTH * stored_bytes
 
     def check(self, name: str, needed: int) -> None:
-        """LayerwiseError where that is no more to be had."""
+        """Raises LayerwiseError if that is no more to be had."""
         if needed > self.left:
             raise LayerwiseError(
                 f"the constants that the model computes, up to {name!r}, take more than {self.most >> 20:,} MiB in "

@@ -26,7 +26,7 @@ def needed_by(graph: GraphProto) -> set[str]:
 
 
 def taken_branch(node: NodeProto, name: str, decides: Callable[[str], NDArray[Any] | None]) -> GraphProto:
-    """The branch that an If takes. LayerwiseError where constants do not decide; decides: the value of one, by name."""
+    """The branch that an If takes. Raises LayerwiseError if constants do not decide; decides: the value of one, by name."""
     if node.op_type != "If":
         raise LayerwiseError(
             f"layer {name!r}: {node.op_type} is not supported: export the model with its loops written out and its "

@@ -53,7 +53,7 @@ def import_once(
 def import_for_batches(
     model: nn.Module, call: Call, name: str, shared: Collection[str] | None = None, *, together: bool = False
 ) -> Imported:
-    """`import_module`, at the example's batch. LayerwiseError where its samples are not independent.
+    """`import_module`, at the example's batch. Raises LayerwiseError if its samples are not independent.
 
     shared: inputs that are the same for all samples, by name. None: they are found out. together: samples may depend on
     each other where it is layers that compute them so, at any number of these.
@@ -182,7 +182,7 @@ def _of_one_batch(imported: Imported, fed: Fed, runs: _Runs) -> Imported:
 
 
 def _check_numbers(imported: Imported, uneven: Collection[int]) -> None:
-    """LayerwiseError where a number is no mean or sum of those of parts, and no loss that counts its targets is."""
+    """Raises LayerwiseError if a number is no mean or sum of those of parts, and no loss that counts its targets is."""
     graph, structure = imported.graph, imported.structure
     numbers = () if structure is None else structure.numbers
     ends = graph.layers[-1].inputs

@@ -296,7 +296,7 @@ class _Importer:
         return self.values[ref.name].shape
 
     def builds(self, node: Node) -> list[Build]:
-        """How to build a call: by its row, or else as PyTorch computes it. LayerwiseError where it cannot be."""
+        """How to build a call: by its row, or else as PyTorch computes it. Raises LayerwiseError if it cannot be."""
         a_complex = any(isinstance(value, complex) for value in node.arguments.values())  # a number that no row takes
         build = None if a_complex else row(node.target)
         why = why_not(node)

@@ -42,7 +42,7 @@ class _Convolution(Windowed):
         return _plus_bias(total, parameters.get("bias"))
 
     def check(self, x: TensorSpec) -> None:
-        """LayerwiseError where it does not take such an input."""
+        """Raises LayerwiseError if it does not take such an input."""
         rank = len(self.kernel)
         if len(x.shape) != rank + 2:
             raise LayerwiseError(f"a {rank}-D convolution needs an input (n, c, {rank} spatial), not {x.describe()}")

@@ -43,7 +43,7 @@ def recurrent(fn: str) -> Build:
 
 
 def _checked(call: Call, fn: str, steps: int) -> tuple[str, str, bool]:
-    """The function as `Recurrent` has it, the direction, and whether it is both. LayerwiseError for what it has not."""
+    """The function as `Recurrent` has it, the direction, and whether it is both. Raises LayerwiseError for what it has not."""
     for name, what in UNSUPPORTED.items():
         value = call.get(name)
         zeros = isinstance(value, Operand) and value.value is not None and not value.value.any()

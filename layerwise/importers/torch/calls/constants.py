@@ -88,7 +88,7 @@ class Constants:
                 self._keep(declared.name, result)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Notes a value. LayerwiseError where all of them together are too many."""
+        """Notes a value. Raises LayerwiseError if all of them together are too many."""
         self._tensors[name] = tensor
         storage = tensor.untyped_storage()
         self._bytes += storage.nbytes() - self._memory.get(storage.data_ptr(), 0)

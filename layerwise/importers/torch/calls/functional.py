@@ -37,7 +37,7 @@ VIEWS = (
 
 
 def functional(program: TracedProgram) -> TracedProgram:
-    """The same program. LayerwiseError where it is not known what a write changes, or where a buffer would keep it."""
+    """The same program. Raises LayerwiseError if it is not known what a write changes, or where a buffer would keep it."""
     if not any(overwritten(node) for node in program.nodes):
         return program
     writer = _Writer(program)
@@ -102,7 +102,7 @@ class _Writer:
         self._write(tensor, out.name, node)
 
     def current(self, name: str) -> str:
-        """The value that a tensor has by now. LayerwiseError where that is not known."""
+        """The value that a tensor has by now. Raises LayerwiseError if that is not known."""
         tensor = self._tensor(name)
         root = self._root(tensor)
         if root in self.unsure:
@@ -217,7 +217,7 @@ class _Writer:
         return own and (source.kind == "parameter" or not source.target.endswith(COUNTER))
 
     def _check_kept(self, node: Node, call: Node, kept: Sequence[Source]) -> None:
-        """Notes a write into parameters. LayerwiseError where it depends on samples or chance, or is into a buffer."""
+        """Notes a write into parameters. Raises LayerwiseError if it depends on samples or chance, or is into a buffer."""
         made = behind(call.operands, {v.name: one for one in self.nodes for v in one.outputs if v}, ())
         read = {ref.name for one in (call, *made.values()) for ref in one.operands}
         drawn = any(o and torch.Tag.nondeterministic_seeded in o.tags for one in made.values() if (o := one.overload))

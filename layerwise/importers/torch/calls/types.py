@@ -26,7 +26,7 @@ from layerwise.tensor import TensorSpec
 def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
     """What a row makes of a call; where the types differ, of operands that are cast first.
 
-    LayerwiseError where that gives another type than PyTorch, too.
+    Raises LayerwiseError if that gives another type than PyTorch, too.
     """
     result = build(_asked(node, call, placer))
     if (wrong := _wrong(call, result, placer.builder)) is None:

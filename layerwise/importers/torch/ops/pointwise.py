@@ -107,7 +107,7 @@ def _with_scalar(fn: str, number: Number) -> Unary:
 
 
 def _exact(number: Number) -> float:
-    """LayerwiseError for a whole number that no float is."""
+    """Raises LayerwiseError for a whole number that no float is."""
     if float(number) != number and number == number:
         raise LayerwiseError(f"the number {number} is more than floating-point numbers tell apart; give it as a tensor")
     return float(number)

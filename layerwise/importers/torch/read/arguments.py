@@ -123,7 +123,7 @@ class Arguments:
     def tensors(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of a call, by their names in the graph.
 
-        LayerwiseError where it has other arguments than the example, or another number, text or None among them.
+        Raises LayerwiseError if it has other arguments than the example, or another number, text or None among them.
         """
         given = self.named(inputs, named)
         self.check(
@@ -132,7 +132,7 @@ class Arguments:
         return {leaf.name: given[path] for path, leaf in self.leaves.items() if leaf.name is not None}
 
     def check(self, given: Mapping[str, Any], paths: Iterable[str], *, batch: bool = False) -> None:
-        """LayerwiseError where one of these paths is not in both, or has another number, text or None than the example.
+        """Raises LayerwiseError if one of these paths is not in both, or has another number, text or None than the example.
 
         batch: the call has one mapping, perhaps in the place of its items.
         """

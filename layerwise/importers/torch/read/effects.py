@@ -77,7 +77,7 @@ class UntracedEffects(TorchFunctionMode):
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[UntracedEffects]:
-        """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
+        """Watches what `model` does within it. Raises LayerwiseError if that draws Python's or numpy's random numbers."""
         drawn, before, attributes = draws(), numbers(model), _leaves(model)
         self.numbers = before
 
