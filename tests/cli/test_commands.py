@@ -210,7 +210,7 @@ def test_what_cannot_be_traced_is_refused_and_what_runs_it_is_named(refuse: Run,
     (here / "networks.py").write_text(GATED)
     said = " ".join(refuse("search", "networks:gated", "--gpus", "1", "--batch", "6").split())
     assert "layer '1'" in said
-    assert "DistributedDataParallel runs it as it is written" in said
+    assert "DistributedDataParallel can run it" in said
 
 
 def test_a_plan_runs_no_code_that_the_user_does_not_name(run: Run, refuse: Run, here: Path) -> None:

@@ -216,7 +216,7 @@ def test_corrupt_model(refuse: Run, here: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("suffix", [".pt2", ".pt", ".pth"])
 def test_files_that_pytorch_unpickles_are_not_opened(refuse: Run, suffix: str) -> None:
-    assert "export the model as .onnx" in " ".join(refuse("search", f"net{suffix}", "--gpus", "4").split())
+    assert "or export it as .onnx" in " ".join(refuse("search", f"net{suffix}", "--gpus", "4").split())
 
 
 def test_unsupported_onnx(refuse: Run, run: Run, here: Path) -> None:

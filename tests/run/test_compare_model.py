@@ -18,7 +18,7 @@ from tests.api.keywords import quiet
 from tests.comm.thread import run_threads
 
 STRATEGIES: list[Any] = ["data", {"hidden": {"c": 2}}]
-CHANGED = "in training step 2 layer 'drop' gives other numbers than the model as it is written, and did not when"
+CHANGED = "in training step 2 layer 'drop' gives other numbers than the model as written, and did not when"
 
 
 class Net(nn.Module):

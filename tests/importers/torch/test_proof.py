@@ -97,7 +97,7 @@ def test_noticed(between: Step, words: str) -> None:
 def test_what_is_not_in_the_trace_is_found_by_running(between: Step) -> None:
     torch.manual_seed(0)
     net = Net(between)
-    with pytest.raises(UnlikeError, match="gives other numbers than the model as it is written"):
+    with pytest.raises(UnlikeError, match="gives other numbers than the model as written"):
         network_of(net, (torch.randn(4, 4),), None, "test")
     assert float(net.norm.num_batches_tracked) == 0  # as before
 
@@ -292,7 +292,7 @@ def test_what_reentrant_checkpointing_does_not_differentiate_is_seen() -> None:
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_other_random_numbers_are_refused(draw: Callable[[], float]) -> None:
-    with pytest.raises(LayerwiseError, match="draws from Python's or numpy's random numbers"):
+    with pytest.raises(LayerwiseError, match="draws Python's or numpy's random numbers"):
         from_torch(Net(lambda net, x: x if draw() < 0.5 else -x), X)
 
 
