@@ -90,7 +90,7 @@ def test_what_is_refused() -> None:
     assert "pass a 2-D device mesh to parallelize" in first["DDP"]
     assert "other arguments" not in first
     assert "on rank 2" in last["other arguments"]
-    assert "on rank 3; every rank must be given the same" in last["other arguments"]
+    assert "on rank 3: start every rank with the same" in last["other arguments"]
 
 
 @pytest.mark.parametrize("strategy", [None, {"0": {"n": 2, "h": 2}, "5": {"n": 2, "c": 2}}], ids=["searched", "split"])

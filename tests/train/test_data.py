@@ -277,7 +277,7 @@ def test_a_model_that_is_no_classifier() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.mean(1)
 
-    with pytest.raises(LayerwiseError, match="cross-entropy cannot be taken"):
+    with pytest.raises(LayerwiseError, match="so it has no cross-entropy"):
         load_data("synthetic", imported(Pooled(), torch.randn(4, 6)))
 
 

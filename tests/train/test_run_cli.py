@@ -100,7 +100,7 @@ def test_a_loss_that_is_no_number_is_null(run: Run) -> None:
     flags = ("one.json", "--steps", "8", "--lr", "1e30", "--on-nan", "ignore")
     result = strict(run(*flags, "--json"))
     assert result["losses"][-1] is None
-    assert "no finite number any more: try a smaller --lr" in run(*flags)
+    assert "no longer finite: try a smaller --lr" in run(*flags)
 
 
 def test_a_run_stops_after_its_last_finite_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ FLAGS = [
 @pytest.mark.parametrize(("first", "second", "reason"), FLAGS, ids=[reason for *_, reason in FLAGS])
 def test_ranks_that_differ_in_a_flag_are_told_which(first: str, second: str, reason: str) -> None:
     facts = [_flags(parser().parse_args(["two.json", *line.split()])) for line in (first, second)]
-    with pytest.raises(CommError, match=f"the ranks differ in {reason}; every rank must be given the same"):
+    with pytest.raises(CommError, match=f"the ranks differ in {reason}: start every rank with the same"):
         run_threads(2, lambda comm: comm.handshake(facts[comm.rank]))
 
 
