@@ -29,7 +29,7 @@ def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Mo
     network, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(network, nn.Module):
         raise LayerwiseError(
-            f"model {spec!r} returned a {type(network).__name__}, but must return an nn.Module (and its inputs)"
+            f"model {spec!r} returned {type(network).__name__}, but must return an nn.Module (and its inputs)"
         )
     if inputs is not None and input_shape is not None:
         raise LayerwiseError(f"model {spec!r} returned its own example inputs: leave out --input-shape")

@@ -214,7 +214,7 @@ def source_of(value: object, name: str, samples: int | None, shape: tuple[int, .
 
 
 def _open(path: str) -> Any:
-    """The array in a file, of which nothing is read yet. Raises LayerwiseError if there is none; nothing is unpickled."""
+    """Opens the array in a file, without reading it. Raises LayerwiseError if there is none; unpickles nothing."""
     name, _, inside = path.partition("::")
     kind = Path(name).suffix.lower()
     with foreign(f"file {path!r} cannot be read"):

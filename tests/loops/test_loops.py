@@ -57,13 +57,13 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "part_called": {"split": "a call or a hook of one of the model's layers is not supported"},
     "statistics_again": {"split": "'momentum' of module 'norm', set after"},
     "forward_hooks": {"split": "a call or a hook of one of the model's layers is not supported"},
-    "hooks_of_all": {"split": "a hook of all modules, by register_module_forward_hook and the like, is not supported"},
+    "hooks_of_all": {"split": "a global module hook (register_module_forward_hook or similar) is not supported"},
     "forward_hooks_of_before": {"split": "has a forward hook, which would not be called in training"},
     "unlike_modes": dict.fromkeys(("data", "split"), "is in training mode on ranks 0 and in evaluation mode on the"),
-    "kept_loss": {"split": "'balance' of the parallel module is not supported where a plan splits layers"},
+    "kept_loss": {"split": "'balance' of the parallel module is not supported if the plan splits layers"},
     "checkpointed": {"split": "torch.utils.checkpoint around the parallel model is not supported"},
     "checkpointed_norm": {"split": "moves running statistics of batch norms twice a step"},
-    "function": {"split": "has an autograd function, Reversed, with a backward pass of its own"},
+    "function": {"split": "has an autograd function, Reversed, with its own backward pass"},
     "hook_inside": {"split": "registers a hook of a gradient in its forward"},
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel model is not supported"),
     "ddp_of_a_holder": dict.fromkeys(
@@ -73,7 +73,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "data": "fully_shard",
         "split": "" if torch.__version__.startswith("2.11.") else "fully_shard",  # there PyTorch's words
     },
-    "buffer_loaded": {"split": "buffer 'mean' was given other values after the model was made parallel"},
+    "buffer_loaded": {"split": "buffer 'mean' changed after the model was made parallel"},
     "shared_layers": dict.fromkeys(("data", "split"), "put both models into one module and parallelize that"),
     "weights_of_losses": {
         "data": "got a gradient that differs between ranks",

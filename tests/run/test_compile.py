@@ -272,7 +272,7 @@ def test_what_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         return run(self, *given)
 
     monkeypatch.setattr(Linear, "run", breaks)
-    with pytest.raises(LayerwiseError, match=r"^layer 'conv … head' cannot be compiled, leave compile= out: "):
+    with pytest.raises(LayerwiseError, match=r"^layer 'conv … head' cannot be compiled: leave compile= out "):
         layers_of(QUICK)(IMAGES[0])
 
 

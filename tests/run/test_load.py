@@ -121,4 +121,4 @@ def test_a_batch_norm_called_twice_is_refused(ranks: int) -> None:
         return str(raised.value)
 
     for text in run_threads(ranks, rank, timeout_s=20):
-        assert "uses buffer 'norm.running_mean' that another layer has, too" in text
+        assert "shares buffer 'norm.running_mean' with another layer" in text

@@ -171,4 +171,4 @@ def test_a_batch_of_fewer_samples_than_ranks(degrees: dict[str, int]) -> None:
         2,
         plan_of(network, 2, degrees),
     ):
-        assert text.startswith("a batch of 1 samples does not give each of 2 ranks one")
+        assert text.startswith("a batch of 1 samples leaves some of 2 ranks without one")

@@ -100,10 +100,10 @@ def test_uneven_batches_are_said() -> None:
 
     same_on_ranks(loop)
     for text in refused(net()[1], lambda made: made(IMAGES[0][: 1 + made.comm.rank], batch=4)):
-        assert text.startswith("the ranks were given 1, 2 samples, and their shares of a batch of 4 are 2, 2")
+        assert text.startswith("the ranks fed 1, 2 samples, but their shares of a batch of 4 are 2, 2")
         assert "where B is the number of samples of all ranks (model(..., batch=B))" in text
     for text in refused(net()[1], lambda made: made(IMAGES[0][:2], batch=None if made.comm.rank else 4)):
-        assert text.startswith("the ranks called the model with batch=4, no batch=: give all of them")
+        assert text.startswith("the ranks called the model with batch=4, no batch=: pass batch= on every rank")
 
 
 def test_a_step_that_failed_leaves_no_trace() -> None:

@@ -216,7 +216,7 @@ def test_attributes_of_the_model_itself() -> None:
         with pytest.raises(AttributeError, match="'Router' object has no attribute 'nothing'"):
             _ = made.nothing
         for name in ("auxiliary", "losses"):
-            with pytest.raises(AttributeError, match=f"'{name}' of the parallel module is not supported where a plan"):
+            with pytest.raises(AttributeError, match=f"'{name}' of the parallel module is not supported if the plan"):
                 getattr(made, name)
 
     on_ranks(network, look, 2, plan_of(network, 2, SPLIT))

@@ -416,7 +416,7 @@ def test_what_predict_refuses(tmp_path: Path) -> None:
         (BoxLoader(module, whole, shuffle=True), tmp_path / "a.npy", "does not shuffle"),
         (BoxLoader(module, whole, flip="d"), tmp_path / "a.npy", "does not shuffle, crop, flip"),
         (loader, tmp_path / "none" / "a.npy", "a.npy' cannot be written"),
-        (loader, np.zeros((1, *shape)), "what it is to write into has shape"),
+        (loader, np.zeros((1, *shape)), "the destination has shape"),
         (loader, np.zeros((2, *shape), np.int32), "predict writes float32, and .* has int32"),
         (loader, [1], "cannot write into a list"),
         (loader, None, "cannot write into a NoneType"),

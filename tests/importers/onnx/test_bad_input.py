@@ -214,7 +214,7 @@ def test_external_data_that_is_missing_or_of_another_size(tmp_path: Path) -> Non
         ({"offset": "4"}, "truncated"),
         ({"offset": "-8"}, "truncated"),
         ({"offset": "many"}, "cannot be read"),
-        ({"length": "44"}, "44 bytes do not hold (4, 3)"),
+        ({"length": "44"}, "44 bytes cannot hold (4, 3)"),
     ):
         refused(external(tmp_path, "w.bin", **entries), "external data of tensor 'w'", words)
     refused(external(tmp_path, "m.onnx", shape=(1 << 40, 1 << 20)), "truncated")

@@ -20,7 +20,7 @@ REFUSED: list[tuple[list[NodeProto], str]] = [
     ([node("SequenceConstruct", "x", "x", out="q"), node("ConcatFromSequence", "q", out="y", axis=1)],
      "SequenceConstruct is not supported"),
     ([node("DynamicQuantizeLinear", "x", out=["q", "s", "z"]), node("DequantizeLinear", "q", "s", "z")],
-     "QuantizeLinear computes with quantised numbers"),
+     "QuantizeLinear computes with quantized numbers"),
 ]  # fmt: skip
 
 

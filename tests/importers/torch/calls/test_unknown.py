@@ -140,7 +140,7 @@ def test_buffers_whose_values_the_layers_go_by() -> None:
 
 def test_steps_along_the_samples_are_refused() -> None:
     """PyTorch's default: as a step of the next, a rank's samples would go on from another rank's."""
-    with pytest.raises(LayerwiseError, match="samples are dimension 0 of what the model is called with"):
+    with pytest.raises(LayerwiseError, match="the model's samples, so one sample would be a step"):
         from_torch(nn.GRU(8, 5), (X,))
 
 
