@@ -127,4 +127,4 @@ def test_another_number_is_refused() -> None:
     network, _, (given, _, _) = made("dict, list, None, number")
     plan = plan_of(network, 2, {"c": 2})
     said = refused(network, lambda m: m(*share_of((given, None, 0.7), m.share())), plan=plan)
-    assert all(text.startswith("the model is called with 0.7 where it was made parallel for 0.3") for text in said)
+    assert all(text.startswith("the model is called with 0.7, but was made parallel for 0.3") for text in said)

@@ -155,7 +155,7 @@ def test_resuming_says_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]
     assert "no checkpoint in ck: starting anew" in run(*flags, "--checkpoint-every", "2")
     assert sorted(path.name for path in Path("ck").iterdir()) == ["step-00000002", "step-00000003"]
     assert "going on from ck/step-00000003" in run(*flags)
-    assert "nothing to do: the checkpoint has 3 steps already" in run(*flags)
+    assert "nothing to do: the checkpoint already has 3 steps" in run(*flags)
     for changed, reason in (
         (("--seed", "3"), "was trained with seed 0, here it is 3"),
         (

@@ -162,7 +162,7 @@ def test_a_gather_of_rows_is_no_reshape(tmp_path: Path) -> None:
     """Though it gives them the shape that they had before they were merged."""
     nodes = [node("Reshape", "x", "s", out="r"), node("Gather", "r", "i", out="g"), node("Relu", "g", out="y")]
     stored = [tensor("s", [-1, 4]), tensor("i", [[1, 0, 2], [4, 5, 3]])]
-    refused(write(tmp_path / "m.onnx", nodes, [2, 3, 4], stored), "which rows are whose is lost")
+    refused(write(tmp_path / "m.onnx", nodes, [2, 3, 4], stored), "cannot tell which rows belong to which sample")
 
 
 def test_batches(tmp_path: Path) -> None:

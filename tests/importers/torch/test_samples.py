@@ -179,7 +179,7 @@ def test_what_the_user_says_to_be_shared_is() -> None:
     assert (said.shared, said.shared_found) == (("others[0]",), False)
     with pytest.raises(LayerwiseError, match=REFUSED):
         imported(TEXTS, x, texts, shared=())
-    with pytest.raises(LayerwiseError, match="shared= names 'text', and the model is called with x, "):
+    with pytest.raises(LayerwiseError, match="shared= names 'text', but the model's inputs are x, "):
         imported(TEXTS, x, texts, shared=("text",))
 
 
