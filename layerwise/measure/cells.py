@@ -1,4 +1,4 @@
-"""The cells to measure: every distinct one that a layer has under any configuration, repeated ones once."""
+"""The cells to measure: every distinct cell that a layer has under any configuration, once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Key = tuple[str, Extents]
 
 @dataclass(frozen=True, slots=True)
 class CellTask:
-    """A cell that the planner would like to know."""
+    """A cell whose time the planner needs."""
 
-    name: str  # what `machine.layer_times` calls it
+    name: str  # its key in `machine.layer_times`
     extents: Extents
-    what: str  # for people
+    what: str  # for display
     spec: CellSpec | UpdateSpec | LossSpec
-    predicted_s: float  # what it is taken to cost until it is measured
-    bytes: float  # about what it holds of memory
+    predicted_s: float  # the assumed cost until it is measured
+    bytes: float  # about its memory
     forward: Work
     backward: Work
 
@@ -51,14 +51,14 @@ def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> d
 
 
 def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[CellTask]:
-    """The cells of a layer: its operator's, and its parameters' updates; of a network's end the loss."""
+    """The cells of a layer: its operator's, its parameters' updates, and for a sink the loss."""
     if layer.role is Role.SINK:
         return _losses(model, layer)
     return [] if layer.end else [*_cells(model, layer, configs), *_updates(model, layer, configs)]
 
 
 def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[CellTask]:
-    if layer.role is Role.TIED or model.dtype(layer) != model.options.dtype:  # of another set of times
+    if layer.role is Role.TIED or model.dtype(layer) != model.options.dtype:  # another set of times
         return []
     layout = model.layout(layer, configs)
     cells, local = largest_cell(layer, layout), model.options.local_batch_norm

@@ -118,13 +118,13 @@ def test_a_plan_whose_profile_is_a_file_has_none_read(run: Run, refuse: Run, her
     save_profile(load_profile("cpu"), "mine.json")
     run(*LENET, "--profile", "mine.json", "--out", "p.json")
     explain = ("explain", "p.json", "features.0")
-    said = "the plan was found with profile 'mine.json', which is a file, and a plan has none read: give --profile"
+    said = "the plan was found with profile 'mine.json', a file that a plan may not open: pass it with --profile"
     assert said in refuse(*explain)
     assert "configurations" in run(*explain, "--profile", "mine.json")
     os.mkfifo(here / "pipe.json")
     plan = load_plan("p.json")
     replace(plan, provenance={**plan.provenance, "profile": "pipe.json"}).save("p.json")
-    assert "'pipe.json', which is a file" in refuse(*explain)
+    assert "'pipe.json', a file" in refuse(*explain)
 
 
 def test_explain_takes_the_plans_buckets(run: Run) -> None:

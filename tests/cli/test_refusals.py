@@ -127,7 +127,7 @@ REFUSED = [
     ("measure layers mlp:8x6x4 --gpus 2 --dims n,z", "--dims 'n,z': choose from"),
     ("measure layers mlp:8x6x4 --gpus 2 --threads 0", "--threads must be from 1 to"),
     ("measure layers mlp:8x6x4 --gpus 2 --threads 100000000000", "--threads must be from 1 to"),
-    ("measure layers mlp:8x6x4 --gpus 0", "the number of GPUs must be 1 to"),
+    ("measure layers mlp:8x6x4 --gpus 0", "but must be 1 to"),
     ("measure layers mlp:8x6x4 --gpus 2 --out none/such/x.json", "cannot be written"),
     ("measure layers", "the following arguments are required"),
 ]

@@ -229,7 +229,7 @@ def test_users_random_data_are_the_same_on_every_rank(users: Callable[[str], Any
         ("wide", "input 'input' has shape (20, 7); the model takes ('samples', 6)"),
         ("integers", "input 'input' has dtype int64; the model takes floating-point numbers"),
         ("floats", "the target has dtype float32; the model takes integers"),
-        ("classes", "the target (class indices) has values from 1 to 4; the model knows 0 to 3"),
+        ("classes", "the target (class indices) has values from 1 to 4, but the model accepts 0 to 3"),
         ("short", "20 samples of input 'input', but 19 targets"),
         ("two", "has 2 inputs, but the model takes 1: input"),
         ("one", "has 1 samples"),
