@@ -42,8 +42,6 @@ def from_onnx(
     norm and dropout are in training mode, whatever the model says.
 
     Args:
-
-    Args:
         path: Path of the file.
         batch: The global batch size. None: the file's own, or 1.
         name: Name of the graph.
