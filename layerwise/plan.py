@@ -176,7 +176,7 @@ def _plan(value: object, where: str) -> Plan:
     if raw.get("format") != FORMAT:
         raise LayerwiseError(f"{where} is not a layerwise plan (its 'format' is {raw.get('format')!r})")
     if isinstance(raw.get("version"), bool) or raw.get("version") not in READABLE:
-        read = " and ".join(map(str, READABLE))
+        read = f"{', '.join(map(str, READABLE[:-1]))} and {READABLE[-1]}"
         raise LayerwiseError(f"{where} has version {raw.get('version')!r}; this layerwise reads versions {read}")
     for key, kind in (("model", str), ("digest", str), ("io", str), ("fused", bool)):
         if not isinstance(raw.get(key), kind):

@@ -70,7 +70,7 @@ def unequal_lines(result: SearchResult) -> Iterator[str]:
     for layer in computing:
         idle &= ~model.layout(layer, (best.strategy[layer.name],)).computed.active[0]
     if idle.any():
-        who = f"device{'s' * (idle.sum() > 1)} {' and '.join(map(str, np.flatnonzero(idle).tolist()))}"
+        who = f"device{'s' * (int(idle.sum()) > 1)} {' and '.join(map(str, np.flatnonzero(idle).tolist()))}"
         yield (
             f"{int((~idle).sum())} of {len(idle)} devices are used: {who} would make a step slower, "
             f"{units(timeline_s(result.baselines['data']), 's')} by data parallelism instead of {units(step_s, 's')}."
