@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine import DeviceGraph
 
 FINEST = 100  # whole numbers of a weight that stand for the least of them: 1 % of the slowest device's part
@@ -20,7 +20,8 @@ def weight_vectors(whole_s: Floats, part_s: Floats, devices: DeviceGraph) -> tup
     nothing; and by the bandwidth of memory, where kinds differ in that otherwise than in speed.
     """
     kind_of = np.array(devices.kind_of)
-    parts = balanced(whole_s, part_s, np.bincount(kind_of, minlength=len(whole_s)))
+    counts: Ints = np.bincount(kind_of, minlength=len(whole_s)).astype(np.int64)
+    parts = balanced(whole_s, part_s, counts)
     bandwidth = np.array([kind.processor.memory_bandwidth_bytes_per_s for kind in devices.kinds])
     found = [_whole(parts)]
     for denominator in SIXTEENTHS:
@@ -34,7 +35,7 @@ def weight_vectors(whole_s: Floats, part_s: Floats, devices: DeviceGraph) -> tup
     return tuple(dict.fromkeys(tuple(vector[kind_of].tolist()) for vector in vectors))
 
 
-def balanced(whole_s: Floats, part_s: Floats, counts: Floats) -> Floats:
+def balanced(whole_s: Floats, part_s: Floats, counts: Ints) -> Floats:
     """(K,) the part of the work that a device of each kind gets so that all end together.
 
     Time is a constant and what goes with the part, by two points of each kind. Where the constant alone takes longer,
@@ -45,11 +46,13 @@ def balanced(whole_s: Floats, part_s: Floats, counts: Floats) -> Floats:
     fixed = whole_s - slope
     if (slope > 0).all() and (fixed > 0).all():
         end_s = (1 + (counts * fixed / slope).sum()) / (counts / slope).sum()
-        parts = (end_s - fixed) / slope
+        parts: Floats = (end_s - fixed) / slope
         if (parts > 0).all():
             return parts
-    return 1 / whole_s / (counts / whole_s).sum()
+    by_speed: Floats = 1 / whole_s / (counts / whole_s).sum()
+    return by_speed
 
 
-def _whole(parts: Floats) -> Floats:
-    return np.rint(parts / parts.min() * FINEST).astype(np.int64)
+def _whole(parts: Floats) -> Ints:
+    whole: Ints = np.rint(parts / parts.min() * FINEST).astype(np.int64)
+    return whole

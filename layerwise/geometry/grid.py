@@ -86,7 +86,8 @@ def in_proportion(length: int, weights: tuple[int, ...]) -> Ints:
     ends = (2 * length * upto + upto[-1]) // (2 * upto[-1])
     steps = np.arange(degree + 1)
     ends = np.maximum.accumulate(ends - steps) + steps  # each cell has one
-    return np.minimum(ends, length - degree + steps)
+    result: Ints = np.minimum(ends, length - degree + steps)
+    return result
 
 
 def chunks(length: int, degree: int) -> Ints:
