@@ -1,4 +1,4 @@
-"""python -m docs.gallery runs the eight jobs of docs/gallery.md, and writes what they print, how long they take, pictures.
+"""python -m docs.gallery runs the eight jobs of docs/gallery.md; it writes what they print, their times and pictures.
 
 `--only NAME` runs one job, and leaves the rest of the page as it is. The text beside the jobs is written by hand.
 """
@@ -13,7 +13,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs/gallery.md", ROOT / "docs/gallery"
 MACHINE = "two cores of a shared virtual machine"
 LOSS = re.compile(r"loss(?: of its own texts)? (-?\d+\.\d+)")
-MOST = 24  # lines of output that a page shows
+MOST = 16  # lines of output that a page shows
 
 
 def losses(outputs: Mapping[str, str], folder: Path) -> plt.Figure:
@@ -107,7 +106,7 @@ JOBS = {
 def run(command: str, folder: Path) -> str:
     """Returns what the command prints to its standard output; what it says beside is shown if it fails."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "110", "NO_COLOR": "1"}
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "150", "NO_COLOR": "1"}
     done = subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
@@ -122,9 +121,10 @@ def cpu_s() -> float:
 
 
 def shown(output: str) -> str:
-    lines = [line.rstrip() for line in output.strip().splitlines()]
+    """Returns the first and the last lines, without the dicts that Hugging Face's Trainer prints beside its log."""
+    lines = [line.rstrip() for line in output.strip().splitlines() if not line.startswith("{'")]
     if len(lines) > MOST:
-        lines = [*lines[: MOST - 6], "…", *lines[-5:]]
+        lines = [*lines[: MOST // 2], "…", *lines[-MOST // 2 :]]
     return "\n".join(lines)
 
 
@@ -134,15 +134,15 @@ def made(name: str) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "examples").symlink_to(ROOT / "examples")
-        began, used = time.monotonic(), cpu_s()
+        used = cpu_s()
         outputs = {command: run(command, folder) for command in job.commands}
-        took, used = time.monotonic() - began, cpu_s() - used
+        used = cpu_s() - used
         PICTURES.mkdir(exist_ok=True)
         if figure := job.picture(outputs, folder):
             figure.savefig(folder / "curves.png", dpi=90)
         (PICTURES / f"{name}.png").write_bytes((folder / "curves.png").read_bytes())
     text = "\n".join(f"$ {command}\n{shown(output)}\n" for command, output in outputs.items())
-    when = f"{datetime.date.today():%Y-%m-%d}, {MACHINE}: {took:.0f} s, {used:.0f} s of CPU"
+    when = f"{used:.0f} s of CPU on {MACHINE}, {datetime.date.today():%Y-%m-%d}"
     return f"\n```\n{text}```\n\n![{name}](gallery/{name}.png)\n\n*{when}.*\n\n"
 
 
@@ -151,10 +151,10 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAME", choices=list(JOBS), nargs="+", default=list(JOBS))
     for name in parser.parse_args().only:
         part = made(name)
-        text = PAGE.read_text(encoding="utf-8")
-        text, found = re.subn(rf"(<!-- job: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + part + m[2], text, flags=re.S)
-        assert found == 1, name
-        PAGE.write_text(text, encoding="utf-8")
+        before, mark, rest = PAGE.read_text(encoding="utf-8").partition(f"<!-- job: {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert end, f"docs/gallery.md has no mark of {name}"
+        PAGE.write_text(before + mark + part + end + after, encoding="utf-8")
         print(name, "is done", flush=True)
 
 

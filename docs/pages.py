@@ -65,7 +65,7 @@ def section(call: str, entry: griffe.Object | griffe.Alias) -> str:
         if kind == "text":
             blocks.append(part.value)
         elif kind == "examples":
-            blocks.append("\n\n".join(fenced(text) if of.value == "examples" else text for of, text in part.value))
+            blocks += ["**Example:**", *(fenced(text) if of.value == "examples" else text for of, text in part.value)]
         elif kind == "admonition":
             blocks.append(f"**{part.title}:**\n\n{part.value.description}")
         elif kind in ("parameters", "attributes", "raises", "returns", "yields"):
@@ -102,19 +102,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     reference = Reference()
+    written = lambda kind, of: command_help(of) if kind == "help" else reference.described(of)  # noqa: E731
     stale = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        made = MARK.sub(
-            lambda found: (
-                found[1]
-                + "\n"
-                + (command_help(found[3]) if found[2] == "help" else reference.described(found[3]))
-                + "\n"
-                + found[4]
-            ),
-            text,
-        )
+        made = MARK.sub(lambda found: f"{found[1]}\n{written(*found.group(2, 3))}\n{found[4]}", text)
         if made != text:
             stale.append(str(page.relative_to(ROOT)))
             if not check:

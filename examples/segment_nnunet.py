@@ -1,10 +1,9 @@
-"""nnU-Net plans, preprocesses and trains, on volumes with blobs that are drawn here. Needs: pip install layerwise[nnunet]
+"""nnU-Net plans, preprocesses and trains, on volumes that are drawn here. Needs: pip install layerwise[nnunet]
 
 python examples/segment_nnunet.py
 torchrun --nproc-per-node 2 examples/segment_nnunet.py
 """
 
-import argparse
 import json
 import os
 import tempfile
@@ -20,8 +19,7 @@ import layerwise
 
 def draw(folder: Path) -> None:
     """Writes a data set as nnU-Net takes it: eight images, and labels of two kinds of blobs."""
-    rng = np.random.default_rng(0)
-    labels = {"background": 0, "small": 1, "large": 2}
+    rng, labels = np.random.default_rng(0), {"background": 0, "small": 1, "large": 2}
     for name in ("imagesTr", "labelsTr"):
         (folder / name).mkdir(parents=True)
     dataset = {"channel_names": {"0": "MR"}, "labels": labels, "numTraining": 8, "file_ending": ".nii.gz"}
@@ -35,41 +33,38 @@ def draw(folder: Path) -> None:
         nibabel.save(nibabel.Nifti1Image(label, np.eye(4)), folder / f"labelsTr/case{case}.nii.gz")
 
 
-def main(epochs: int, measure_s: float) -> None:
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def main() -> None:
+    rank = int(os.environ.get("RANK", "0"))
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    if world > 1:
+    if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
         dist.broadcast_object_list(folder)
     os.environ |= {f"nnUNet_{name}": f"{folder[0]}/{name}" for name in ("raw", "preprocessed", "results")}
-    os.environ |= {"nnUNet_n_proc_DA": "0", "nnUNet_def_n_proc": "1"}
+    os.environ |= {"nnUNet_n_proc_DA": "1", "nnUNet_def_n_proc": "1"}
     from nnunetv2.experiment_planning import plan_and_preprocess_api as nnunet
 
     from layerwise.integrations.nnunet.trainer import nnUNetTrainerLayerwise
 
-    prepared = Path(folder[0], "preprocessed", "Dataset004_Blobs")
     if rank == 0:
         draw(Path(folder[0], "raw", "Dataset004_Blobs"))
         nnunet.extract_fingerprints([4], num_processes=1)
         nnunet.plan_experiments([4])
         nnunet.preprocess([4], configurations=["3d_fullres"], num_processes=[1])
-    if world > 1:
+    if dist.is_initialized():
         dist.barrier()
-    plans = json.loads((prepared / "nnUNetPlans.json").read_text())
+    names = [Path(folder[0], "preprocessed/Dataset004_Blobs", f"{name}.json") for name in ("nnUNetPlans", "dataset")]
+    plans, dataset = (json.loads(name.read_text()) for name in names)
     network = plans["configurations"]["3d_fullres"]["architecture"]["arch_kwargs"]
     network["features_per_stage"] = [8] * network["n_stages"]  # for a CPU
-    nnUNetTrainerLayerwise.keywords = {"options": layerwise.ParallelOptions(measure_s=measure_s)}
-    dataset = json.loads((prepared / "dataset.json").read_text())
-    trainer = nnUNetTrainerLayerwise(plans, "3d_fullres", 0, dataset, torch.device("cpu"))
-    trainer.num_epochs, trainer.num_iterations_per_epoch, trainer.num_val_iterations_per_epoch = epochs, 5, 1
+    nnUNetTrainerLayerwise.keywords = {"options": layerwise.ParallelOptions(measure_s=0)}
+    trainer = nnUNetTrainerLayerwise(
+        plans | {"continue_training": False}, "3d_fullres", 0, dataset, torch.device("cpu")
+    )
+    trainer.num_epochs, trainer.num_iterations_per_epoch, trainer.num_val_iterations_per_epoch = 3, 5, 1
     trainer.run_training()
-    if rank == 0:
-        for epoch, loss in enumerate(trainer.logger.get_checkpoint()["train_losses"]):
-            print(f"epoch {epoch}: loss {loss:.4f}")
+    for epoch, loss in enumerate(trainer.logger.get_checkpoint()["train_losses"] if rank == 0 else ()):
+        print(f"epoch {epoch}: loss {loss:.4f}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--measure-s", type=float, default=0.0, help="seconds to measure this machine; 30 for real work")
-    main(**vars(parser.parse_args()))
+    main()
