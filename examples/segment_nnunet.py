@@ -1,7 +1,6 @@
 """nnU-Net plans, preprocesses and trains, on volumes that are drawn here. Needs: pip install layerwise[nnunet]
 
-python examples/segment_nnunet.py
-torchrun --nproc-per-node 2 examples/segment_nnunet.py
+python examples/segment_nnunet.py, or: torchrun --nproc-per-node 2 examples/segment_nnunet.py
 """
 
 import json
