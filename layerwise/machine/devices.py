@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import overload
@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
-from layerwise.geometry.arrays import Ints
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes, precision
 
@@ -75,10 +75,25 @@ class Processor:
         return self.peak_flops[dtype]
 
 
+def device_type(processor: Processor, layers: Sequence[LayerTimes]) -> str:
+    """`cpu` or `cuda`, as PyTorch calls them."""
+    by_threads = any(times.conditions.threads for times in layers)  # measured on a CPU
+    return "cpu" if by_threads or "cpu" in processor.name.lower() else "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Devices of one kind, where there are several."""
+
+    processor: Processor
+    layers: tuple[LayerTimes, ...] = field(default=(), hash=False)  # measured
+    usable_bytes: float = 0.0  # that a plan may take of its memory
+
+
 @checked
 @dataclass(frozen=True, slots=True)
 class DeviceGraph:
-    """Equal devices, numbered so that every group of every level is a run of consecutive numbers.
+    """Devices, numbered so that every group of every level is a run of consecutive numbers.
 
     Each level's size is a multiple of the one inside it, but the last group may be smaller: 256 GPUs in racks of 136
     are a rack of 136 and one of 120. Nothing here is N×N: the graph of 65,536 devices is as small as that of two.
@@ -91,6 +106,8 @@ class DeviceGraph:
         links: Measured times of messages and collectives.
         layers: Measured times of layers.
         collectives: Whether regular transfers run as collectives (NCCL) or as messages (gloo).
+        kinds: The kinds of unequal devices; `processor` and `layers` are the first kind's. (): all devices are equal.
+        kind_of: Each device's index in `kinds`.
 
     Examples:
         >>> import layerwise
@@ -104,7 +121,9 @@ class DeviceGraph:
     levels: tuple[Level, ...]  # from the inside out: first the node, last the level with all devices
     links: Links | None = field(default=None, hash=False)  # measured; slow to hash
     layers: tuple[LayerTimes, ...] = field(default=(), hash=False)  # measured
-    collectives: bool = False  # whether regular transfers run as collectives (NCCL) or as messages (gloo)
+    collectives: bool = False  # regular transfers run as collectives (NCCL), else as messages (gloo)
+    kinds: tuple[Kind, ...] = ()
+    kind_of: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return hash((self.name, self.count))  # fast, as it is called often
@@ -114,17 +133,26 @@ class DeviceGraph:
         assert sizes[-1] == self.count, f"the outermost of {sizes} must hold all {self.count} devices"
         assert all(outer % inner == 0 for inner, outer in pairwise(sizes[:-1])), f"{sizes} do not nest"
         assert self.count % sizes[0] == 0, f"{self.count} devices do not fill nodes of {sizes[0]}"
+        assert not self.kinds or len(self.kind_of) == self.count, "each device is of a kind"
 
     @property
     def device_type(self) -> str:
         """`cpu` or `cuda`, as PyTorch calls them."""
-        by_threads = any(times.conditions.threads for times in self.layers)  # measured on a CPU
-        return "cpu" if by_threads or "cpu" in self.processor.name.lower() else "cuda"
+        return device_type(self.processor, self.layers)
 
     @property
     def usable_bytes(self) -> float:
         """Default bytes of a device's memory that a plan may use."""
         return self.processor.memory_bytes - reserved_bytes(self.processor.memory_bytes, self.device_type)
+
+    @property
+    def memory_scale(self) -> Floats | float:
+        """(N,) by which bytes of each device count as many of the first one's; 1 of equal devices."""
+        if not self.kinds:
+            return 1.0
+        usable = np.array([kind.usable_bytes for kind in self.kinds])
+        scale: Floats = (usable[0] / usable)[list(self.kind_of)]
+        return scale
 
     @property
     def devices_per_node(self) -> int:
