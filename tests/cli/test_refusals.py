@@ -106,7 +106,7 @@ REFUSED = [
     ("oracle lenet5 --gpus 4 --strategy spatial --spatial-dims h,x", "--spatial-dims 'h,x'"),
     ("oracle lenet5 --gpus 4 --batch 0", "'0' is not a number above 0"),
     ("oracle lenet5 --gpus 4 --max-hours 0", "'0' is not a number above 0"),
-    ("oracle lenet5 --gpus 4 --plan plan.json", "name one --strategy and one number of --gpus"),
+    ("oracle lenet5 --gpus 4 --plan plan.json", "pass one --strategy and one number of --gpus"),
     ("oracle lenet5 --gpus 4 --strategy data --plan no/plan.json", "cannot be written"),
     ("oracle lenet5 --gpus 4 --strategy data --plan both.png --plot ./both.png", "name the same file"),
     ("oracle lenet5 --gpus 4 --formulas published", "unrecognized arguments: --formulas published"),
