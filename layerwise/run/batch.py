@@ -115,6 +115,7 @@ class Batch:
             raise LayerwiseError(
                 f"the ranks were given {_listed(counts)} samples, and {'all must feed the same' if free else each}: "
                 "give each rank x[model.share(B)], where B is the number of samples of all ranks (model(..., batch=B))"
+                + (", as layerwise.split(loader, model) does" if self._plan.shares else "")
             )
         return total, slices[self._comm.rank]
 

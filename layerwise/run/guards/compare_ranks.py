@@ -33,12 +33,14 @@ COLUMNS = 4  # of each set of ranks, in what a rank tells
 
 def hardware() -> int:
     """Returns a number of what this process computes with: ranks that have the same make the same bits of the same."""
-    return _digest(f"{_processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}".encode())
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return _digest(f"{_processor()} {capability} {threads} {gpu}".encode())
 
 
 @cache
 def _processor() -> str:
-    """Returns the processor's name (the host's, where Linux does not tell); GPUs are of one kind on all ranks."""
+    """Returns the processor's name (the host's, where Linux does not tell)."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             return next(line for line in file if line.startswith("model name"))
