@@ -16,7 +16,6 @@ from layerwise.cost.memory.allocations import (
     NOBODY,
     AllocationTracker,
     Devices,
-    MemoryKind,
     Ref,
     TransferStorage,
     devices_of,
@@ -41,13 +40,6 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink."""
     tracker = AllocationTracker(model.devices.count)
     return model.once(("peak", *strategy.items()), lambda: tracked(model, strategy, tracker).peak)
-
-
-def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[MemoryKind, float]:
-    """Bytes of each kind at the peak of the device with most; their sum is the most of `peak_bytes`."""
-    tracker = tracked(model, strategy, AllocationTracker(model.devices.count, by_kind=True))
-    device = int(tracker.peak.argmax())
-    return {kind: float(size[device]) for kind, size in tracker.peak_by_kind.items()}
 
 
 def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: Effects) -> Tracker:
