@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar, get_args
 
 import numpy as np
 
-from layerwise.config import States
+from layerwise.config import Config
 from layerwise.cost.additive import Choice, Costs
 from layerwise.cost.memory.rows import ByteRows, is_view
 from layerwise.cost.memory.step import peak_bytes
@@ -40,7 +39,6 @@ from layerwise.search.solve.eliminate import sums_of
 from layerwise.search.solve.narrow import PAYS, SLACK, exact_costs, node_costs, rough_tables
 
 Met = tuple[Sequence[Strategy], Sequence[int]]  # what was met, and the rows that were looked at
-T = TypeVar("T")  # what has a peak
 WORK = 5e6  # sums of an elimination
 CLOSE = 0.005  # of a bound: what is nearer needs no better one
 NEAR = 0.002  # of a bound: what is nearer is looked at, whatever elimination takes
@@ -54,13 +52,12 @@ def fastest_within(
     kinds: Mapping[str, object],
     known: Sequence[Choice] = (),
     known_s: tuple[float, float] = (-np.inf, np.inf),
-    plainer: Mapping[str, Mapping[int, int]] | None = None,
     start: Prices | None = None,
 ) -> tuple[Seen, Prices, float]:
     """Looks for the fastest choice whose peak is within `limit` bytes: what was seen, the prices, a bound of all.
 
     kinds: of each layer, equal for equal layers. known: choices to begin with. known_s: a bound of all that fit, and
-    seconds that all take at least that are not in the problem. plainer: see `Moves.plain`. start: see `best_prices`.
+    seconds that all take at least that are not in the problem. start: see `best_prices`.
     """
     seen = Seen(problem, limit)
     for choice in known:
@@ -75,7 +72,6 @@ def fastest_within(
         moves.improve(bound)
         if len(problem.base) <= FEW_LAYERS:
             bound = max(bound, min(seen.cases(prices, minimise), others))
-        moves.plain(plainer or {name: {} for name in problem.base})
     return seen, prices, min(bound, seen.cost)
 
 
@@ -209,9 +205,9 @@ class LimitedSearch:
         kinds = self._kinds(space)
         begin, known_s = space.choices(left.fitting), (lower_s, below)
         met, looked_at = left.met
-        start, plainer = Prices.warm(problem, space.choices(met), looked_at), self._plainer(space)
-        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, known_s, plainer, start)
-        found = ([] if seen.best is None else [space.strategy(seen.best)]) + left.fitting
+        start = Prices.warm(problem, space.choices(met), looked_at)
+        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, known_s, start)
+        found = ([] if seen.best is None else [self._plain(limit, space.strategy(seen.best))]) + left.fitting
         strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.cost)
         cost, price = min(map(self.cost, strategies), default=np.inf), prices.price
         dearest = sorted(price.items(), key=lambda row: -row[1])
@@ -219,7 +215,7 @@ class LimitedSearch:
         told = tuple(MemoryPrice(name, 0, seconds) for name, (_, seconds) in zip(names, dearest, strict=True))
         return Within(limit, tuple(strategies), cost, min(cost, bound), told, sum(map(len, space.configs.values())))
 
-    def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least[Strategy]:
+    def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least:
         """The least memory of all strategies. known: strategies over `cells` to begin with.
 
         wanted: bytes at which it ends; where it is proven that none needs so few, it is not looked for closely.
@@ -293,22 +289,24 @@ class LimitedSearch:
         """Of each layer a key, equal for equal layers of equal variants."""
         return {n: (self.model.kind(self.model.graph[n]), configs) for n, configs in space.configs.items()}
 
-    def _plainer(self, space: Variants) -> dict[str, dict[int, int]]:
-        """Of each layer, by each variant the plainest of the same cells, where that is another."""
-        found = {}
-        for name, configs in space.configs.items():
-            place, layer = {config: i for i, config in enumerate(configs)}, dict[int, int]()
-            for i, config in enumerate(configs):
-                forms = [
-                    config.saving(recompute=recompute, states=states)
-                    for recompute in (False, True)[: 1 + config.recompute]
-                    for states in get_args(States)[: 1 + get_args(States).index(config.states)]
-                ]
-                plain = next(form for form in forms if form in place)
-                if plain != config:
-                    layer[i] = place[plain]
-            found[name] = layer
-        return found
+    def _plain(self, limit: float, strategy: Strategy) -> Strategy:
+        """The strategy without forms that save memory in vain: of equal layers together, where that takes no longer."""
+        groups = dict[tuple[int, Config], list[str]]()
+        for name, config in strategy.items():
+            if name not in self.forms.fixed:
+                groups.setdefault((self.model.kind(self.model.graph[name]), config), []).append(name)
+        for (_, config), names in groups.items():
+            recompute, states = config.recompute, config.states
+            for plain in (
+                config.cells,
+                config.saving(recompute=False, states=states),
+                config.saving(recompute=recompute, states="replicated"),
+            ):
+                other = {**strategy, **dict.fromkeys(names, plain)}
+                if plain != config and self.cost(other) <= self.cost(strategy) * SLACK and self.peak(other) <= limit:
+                    strategy = other
+                    break
+        return strategy
 
     def _begun(self, limit: float, known: Sequence[Strategy]) -> _Left:
         """A fast strategy that fits, of the cells of those that are known, in whatever forms, if there is one."""
