@@ -211,8 +211,7 @@ class LimitedSearch:
         strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.cost)
         cost, price = min(map(self.cost, strategies), default=np.inf), prices.price
         dearest = sorted(price.items(), key=lambda row: -row[1])
-        names = [rows.instants[row % len(rows.instants)] for row, _ in dearest]
-        told = tuple(MemoryPrice(name, 0, seconds) for name, (_, seconds) in zip(names, dearest, strict=True))
+        told = tuple(MemoryPrice(rows.instants[row], 0, seconds) for row, seconds in dearest)
         return Within(limit, tuple(strategies), cost, min(cost, bound), told, sum(map(len, space.configs.values())))
 
     def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least:
@@ -269,15 +268,10 @@ class LimitedSearch:
             dear = sum(float(cost.max()) for cost in node.values())
             transfer[u, v, 0] = transfer[u, v, 0] + dear * (~again[0][:, None] & again[1][None])
 
-        def over(rows: ByteRows) -> Problem:
-            def peak(choice: dict[str, int]) -> float:
-                return self.peak(space.strategy(choice))
+        def peak(choice: dict[str, int]) -> float:
+            return self.peak(space.strategy(choice))
 
-            return Problem(
-                Costs(node, transfer), space.base, rows.row, rows.rows, peak, lambda choice: over(rows.near(choice))
-            )
-
-        return over(rows)
+        return Problem(Costs(node, transfer), space.base, rows.row, rows.rows, peak)
 
     def _memory_alone(self, space: Variants) -> Problem:
         """The problem in which time does not matter."""
