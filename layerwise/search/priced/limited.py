@@ -325,15 +325,15 @@ class LimitedSearch:
         kept = tuple(form for form in self.forms.offered if not form[0])  # to be recomputed costs more
         forms = replace(self.forms, offered=kept)
         for watched in ((0,), None) if np.isfinite(upper) else ():  # as in `narrow`
-            tables = (
-                self.model.tables(cells, self.progress, watched)
-                if watched
-                else rough_tables(self.model, cells, self.progress)
-            )
-            space = Variants.of(cells, forms)
-            node = node_costs(self.model, space.configs)
-            own = {name: least_by_base(cost, space.cell[name])[0] for name, cost in node.items()}
+            model, progress, own = self.model, self.progress, dict[str, Floats]()
+            for name, these in cells.items():
+                formed = forms.of_layers(name, these)
+                cost = model.node_cost(model.graph[name], tuple(formed)).total
+                own[name] = least_by_base(cost, np.array(list(formed.values())))[0]
+            tables = model.tables(cells, progress, watched) if watched else rough_tables(model, cells, progress)
             lower = lower_bounds(Costs(own, tables.transfer), {name: np.arange(len(c)) for name, c in cells.items()})
-            keep = {name: lower_s <= upper * SLACK for name, lower_s in lower.items()}
-            cells = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in cells.items()}
+            cells = {
+                name: tuple(c for c, least in zip(these, lower[name].tolist(), strict=True) if least <= upper * SLACK)
+                for name, these in cells.items()
+            }
         return cells

@@ -49,10 +49,9 @@ class Prices:
 
     @staticmethod
     def warm(problem: Problem, choices: Sequence[Choice], rows: Iterable[int]) -> Prices:
-        """Prices without prices that begin with these choices, and these rows as far as the problem has them."""
+        """Prices without prices that begin with these choices, and these rows."""
         met = [_known(problem, choice) for choice in choices]
-        count = len(met[0].rows) if met else 0
-        return Prices(met=met, solved={row: problem.row(row) for row in rows if row < count})
+        return Prices(met=met, solved={row: problem.row(row) for row in rows})
 
     def lightest(self, count: int) -> list[Met]:
         """Returns, of the choices that were met, those whose fullest rows have the fewest bytes."""
