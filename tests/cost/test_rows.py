@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import States
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.memory.rows import ByteRows
+from layerwise.cost.memory.rows import ByteRows, byte_rows
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
@@ -82,7 +82,7 @@ def test_no_strategy_needs_less(
     options = CostOptions(io=io, optimizer=optimizer, dtype=dtype, kind=kind)
     model = CostModel(network, load(profile).device_graph(devices, min(devices, 2)), options)
     space, rng = variants(model), np.random.default_rng(seed)
-    rows = ByteRows(model, space.configs, space.base)
+    rows = byte_rows(model, space.configs, space.base)
 
     def drawn(start: Mapping[str, int] | None = None) -> dict[str, int]:
         many = {name: int(rng.integers(len(configs))) for name, configs in space.configs.items()}
@@ -118,5 +118,5 @@ def test_rows_of_what_matters_are_near(profile: str, form: tuple[bool, States], 
             for layer, c in complete(model, baseline(model, name)).items()
         }
         space = Variants.grouped({layer: (config,) for layer, config in strategy.items()})
-        rows = ByteRows(model, space.configs, space.base).rows(dict.fromkeys(strategy, 0))
+        rows = byte_rows(model, space.configs, space.base).rows(dict.fromkeys(strategy, 0))
         assert near <= rows.max() / peak_bytes(model, strategy).max() <= 1 + 1e-9

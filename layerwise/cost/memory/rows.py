@@ -10,13 +10,14 @@ its maker where that saves it, else by the reader that `_claimants` names. That 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost.additive import Costs
+from layerwise.cost.additive import Costs, restricted
 from layerwise.cost.memory.layer_rows import LayerRows, layer_rows
 from layerwise.cost.memory.returns import returned_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName
@@ -40,12 +41,59 @@ class Event(NamedTuple):
     end: int
 
 
+@dataclass(frozen=True, slots=True)
 class ByteRows:
-    """The rows of all choices of some variants. configs: V_l of every layer; base: (V_l,) what neighbours see."""
+    """The rows of all choices of some variants."""
+
+    instants: Sequence[str]  # of which each is a row
+    base: Mapping[str, Ints]  # (V_l,) of each variant, the index of its base
+    events: Sequence[Event]
+    _tables: dict[int, Costs] = field(default_factory=dict)  # of rows that were asked for
+
+    def row(self, row: int) -> Costs:
+        """Bytes of one row."""
+        if row not in self._tables:
+            node = {name: np.zeros(len(base)) for name, base in self.base.items()}
+            edge = dict[EdgeName, Floats]()
+            for of, bytes_, first, end in self.events:
+                if first <= row < end:
+                    if isinstance(of, str):
+                        node[of] = node[of] + bytes_
+                    else:
+                        edge[of] = edge[of] + bytes_ if of in edge else bytes_
+            self._tables[row] = Costs(node, edge)
+        return self._tables[row]
+
+    def rows(self, choice: Mapping[str, int]) -> Floats:
+        """(R,) bytes of one choice."""
+        changes = np.zeros(len(self.instants) + 1)
+        at = {name: (variant, self.base[name][variant]) for name, variant in choice.items()}
+        for of, bytes_, first, end in self.events:
+            held = bytes_[at[of][0]] if isinstance(of, str) else bytes_[at[of[0]][1], at[of[1]][1]]
+            changes[first] += held
+            changes[end] -= held
+        rows: Floats = changes[:-1].cumsum()
+        return rows
+
+    def restrict(self, keep: Mapping[str, Mask], bases: Mapping[str, Ints], base: Mapping[str, Ints]) -> ByteRows:
+        """The rows of the variants that are kept. bases: those that are left; base: (V_l,) of these."""
+        left = (e._replace(bytes=restricted(e.of, e.bytes, keep, bases)) for e in self.events)
+        return ByteRows(self.instants, base, [event for event in left if event.bytes.any()])
+
+
+def byte_rows(model: CostModel, configs: Configs, base: Mapping[str, Ints]) -> ByteRows:
+    """The rows of all choices of these variants. configs: V_l of every layer; base: (V_l,) what neighbours see."""
+    made = _Holding(model, configs, base)
+    events = [event for event in made.events() if event.first < event.end and event.bytes.any()]
+    return ByteRows(made.instants, base, events)
+
+
+class _Holding:
+    """What the layers and edges of a space hold, and when."""
 
     def __init__(self, model: CostModel, configs: Configs, base: Mapping[str, Ints]) -> None:
         graph = self.graph = model.graph
-        self.model, self.configs, self.base = model, configs, base
+        self.model, self.configs = model, configs
         count = model.devices.count
         self.watched = np.unique([0, min(1, count - 1), count // 3, count - 1])
         self.names = [layer.name for layer in graph.layers]
@@ -67,13 +115,15 @@ class ByteRows:
         self.within = saved_within(graph)
         self._local: dict[object, Mask] = {}
         self._returns: dict[object, Floats] = {}
+        # Edges to layers that compute, not only view.
+        self.read = [e for e in graph.edges() if graph[e[1]].role is Role.COMPUTE and not is_view(graph[e[1]])]
         self.readers = self._readers()
         claims = self._claimants()
-        found = {edge: self._edge(edge, edge in claims) for edge in self._read()}
+        found = {edge: self._edge(edge, edge in claims) for edge in self.read}
         self.claimed = {edge: tables for edge, tables in found.items() if tables[0].any() or tables[1].any()}
         self.backward = [n for n in self.names if self.block.get(n) is not None and model.has_gradient[n]]
         own = [(self.index[name], f"backward {name}{which}", None) for name in self.backward for which in GONE]
-        back = [edge for edge in self._read() if model.has_gradient[edge[0]] and model.has_gradient[edge[1]]]
+        back = [edge for edge in self.read if model.has_gradient[edge[0]] and model.has_gradient[edge[1]]]
         returns = [(self.index[e[1]], f"gradient of {e[0]} from {e[1]}", e) for e in back]
         instants = sorted([*own, *returns], key=itemgetter(0))  # of each layer, its own come first
         self.instants = ("begin", "backward end", "update", *(title for _, title, _ in instants), "loss")
@@ -87,15 +137,8 @@ class ByteRows:
         self.returned = self._root(self.graph.layers[-1].inputs[0]) if self.loss else ""
         if self.returned in self.readers or graph[self.returned or self.names[-1]].role is not Role.COMPUTE:
             self.returned = ""  # somebody claims it, or nobody made it
-        self._tables: dict[int, Costs] = {}  # of rows
-        self.events = [event for event in self._made_events() if event.first < event.end and event.bytes.any()]
 
     # ---- what two layers hold together ----
-
-    def _read(self) -> list[EdgeName]:
-        """Edges to layers that compute, not only view."""
-        graph = self.graph
-        return [e for e in graph.edges() if graph[e[1]].role is Role.COMPUTE and not is_view(graph[e[1]])]
 
     def _root(self, name: str) -> str:
         """The layer whose storage a layer's output is."""
@@ -110,7 +153,7 @@ class ByteRows:
     def _readers(self) -> dict[str, dict[str, list[EdgeName]]]:
         """The edges to those who may hold a tensor that its maker does not save: by the maker, and by the reader."""
         graph, readers = self.graph, dict[str, dict[str, list[EdgeName]]]()
-        for edge in self._read():
+        for edge in self.read:
             u, v, _ = edge
             root = self._root(u)
             if graph[root].role is Role.COMPUTE and (root == u or not self.layers[root].keeps.any()):
@@ -224,9 +267,9 @@ class ByteRows:
         need = self.layers[sink.name].place.at(epilogue).needs(maps).volume[0] * spec.item_bytes
         return float(need * (3 if scored and spec.item_bytes > 2 else 1))
 
-    # ---- rows ----
+    # ---- events ----
 
-    def _made_events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event]:
         """All that layers and edges hold. Of instants of one layer the first two are its own, the others returns."""
         count, start, none = len(self.instants), self._start, range(0)
         own = {i: range(start[i], start[i] + 2) for i in (self.index[name] for name in self.backward)}
@@ -256,31 +299,6 @@ class ByteRows:
             yield Event(edge, more, start[v] + len(own.get(v, none)) // 2, start[v + 1])
         for number, edge in self._back.items():
             yield Event(edge, self._returned(edge), number, number + 1)
-
-    def row(self, row: int) -> Costs:
-        """Bytes of one row."""
-        if row not in self._tables:
-            node = {name: np.zeros(len(configs)) for name, configs in self.configs.items()}
-            edge = dict[EdgeName, Floats]()
-            for of, bytes_, first, end in self.events:
-                if first <= row < end:
-                    if isinstance(of, str):
-                        node[of] = node[of] + bytes_
-                    else:
-                        edge[of] = edge.get(of, 0.0) + bytes_
-            self._tables[row] = Costs(node, edge)
-        return self._tables[row]
-
-    def rows(self, choice: Mapping[str, int]) -> Floats:
-        """(R,) bytes of one choice."""
-        changes = np.zeros(len(self.instants) + 1)
-        at = {name: (variant, self.base[name][variant]) for name, variant in choice.items()}
-        for of, bytes_, first, end in self.events:
-            held = bytes_[at[of][0]] if isinstance(of, str) else bytes_[at[of[0]][1], at[of[1]][1]]
-            changes[first] += held
-            changes[end] -= held
-        rows: Floats = changes[:-1].cumsum()
-        return rows
 
 
 def is_view(layer: Layer) -> bool:
