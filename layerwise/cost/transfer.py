@@ -156,7 +156,8 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
     graph, link_model = setting.devices, setting.options.link_model
     if link_model == "sum":  # all bytes over bandwidth (Jia et al.)
         beta = np.array([level.beta_s_per_byte for level in graph.levels])
-        return directions * (traffic(edge, graph).total_bytes @ beta)
+        all_s: Floats = directions * (traffic(edge, graph).total_bytes @ beta)
+        return all_s
     travelling = _travelling_s(edge, graph, directions, watched)
     copy_s = 0.0 if setting.measurements is None else sum(setting.measurements.copy_s[:directions])
     if copy_s == 0:

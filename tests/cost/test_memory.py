@@ -71,7 +71,7 @@ def test_the_most_is_that_of_counting_at_every_instant(monkeypatch: pytest.Monke
     for _ in range(300):
         what = rng.integers(4)
         if what == 0 or not held:
-            size = rng.integers(0, 4, devices) * 8.0
+            size = (rng.integers(0, 4, devices) * 8).astype(np.float64)
             held.append((tracker.new(size), len(sizes)))
             sizes, holders = [*sizes, size], [*holders, np.ones(devices)]
             count(np.zeros(devices))
@@ -86,7 +86,7 @@ def test_the_most_is_that_of_counting_at_every_instant(monkeypatch: pytest.Monke
             tracker.drop(ref)
             holders[number] -= sum((tracker.mask(where) for _, where in ref), np.zeros(devices, bool))
         else:
-            size = rng.integers(0, 20, devices) * 1.0
+            size = rng.integers(0, 20, devices).astype(np.float64)
             tracker.spike(size)
             count(size)
         for ref, number in held[:3]:

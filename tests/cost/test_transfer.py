@@ -168,7 +168,7 @@ def test_any_maps(
         doors = [list(graph.port(at)) for at in range(len(loads))]
         behind = [loads[at][way + ports[device]][2] for at, ports in enumerate(doors) for way in (0, max(ports) + 1)]
         assert isclose(max(behind), exact[i, j])
-        check(_pair(found, i, j), exact[i, j], table, source.item_bytes, graph)
+        check(_pair(found, i, j), float(exact[i, j]), table, source.item_bytes, graph)
 
 
 def _spec(dims: tuple[Dim, ...], dtype: str) -> TensorSpec:

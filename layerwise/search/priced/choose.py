@@ -23,9 +23,9 @@ from layerwise.search.solve.narrow import SLACK
 
 LOOKS = 4  # of what eliminations have met, those whose peaks are simulated
 GAP = 0.002  # nearer to its bound, it is not made faster
-CASES = 48  # divided at most
-NEAR = 0.005  # of the best: a bound that is nearer is near enough
-FEW = 16  # layers of which there are cases
+FEW = 16  # layers
+CASES = (48, 12)  # divided at most: of few layers, of more
+NEAR = (0.005, 0.01)  # of the best: a bound that is nearer is near enough; likewise
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below peaks
 FACTORS = (
     0.3,
@@ -82,12 +82,13 @@ class Seen:
 
         The least bound of all cases is the bound; the case that has it is divided next, until it is near the best.
         """
+        many = len(self.problem.base) > FEW
         # What a case leaves out costs more than any price makes what does not fit (`prices.DEAREST`).
         tables = (*self.problem.time.node.values(), *self.problem.time.edge.values())
         most, number = DEAREST**2 * max(sum(float(table.max()) for table in tables), 1e-30), count()
         cases: list[tuple[float, int, Problem, Prices]] = [(prices.bound, next(number), self.problem, prices)]
-        for _ in range(CASES):
-            if not cases or cases[0][0] * (1 + NEAR) >= self.cost:
+        for _ in range(CASES[many]):
+            if not cases or cases[0][0] * (1 + NEAR[many]) >= self.cost:
                 break
             bound, _, problem, prices = cases[0]
             lighter = self._lighter(problem, prices) or self._another(problem, prices, most)

@@ -30,7 +30,6 @@ from layerwise.search.priced.additive import (
     possible,
 )  # fmt: skip
 from layerwise.search.priced.answers import Least, MemoryPrice, Within
-from layerwise.search.priced.choose import FEW as FEW_LAYERS
 from layerwise.search.priced.choose import GAP, LOOKS, Seen
 from layerwise.search.priced.moves import PEAKS, STARTS, Moves, lightest
 from layerwise.search.priced.prices import Prices, least_rows
@@ -70,8 +69,7 @@ def fastest_within(
         if seen.cost > bound * (1 + GAP):
             moves.repair(prices.exceeding(limit)[:STARTS])
         moves.improve(bound)
-        if len(problem.base) <= FEW_LAYERS:
-            bound = max(bound, min(seen.cases(prices, minimise), others))
+        bound = max(bound, min(seen.cases(prices, minimise), others))
     return seen, prices, min(bound, seen.cost)
 
 
@@ -164,7 +162,7 @@ class LimitedSearch:
         """The best strategies whose peak is at most `limit` bytes. known: strategies over `cells` to begin with."""
         begun = self._begun(limit, known)
         hand = next(iter(begun.fitting), None)
-        if hand is None and self._bytes_alone[1].bound > limit * SLACK:
+        if hand is None and self._bytes_alone[2].bound > limit * SLACK:
             return Within(limit, (), np.inf, np.inf, (), 0)
         space = Variants.of(self._cells_within(np.inf if hand is None else self.cost(hand)), self.forms)
         tables = self._tables(space, rough_tables(self.model, space.bases, self.progress).transfer)
