@@ -23,7 +23,7 @@ from layerwise.machine import load
 from layerwise.search.baselines import baseline
 from layerwise.search.priced.variants import Forms, Variants
 from tests.cost import brute
-from tests.cost.test_memory import NETWORKS
+from tests.cost.test_price import NETWORKS
 from tests.examples import examples
 
 Io = Literal["sample", "free", "boxes"]
