@@ -42,6 +42,11 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     return model.once(("peak", *strategy.items()), lambda: tracked(model, strategy, tracker).peak)
 
 
+def fullest_bytes(model: CostModel, strategy: Strategy) -> float:
+    """Bytes of the device whose memory is fullest, in terms of the first device's, which a limit is of."""
+    return float((peak_bytes(model, strategy) * model.devices.memory_scale).max())
+
+
 def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: Effects) -> Tracker:
     """The tracker, after all of a step. Observers see each instruction when it is done, as `fold` has it."""
     facts, sums = step_facts(model, strategy)
