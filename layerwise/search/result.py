@@ -70,7 +70,7 @@ class Candidate:
         """The step of the slowest device, divided among the layers."""
         return shares(self.spans)
 
-    @property
+    @cached_property
     def fits(self) -> bool:
         """Within every device's memory."""
         return fullest_bytes(self.model, self.strategy) <= self.memory_limit_bytes
