@@ -179,7 +179,7 @@ def choose(priced: Priced, known: Mapping[str, Candidate]) -> Chosen:
     return Chosen(best, optimum, sum(map(len, narrowed.tables.configs.values())))
 
 
-def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Least[Strategy] | None]:
+def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Least | None]:
     """The second stage where memory is short: the strategies that fit; where none was found, the least memory.
 
     known: strategies to begin with, beside the baselines.
@@ -246,7 +246,7 @@ def _title(priced: Priced, name: str) -> str:
 
 
 def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | None) -> float:
-    """Bytes of a device that a step may take. LayerwiseError where what is asked for does not fit together."""
+    """Bytes of a device that a step may take. Raises LayerwiseError if what is asked for does not fit together."""
     limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
     if not limit > 0:
         raise LayerwiseError(f"a memory limit is a number of bytes above 0, not {memory_limit_bytes}")
