@@ -125,7 +125,7 @@ def _inside_limit(graph: LayerGraph, name: str, node: int, wishes: Wishes) -> Li
     else:
         layers = spatial_layers(graph, gather_layer(graph, node, wishes.gather_after))
     if not layers:
-        return Limit(1, f"no layer has {'weights' if name in CUT else 'positions'} to split")
+        return Limit(1, f"the model, which has no layer with {'weights' if name in CUT else 'positions'} to split")
     least = min(layers, key=lambda layer: positions(layer, dims))
     sizes = " × ".join(str(most) for d in dims if (most := least.space.max_degree(d)) > 1) or "1"
     return Limit(positions(least, dims), f"layer {least.name!r} with {sizes} {parts}")

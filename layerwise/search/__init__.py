@@ -1,7 +1,8 @@
-"""The cheapest strategy, and the proof that it is: `python -m layerwise.search MODEL --gpus N`.
+"""Finds the cheapest strategy, and proves that it is: `python -m layerwise.search MODEL --gpus N`.
 
-`find` is the door; `solve/` eliminates and bounds, `overlap/` bounds and improves the simulated step, `priced/` finds
-what fits into memory, `plot/` and `report/` show it. It knows `cost` and `plan`, and nothing of `run` or PyTorch.
+`find` is the entry point; `solve/` eliminates and bounds, `overlap/` bounds and improves the simulated step, `priced/`
+finds what fits into memory, `plot/` and `report/` show results. It knows `cost` and `plan`, and nothing of `run` or
+PyTorch.
 """
 
 import layerwise.search.report.found  # noqa: F401  (says how results are described)

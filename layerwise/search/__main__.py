@@ -49,7 +49,7 @@ from layerwise.search.result import Candidate, SearchResult
 
 @command(parser)
 def main(args: argparse.Namespace) -> None:
-    """Parses, searches, prints."""
+    """Parses, searches and prints."""
     settle_machine(args)
     args.model = model_with(args.model, args.loss)
     devices = load(args.profile).device_graph(args.gpus, args.gpus_per_node)
@@ -85,12 +85,12 @@ def main(args: argparse.Namespace) -> None:
     _deliver(model, space, result, shown, args)
     if args.out is not None and names_code(args.model) and not args.json:
         console().print(
-            f"a plan runs no code: give layerwise.run and explain --model {args.model}, too", soft_wrap=True
+            f"a plan cannot run code: pass --model {args.model} to layerwise.run and explain, too", soft_wrap=True
         )
 
 
 def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostModel:
-    """The network on the devices, with the assumptions that the flags make."""
+    """The network on the devices, with the assumptions of the flags."""
     kind: StepKind = "inference" if args.inference else "training"
     options = CostOptions(args.link_model, args.sync, args.io, args.optimizer, args.dtype, args.local_batch_norm, kind)
     raw = load_model(args.model, batch, args.input_shape)
@@ -102,7 +102,7 @@ def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostMo
 def _searched(
     model: CostModel, space: SearchSpace, limit: float, offer: Sequence[str], args: argparse.Namespace
 ) -> tuple[SearchResult, list[Remedy]]:
-    """The result, and remedies where nothing fits."""
+    """The result, and remedies if nothing fits."""
     with progress_bar("pricing transfers", quiet=args.json) as progress:
         result = search(
             model,
@@ -124,7 +124,7 @@ def _searched(
 
 
 def _twice(args: argparse.Namespace, devices: DeviceGraph) -> DeviceGraph | None:
-    """Twice as many devices; None where the machine cannot have so many."""
+    """Twice as many devices; None if the machine cannot have so many."""
     try:
         return load(args.profile).device_graph(2 * devices.count, args.gpus_per_node)
     except LayerwiseError:
@@ -132,11 +132,13 @@ def _twice(args: argparse.Namespace, devices: DeviceGraph) -> DeviceGraph | None
 
 
 def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> None:
-    """--price: one strategy beside the baselines."""
+    """--price: prices one strategy and the baselines."""
     strategy = None if Path(args.price).is_file() else named_strategy(model, args.price, space.replicas)
     name = args.price
     if strategy is None and name and not (Path(name).suffix or Path(name).exists()):
-        raise LayerwiseError(f"--price {name!r} is no file, and none of {', '.join(NAMES)}, and grid:RxC of an MLP")
+        raise LayerwiseError(
+            f"--price {name!r} is neither a file nor one of {', '.join(NAMES)} or, for an MLP, grid:RxC"
+        )
     if strategy is None:
         strategy, name = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count), "yours"
     for layer in model.graph.inner:
@@ -150,7 +152,7 @@ def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Na
 def _deliver(
     model: CostModel, space: SearchSpace, chosen: SearchResult | Candidate, shown: Report, args: argparse.Namespace
 ) -> None:
-    """Writes the files that are asked for, and the answer."""
+    """Writes the requested files and the answer."""
     best = chosen.best if isinstance(chosen, SearchResult) else chosen
     fused, shape = not args.no_fuse, args.input_shape
     plan = make_plan(args.model, args.profile, model, space, chosen, fused=fused, input_shape=shape)

@@ -1,7 +1,8 @@
-"""Named strategies: those that everybody uses, and process grids of MLPs (Laugier et al., 2018).
+"""Named strategies: the usual ones, and process grids of MLPs (Laugier et al., 2018).
 
-A grid has samples over P_r batch groups, every layer's outputs over P_c parts. It is one strategy of the search's
-space, so the layer-wise optimum is never worse than the best grid. `benchmarks.grids` has the paper's study.
+A grid splits samples over P_r batch groups, and every layer's outputs over P_c parts. It is one strategy of the
+search's space, so the layer-wise optimum is never worse than the best grid. `benchmarks.grids` repeats the paper's
+study.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ NAMES = ("data", "model", "owt")
 
 
 def baselines(model: CostModel, space: SearchSpace) -> dict[str, dict[str, Config]]:
-    """All of them, of all layers, by name."""
+    """All baselines, by name, with the configurations of all layers."""
     return {name: complete(model, baseline(model, name, space.replicas)) for name in NAMES}
 
 
 def baseline(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config]:
-    """`data`: samples over all devices. `model`: channels of every layer over the largest divisor of N that fits, as
+    """`data`: samples over all devices. `model`: channels of every layer over the largest divisor of N that fits, as in
     Krizhevsky (2014). `owt`: his one weird trick, model parallelism for fully-connected layers only.
 
-    replicas: as `SearchSpace` has them: of each the same, among its devices.
+    replicas: see `SearchSpace`; each uses the same strategy on its devices.
     """
     assert name in NAMES
     if replicas > 1:
@@ -46,20 +47,20 @@ def baseline(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config
 
 
 def _by_channel(model: CostModel, name: str) -> set[str]:
-    """The layers whose channels a baseline splits: none of those of which a device has to have all classes."""
+    """The layers whose channels a baseline splits, except those of which a device must have all classes."""
     named = [x for x in model.graph.inner if name == "model" or (name == "owt" and isinstance(x.main, Linear))]
     return {layer.name for layer in named} - of_all_classes(model)
 
 
 def named_strategy(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config] | None:
-    """The strategy of a name: a baseline's, or `grid:RxC` of an MLP. None where the name is none of these."""
+    """The strategy of a name: a baseline's, or `grid:RxC` for an MLP. None for other names."""
     if name.startswith("grid:"):
         return grid_strategy(model, parse_grid(name.removeprefix("grid:")))
     return baseline(model, name, replicas) if name in NAMES else None
 
 
 def _in_replicas(model: CostModel, name: str, replicas: int) -> dict[str, Config]:
-    """Each layer's configuration on a replica's devices, for as many samples more as there are replicas."""
+    """Each layer's configuration on a replica's devices, multiplied by the number of replicas along samples."""
     devices, by_channel, strategy = model.devices.count, _by_channel(model, name), dict[str, Config]()
     each = devices // replicas
     for layer in model.graph.inner:
@@ -90,7 +91,7 @@ def _channels(layer: Layer, devices: int) -> Config:
 
 
 def of_all_classes(model: CostModel) -> frozenset[str]:
-    """The layers that make such an output."""
+    """The layers whose output must have all classes on some device."""
     graph = model.graph
     if model.options.io != "boxes":
         return frozenset()
@@ -110,7 +111,7 @@ def cuts_classes(layer: Layer, config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGrid:
-    """P_r x P_c processes. Neighbours are the parts of one batch group, so that these stay inside a node."""
+    """P_r x P_c processes. The parts of one batch group are neighbours, so that they stay inside a node."""
 
     batch_groups: int  # P_r
     model_parts: int  # P_c
@@ -128,25 +129,25 @@ def parse_grid(text: str) -> ProcessGrid:
     """`2x4`: two batch groups of four parts."""
     parts = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text.lower())
     if not parts:
-        raise LayerwiseError(f"grid {text!r}: write batch groups x model parts, such as 2x4")
+        raise LayerwiseError(f"grid {text!r} must be batch groups x model parts, such as 2x4")
     return ProcessGrid(int(parts[1]), int(parts[2]))
 
 
 def grids(processes: int, graph: LayerGraph) -> tuple[ProcessGrid, ...]:
-    """All grids of P processes that have a sample for every batch group and an output for every part, batch first."""
+    """All grids of P processes with a sample for every batch group and an output for every part, batch groups first."""
     divisors = [d for d in range(1, processes + 1) if processes % d == 0]
     every = (ProcessGrid(processes // d, d) for d in divisors)
     return tuple(grid for grid in every if _too_large(grid, graph) is None)
 
 
 def mlp_layers(graph: LayerGraph) -> tuple[Layer, ...]:
-    """The layers of an MLP, first to last. Raises LayerwiseError if the network is anything else."""
+    """The layers of an MLP, first to last. Raises LayerwiseError for any other network."""
     before = graph.layers[0].name
     for layer in graph.inner:
         if not isinstance(layer.main, Linear) or len(layer.out.shape) != 2 or layer.inputs != (before,):
             raise LayerwiseError(
-                f"process grids are for MLPs, linear layers one after the other with element-wise functions between: "
-                f"layer {layer.name!r} ({layer.main.kind}) is none of these. Search instead: it splits any network"
+                "process grids are for MLPs (linear layers with element-wise functions between), but layer "
+                f"{layer.name!r} is {layer.main.kind}: search instead, which splits any network"
             )
         before = layer.name
     return tuple(graph.inner)
@@ -155,20 +156,22 @@ def mlp_layers(graph: LayerGraph) -> tuple[Layer, ...]:
 def _too_large(grid: ProcessGrid, graph: LayerGraph) -> str | None:
     widest = max(layer.out.shape[-1] for layer in mlp_layers(graph))
     if grid.batch_groups > graph.batch:
-        return f"a batch of {graph.batch} samples cannot be cut into {grid.batch_groups} groups"
+        return f"a batch of {graph.batch} samples cannot be split into {grid.batch_groups} groups"
     if grid.model_parts > widest:
-        return f"the widest layer has {widest} outputs and cannot be cut into {grid.model_parts} parts"
+        return f"the widest layer has {widest} outputs, which cannot be split into {grid.model_parts} parts"
     return None
 
 
 def grid_strategy(model: CostModel, grid: ProcessGrid) -> dict[str, Config]:
-    """Every layer's configuration. A layer with fewer outputs than parts is cut into the largest divisor that fits.
+    """Every layer's configuration. A layer with fewer outputs than parts is split into the largest divisor that fits.
 
-    Raises LayerwiseError where the network is no MLP, has too few samples or outputs, or the devices are not as many.
+    Raises LayerwiseError if the network is not an MLP, has too few samples or outputs, or the number of devices
+    differs.
     """
     if grid.processes != model.devices.count:
         raise LayerwiseError(
-            f"grid {grid} has {grid.processes} processes, there are {model.devices.count}: give --gpus {grid.processes}"
+            f"grid {grid} has {grid.processes} processes, but there are {model.devices.count} devices: pass --gpus "
+            f"{grid.processes}"
         )
     return grid_configs(model.graph, grid)
 
@@ -185,5 +188,5 @@ def _config(grid: ProcessGrid, layer: Layer) -> Config:
     most = layer.space.max_degree("c")
     parts = max(d for d in range(1, grid.model_parts + 1) if grid.model_parts % d == 0 and d <= most)
     total = grid.batch_groups * parts
-    # Strided, so that what is left of a layer stays with the processes that hold its samples.
+    # Strided, so that a layer with fewer cells stays with the processes that hold its samples.
     return Config.of({"n": grid.batch_groups, "c": parts}, "strided" if 1 < total < grid.processes else "contiguous")

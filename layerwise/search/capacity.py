@@ -1,4 +1,4 @@
-"""Capacity: the least number of devices that hold a model, and the largest cube or batch that so many of them hold."""
+"""Capacity: the least number of devices that hold a model, and the largest cube or batch for a number of devices."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 TRIED = 32  # numbers of devices between two powers of two
 STEP = 8  # between sides of cubes: what three poolings by two take
-Need = Callable[[int], float]  # least bytes of a device, found for so many devices, or a cube of this side, or samples
+Need = Callable[[int], float]  # least bytes of a device, for a number of devices, a cube's side or a number of samples
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A number (of devices, or a cube's side) that fits, or does not.
+    """A number (of devices, or a cube's side) that was tried.
 
     Attributes:
-        number: The one.
-        bytes: The least memory of a device that was found with it.
+        number: The number.
+        bytes: The least memory of a device that was found for it.
     """
 
     number: int
@@ -34,8 +34,8 @@ class Limits:
 def least_devices(need: Need, limit_bytes: float, most: int) -> Limits:
     """The least number of devices, up to `most`, on each of which a plan needs at most `limit_bytes`.
 
-    A plan takes a number of devices that divides what there is, so more may need more: of those below the first power
-    of two that fits, all are tried (of many, 32). `beyond` is the last one before it that does not.
+    A plan uses a number of devices that divides the total, so more devices may need more. All numbers below the first
+    power of two that fits are tried (at most 32). `beyond` is the last one before it that does not fit.
     """
     few, many = 0, 1
     tried = dict[int, Tried]()
@@ -57,7 +57,7 @@ def least_devices(need: Need, limit_bytes: float, most: int) -> Limits:
 def largest_side(need: Need, limit_bytes: float, start: int, least: int, most: int, step: int = STEP) -> Limits:
     """The largest side of a cube, or number of samples, in steps, from `least` to `most`, that fits. More needs more.
 
-    start: a number that needs about as much as there is, or any.
+    start: a guess, ideally a number that needs about as much as there is.
     """
     tried = dict[int, Tried]()
 

@@ -1,4 +1,4 @@
-"""Time against memory: the fastest plans of a model under limits from the largest down."""
+"""Time against memory: the fastest plans of a model under decreasing limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POINTS = 16  # at most: limits are then this far apart, by a factor
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A limit, what a search under it found, and the fastest plan of that and of all smaller limits, if one fits."""
+    """A limit, the result of the search under it, and the fastest plan for it and all smaller limits, if one fits."""
 
     limit_bytes: float
     result: SearchResult
@@ -34,12 +34,12 @@ def memory_curve(
     points: int = POINTS,
     **options: Any,
 ) -> list[Point]:
-    """The fastest plan under `most_bytes`, then under what is less than that one needs, and so on to `least_bytes`.
+    """The fastest plan under `most_bytes`, then under less than that plan needs, and so on, down to `least_bytes`.
 
-    By equation 1 no limit between a point's and the memory of its plan has another answer, so that curve is exact
-    at its steps; with overlap, a point is the best of the candidates that were met. Where there are more steps than
-    `points` some are left out, and a limit is then a given factor below the last. The last point may be one where
-    nothing fits. options: the other ones of `search`.
+    By equation 1 every limit between a point's and its plan's memory has the same answer, so that curve is exact at its
+    steps; with overlap, a point is the best of the candidates. If there are more steps than `points`, some are left
+    out: a limit is then a fixed factor below the last. At the last point nothing may fit. options: other options of
+    `search`.
     """
     seconds = timeline_s if objective == "timeline" else step_time_s
     factor, offered = (least_bytes / most_bytes) ** (1 / max(points - 1, 1)), tuple(offer)

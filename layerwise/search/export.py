@@ -1,4 +1,4 @@
-"""The cost tables as a cost function network, so that an outside solver can prove the optimum.
+"""The cost tables as a cost function network, with which an outside solver can prove the optimum.
 
 Format: https://toulbar2.github.io/toulbar2/formats/cfnformat.html (its JSON form). A variable is a layer, its values
 are the layer's configurations, and the sum of all functions is equation 1 in seconds.
@@ -22,12 +22,12 @@ LARGEST = 2**63 // 162  # of these: MAX_COST in toulbar2's src/core/tb2types.hpp
 
 
 def export_costs(tables: CostTables, path: str | os.PathLike[str], name: str = "layerwise") -> None:
-    """Writes the tables to `path` (.cfn), whole or not at all: LayerwiseError. `name` is the problem's."""
+    """Writes the tables to `path` (.cfn), atomically. Raises LayerwiseError if it cannot. `name` is the problem's."""
     write_text(path, _parts(tables, name, decimals(tables)))
 
 
 def variable_names(layers: Iterable[str]) -> dict[str, str]:
-    """Layer -> variable: the same name where the format allows it, else with `_` for what it forbids, kept distinct."""
+    """Layer -> variable: the same name, with `_` for characters that the format forbids; names stay distinct."""
     taken: dict[str, str] = {}
     for layer in layers:
         base = re.sub(r"[^A-Za-z0-9_.-]", "_", layer)
@@ -48,15 +48,18 @@ def value_name(config: Config) -> str:
 
 
 def above_s(tables: CostTables) -> float:
-    """A bound above the cost of every strategy: the sum of all tables' largest entries, and 1 s."""
+    """A bound above every strategy's cost: the sum of all tables' largest entries, plus 1 s."""
     return 1 + sum(float(cost.max()) for cost in (*tables.node.values(), *tables.transfer.values()))
 
 
 def decimals(tables: CostTables) -> int:
-    """The number of decimals of a second that are written."""
+    """The number of decimals of a second to write."""
     digits = next((d for d in DIGITS if above_s(tables) * 10**d < LARGEST), None)
     if digits is None:
-        raise LayerwiseError(f"strategies of up to {above_s(tables):.3g} s leave no room for {DIGITS[-1]} decimals")
+        raise LayerwiseError(
+            f"strategies take up to {above_s(tables):.3g} s, which is too long for {DIGITS[-1]} decimals in the "
+            "solver's integers"
+        )
     return digits
 
 

@@ -1,7 +1,8 @@
-"""The search, in three stages, each a function of plain data: tables of what can be chosen (`price`), elimination
-(`choose`; for a price of memory where that is short, `choose_within`), and moves on the simulated step (`improve`).
+"""The search, in three stages, each a function of plain data.
 
-The plan is the fastest by simulated step of what the stages found and of all baselines.
+`price` makes tables of what can be chosen, `choose` eliminates (`choose_within` with a price of memory, if memory is
+short), and `improve` makes moves on the simulated step. The plan is the fastest, by simulated step, of the stages'
+results and all baselines.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from layerwise.search.solve.narrow import Narrowed, exact_optimum, narrow, strat
 
 @dataclass(frozen=True)
 class Priced:
-    """What can be chosen, and the tables of what bounds leave of it."""
+    """What can be chosen, and the tables of what bounds leave."""
 
     model: CostModel
     space: SearchSpace
     configs: Configs  # of every layer
-    free: Mapping[str, dict[str, Config]]  # baselines, as people have them
-    named: Mapping[str, dict[str, Config]]  # and with the space's fixed layers
+    free: Mapping[str, dict[str, Config]]  # baselines as usual
+    named: Mapping[str, dict[str, Config]]  # baselines with the space's fixed layers
     narrowed: Narrowed
     limit: float  # bytes of a device
     offer: tuple[str, ...]  # of OFFERS: what may save memory
     memory_bytes: float  # of search tables
     progress: Progress | None = None
-    seconds: dict[str, float] = field(default_factory=dict)  # by what was done, as far as it was
+    seconds: dict[str, float] = field(default_factory=dict)  # by activity, so far
 
     def candidate(self, strategy: Strategy, name: str = "layerwise", bucket_bytes: int = BUCKET_BYTES) -> Candidate:
-        """A strategy, priced."""
+        """A priced strategy."""
         return candidate(self.model, name, strategy, self.limit, bucket_bytes)
 
     def took(self, what: str, started: float) -> None:
@@ -56,7 +57,7 @@ class Priced:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - started
 
     def limited(self, offer: Iterable[str]) -> LimitedSearch:
-        """The search under a limit, with these that may save memory."""
+        """The search under a limit, with these ways to save memory."""
         fixed, memory_bytes = dict(self.space.fixed), self.memory_bytes
         return LimitedSearch(
             self.model, self.configs, offer=offer, fixed=fixed, memory_bytes=memory_bytes, progress=self.progress
@@ -74,12 +75,12 @@ def search(
     effort: Effort = "normal",
     progress: Progress | None = None,
 ) -> SearchResult:
-    """The best strategy over `space` of which a step's memory is at most `memory_limit_bytes` on every device.
+    """The best strategy in `space` whose memory in a step is at most `memory_limit_bytes` on every device.
 
-    memory_limit_bytes: by default what a device has. Where it leaves the best strategy out, what is offered (of
-    `priced.variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
-    `memory_bytes` bounds search tables. Fixed layers of the space keep their configuration, also in baselines.
-    `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
+    memory_limit_bytes: default: a device's memory. If it excludes the best strategy, layers may save memory in the ways
+    of `offer` (`priced.variants.OFFERS`); if no strategy fits, the answer is the best of all. `memory_bytes` bounds
+    search tables. Fixed layers of the space keep their configuration, also in baselines. `effort`: how long to improve
+    and bound the best plan by timeline; "quick": not at all.
     """
     limit = _limit(model, space, memory_limit_bytes)
     if space.weights is None:
@@ -87,7 +88,7 @@ def search(
     priced = price(model, space, limit, tuple(offer), memory_bytes, progress)
     known = {name: priced.candidate(s, _title(priced, name)) for name, s in priced.named.items()}
     if not known["data"].timeline.total_s:
-        raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
+        raise LayerwiseError(f"model {model.graph.name!r} only renames its input, so there is nothing to plan")
     chosen = choose(priced, known)
     if objective == "additive" or all(len(these) == 1 for these in priced.configs.values()):
         effort = "quick"
@@ -111,7 +112,7 @@ def search(
     best = next((c for c in known.values() if c.key == best.key), best)
     sizes = [len(these) for these in priced.configs.values()]
     counts = {"largest": max(sizes), "total": sum(sizes), "kept": chosen.kept}
-    # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
+    # Equal strategies are listed once, under a baseline's name if there is one, data parallelism first.
     simulated = tuple({c.key: c for c in [*every, *reversed(known.values())]}.values())
     compared = {
         name: known[name]
@@ -145,7 +146,7 @@ def price(
     memory_bytes: float = 2**31,
     progress: Progress | None = None,
 ) -> Priced:
-    """The first stage: what every layer can be, and tables of what bounds leave of it."""
+    """The first stage: the configurations of every layer, and tables of what bounds leave."""
     started, fixed = time.perf_counter(), dict(space.fixed)
     free = named_baselines(model, space)
     named = {name: strategy | fixed for name, strategy in free.items()}
@@ -160,27 +161,29 @@ def price(
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What elimination chose: the best by equation 1, and its proof."""
+    """The result of elimination: the best by equation 1, and its proof."""
 
     best: Candidate
     optimum: Optimum
-    kept: int  # configurations that were left after bounds, of all layers
+    kept: int  # configurations left after bounds, of all layers
 
 
 def choose(priced: Priced, known: Mapping[str, Candidate]) -> Chosen:
-    """The second stage: the optimum of equation 1, whatever memory it needs. known: baselines, which it may be."""
+    """The second stage: the optimum of equation 1, without a memory limit. known: baselines, which
+    may be the optimum.
+    """
     started, narrowed = time.perf_counter(), priced.narrowed
     small, optimum = exact_optimum(priced.model, narrowed.tables, narrowed.upper_s, priced.memory_bytes)
     priced.took("search", started)
     best = priced.candidate(strategy_of(small.configs, optimum.choice))
-    if not optimum.proven:  # a baseline may be better than what elimination came to
+    if not optimum.proven:  # a baseline may be better than elimination's result
         best = min([best, *known.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, best.price.step_time_s))
     return Chosen(best, optimum, sum(map(len, narrowed.tables.configs.values())))
 
 
 def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Least | None]:
-    """The second stage where memory is short: the strategies that fit; where none was found, the least memory.
+    """The second stage if memory is short: the strategies that fit, or, if none was found, the least memory.
 
     known: strategies to begin with, beside the baselines.
     """
@@ -201,7 +204,7 @@ def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Le
 
 
 def tuned(priced: Priced, known: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], list[Candidate]]:
-    """Baselines in the buckets that each is fastest with, as what is found has; and those that had others before."""
+    """Baselines with the bucket size that is fastest for each, and those that had another size before."""
     sizes = {name: best_cap(priced.model, c.strategy) for name, c in known.items()}
     other = [name for name, c in known.items() if sizes[name] != c.bucket_bytes]
     better = {name: priced.candidate(known[name].strategy, known[name].name, sizes[name]) for name in other}
@@ -212,9 +215,10 @@ def tuned(priced: Priced, known: Mapping[str, Candidate]) -> tuple[dict[str, Can
 def improve(
     priced: Priced, effort: Effort, known: Sequence[Candidate], *, fits: bool
 ) -> tuple[list[Candidate], float | None]:
-    """The third stage: what moves on the simulated step come to, with the best buckets, and a bound of all steps.
+    """The third stage: the strategies that moves on the simulated step reach, with the best buckets, and a bound of
+    all.
 
-    known: what moves begin with. fits: only what fits into memory is looked for.
+    known: the moves' starting points. fits: consider only strategies that fit into memory.
     """
     if effort == "quick":
         return [], None
@@ -238,7 +242,7 @@ def improve(
         for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy)))
     ]
     priced.took("overlap", started)
-    return found, None if model.devices.kinds else better.lower_bound_s or None  # a bound of equal devices' steps
+    return found, None if model.devices.kinds else better.lower_bound_s or None  # the bound is for equal devices
 
 
 def _title(priced: Priced, name: str) -> str:
@@ -246,34 +250,36 @@ def _title(priced: Priced, name: str) -> str:
 
 
 def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | None) -> float:
-    """Bytes of a device that a step may take. Raises LayerwiseError if what is asked for does not fit together."""
+    """The bytes of a device that a step may use. Raises LayerwiseError if the arguments do not fit together."""
     limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
     if not limit > 0:
-        raise LayerwiseError(f"a memory limit is a number of bytes above 0, not {memory_limit_bytes}")
+        raise LayerwiseError(f"the memory limit is {memory_limit_bytes}, but must be a number of bytes above 0")
     if space.devices != model.devices.count:
-        raise LayerwiseError(f"the space is for {space.devices} devices, the device graph has {model.devices.count}")
+        raise LayerwiseError(
+            f"the space is for {space.devices} devices, but the device graph has {model.devices.count}"
+        )
     if unknown := sorted(dict(space.fixed).keys() - {layer.name for layer in model.graph.inner}):
         raise LayerwiseError(f"fixed layer {unknown[0]!r} is not in the model")
     return limit
 
 
 def decide(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, heed_memory: bool = True) -> Candidate:
-    """The best by `preferred`; data parallelism where that gains no more than the model's error."""
+    """The best by `preferred`; data parallelism if the gain over it is within the model's error."""
     everyone = [baselines["data"], *optima, *(c for name, c in baselines.items() if name != "data")]
     best = preferred(everyone) if heed_memory else min(everyone, key=timeline_s)
     data = baselines["data"]
     if best is data or (heed_memory and data.fits != best.fits):
         return best
     best_s, data_s = timeline_s(best), timeline_s(data)
-    if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is less
+    if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is smaller
         return data
     return data if best_s >= data_s * (1 - error_between(data, best)) else best
 
 
 def best_cap(model: CostModel, strategy: Strategy) -> int:
-    """At how many bytes a bucket of gradients is best full: DistributedDataParallel's 25 MiB, unless less gains by it.
+    """The bytes of a full gradient bucket: DistributedDataParallel's 25 MiB, unless smaller ones are faster.
 
-    What shares states out keeps these: their memory is that of such buckets.
+    Strategies with sharded states keep 25 MiB: their memory is that of such buckets.
     """
     best, least_s = BUCKET_BYTES, timeline(model, strategy).total_s
     shares = any(config.states != "replicated" for config in strategy.values())
@@ -290,7 +296,7 @@ def candidate(
     memory_limit_bytes: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Candidate:
-    """Prices a strategy both ways. memory_limit_bytes: by default what a device has."""
+    """Prices a strategy both ways. memory_limit_bytes: default: a device's memory."""
     strategy = complete(model, strategy)
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
     step = timeline(model, strategy, bucket_bytes=bucket_bytes)
@@ -300,13 +306,15 @@ def candidate(
 def configurations(
     model: CostModel, space: SearchSpace, named: Mapping[str, Mapping[str, Config]]
 ) -> dict[str, tuple[Config, ...]]:
-    """The configurations of every layer: the space, and what a baseline uses; one for inputs, sink, fixed layers."""
+    """The configurations of every layer: the space and the baselines'; a single one for inputs,
+    sink and fixed layers.
+    """
     result, fixed = dict[str, tuple[Config, ...]](), dict(space.fixed)
     of_kind: dict[int, tuple[Config, ...]] = {}
     whole = of_all_classes(model)
     if model.graph.batch < space.replicas:
         batch = model.graph.batch
-        raise LayerwiseError(f"a batch of {batch} does not give each of {space.replicas} replicas a sample")
+        raise LayerwiseError(f"a batch of {batch} is too small to give each of {space.replicas} replicas a sample")
     for layer in model.graph.layers:
         if layer.end:
             result[layer.name] = (model.end_config(layer),)

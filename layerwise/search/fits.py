@@ -30,8 +30,8 @@ from layerwise.search.priced.variants import OFFERS, Forms, Strategy
 from layerwise.search.remedies import least_plan
 
 LARGEST_SIDE, LARGEST_LENGTH, LARGEST_BATCH = 4096, 2**17, 2**20
-FINE = 32  # a batch is found to within this share of it
-# What data parallelism may save memory by: whether it recomputes, and what it does with states.
+FINE = 32  # the largest batch is found to within this fraction
+# How data parallelism may save memory: whether it recomputes, and its states.
 FORMS: Mapping[str, tuple[bool, States]] = {
     "data parallelism": (False, "replicated"),
     "recomputed": (True, "replicated"),
@@ -42,16 +42,16 @@ FORMS: Mapping[str, tuple[bool, States]] = {
 
 @dataclass(frozen=True, slots=True)
 class FitQuestion:
-    """What is asked: a model at a batch, and devices.
+    """The question: a model at a batch, and devices.
 
     Attributes:
-        name: The model's.
+        name: The model's name.
         graph: Its fused layers at the batch.
-        profile: The machine; how its devices are linked does not matter.
+        profile: The machine; the links of its devices do not matter.
         gpus: Numbers of devices.
-        options: What the cost model assumes.
-        limit_bytes: That a plan may take of a device.
-        sizes: The model at other sizes of its inputs; None: it has one.
+        options: The cost model's assumptions.
+        limit_bytes: The bytes that a plan may use on a device.
+        sizes: The model at other input sizes; None: it has one size.
         space: What may be split.
     """
 
@@ -65,19 +65,19 @@ class FitQuestion:
     space: SearchSpace = field(default_factory=lambda: SearchSpace(1))
 
     def devices(self, gpus: int) -> DeviceGraph:
-        """So many devices, in one node."""
+        """This many devices, in one node."""
         return replace(self.profile, levels=self.profile.levels[:1]).device_graph(gpus, gpus)
 
     def model(self, graph: LayerGraph, gpus: int) -> CostModel:
-        """The model on so many devices."""
+        """The model on this many devices."""
         return CostModel(graph, self.devices(gpus), self.options)
 
     def data(self, model: CostModel, form: tuple[bool, States]) -> Strategy:
-        """Data parallelism, all layers in a form."""
+        """Data parallelism with all layers in one form."""
         return _formed(model, complete(model, baseline(model, "data")), form)
 
     def spatial(self, model: CostModel) -> Strategy:
-        """Samples split, then as much of space as there are devices for, saving all that can be saved."""
+        """Samples split, then space as far as there are devices, with all ways to save memory."""
         space, of_kind = replace(self.space, devices=model.devices.count), dict[int, Config]()
         for layer in model.graph.inner:
             kind = model.kind(layer)
@@ -88,7 +88,7 @@ class FitQuestion:
         return _formed(model, complete(model, split), FORMS["both"])
 
     def need(self, graph: LayerGraph, gpus: int, plan: Strategy | None = None) -> float:
-        """The least of some plans that save all they can, and of one that was found for another size."""
+        """The least memory of some plans that save all they can, and of a plan found for another size."""
         model = self.model(graph, gpus)
         plans = [self.data(model, FORMS["both"]), self.spatial(model)]
         if plan is not None and all(
@@ -99,7 +99,7 @@ class FitQuestion:
         return min(_peak(model, strategy) for strategy in plans)
 
     def row(self, gpus: int) -> DeviceNeed:
-        """What so many devices need. A plan is searched for only where none of the usual ones fits."""
+        """The memory on this many devices. A plan is searched for only if none of the usual ones fits."""
         model = self.model(self.graph, gpus)
         forms = {name: _peak(model, self.data(model, form)) for name, form in FORMS.items()}
         least, plan = min(*forms.values(), _peak(model, self.spatial(model))), None
@@ -112,34 +112,34 @@ class FitQuestion:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNeed:
-    """What so many devices need: bytes of the one that has most."""
+    """The memory on a number of devices: bytes of the fullest one."""
 
-    forms: Mapping[str, float]  # of data parallelism, by the names of `FORMS`
-    least: float  # of these, of space split, or where none of them fits, that was found of any plan
-    plan: Strategy | None = field(repr=False)  # the plan that was searched for, where it needs least
+    forms: Mapping[str, float]  # of data parallelism, by the names in `FORMS`
+    least: float  # of these, of spatial splits, or, if none fits, of any plan that was found
+    plan: Strategy | None = field(repr=False)  # the searched plan, if it needs least
 
     def fits(self, limit_bytes: float) -> str:
-        """The name of what fits; data parallelism first."""
+        """The name of what fits, data parallelism first."""
         fitting = (name for name, size in self.forms.items() if size <= limit_bytes)
         return next(fitting, "a plan" if self.least <= limit_bytes else "no")
 
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """The answer. Bytes are of the device that has most."""
+    """The answer. Bytes are those of the fullest device."""
 
     model: str
     device: str
     batch: int  # samples of all devices together
     limit_bytes: float
-    kinds: Mapping[MemoryKind, float]  # of one device, at its fullest instant
-    at: str  # that instant
-    gpus: Mapping[int, DeviceNeed]  # by how many devices
-    devices: Limits  # the least number that holds it
-    most: int  # devices, of which all below is
-    samples: Limits | None  # a largest batch, by the plans of `gpus`; None: the batch cannot be another
-    size: Limits | None  # likewise a largest sequence, or side of an image or a cube
-    sizes: Resizable | None = field(repr=False)  # what has that size
+    kinds: Mapping[MemoryKind, float]  # of one device, at its peak
+    at: str  # the instant of the peak
+    gpus: Mapping[int, DeviceNeed]  # by number of devices
+    devices: Limits  # the least number of devices that hold it
+    most: int  # the largest number of devices considered
+    samples: Limits | None  # the largest batch, by the plans in `gpus`; None: the batch is fixed
+    size: Limits | None  # the largest sequence, or side of an image or a cube
+    sizes: Resizable | None = field(repr=False)  # the model at that size
 
     @property
     def bytes(self) -> float:
@@ -147,7 +147,7 @@ class Fits:
         return sum(self.kinds.values())
 
     def report(self) -> Report:
-        """One screen."""
+        """A report of one screen."""
         have = units(self.limit_bytes, "B")
         kinds = Table([Column(kind, "B", [size]) for kind, size in (*self.kinds.items(), ("all", self.bytes)) if size])
         columns = [Column("GPUs", "#"), *(Column(name, "B") for name in FORMS), Column("least", "B"), Column("fits")]
@@ -156,7 +156,9 @@ class Fits:
         ]
         lines = [_devices(self), *_largest(self)]
         if len(self.gpus) > 1 or self.most > 1:
-            lines.append("Sharded: parameters, gradients and states are (ZeRO-3). What libraries take comes on top.")
+            lines.append(
+                "Sharded: parameters, gradients and states are sharded (ZeRO-3). Libraries' memory comes on top."
+            )
         parts: list[Part] = [
             Lines([f"One device is fullest at {self.at}:"]), kinds, Table(filled(columns, rows)), Lines(lines)
         ]  # fmt: skip
@@ -164,7 +166,7 @@ class Fits:
         return Report(self.model, about, parts, self.values)
 
     def values(self) -> dict[str, object]:
-        """For programs."""
+        """The answer as JSON values."""
         told = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sizes"}
         rows = {
             n: {**row.forms, "least": row.least, "fits": row.fits(self.limit_bytes)} for n, row in self.gpus.items()
@@ -182,7 +184,7 @@ class Fits:
 
 
 def fits(question: FitQuestion) -> Fits:
-    """The answer to a question. Raises LayerwiseError if the model cannot be on one device."""
+    """Answers a question. Raises LayerwiseError if the model cannot run on one device."""
     q, most = question, max(question.gpus)
     row = cache(q.row)
     alone = q.model(q.graph, 1)
@@ -210,7 +212,7 @@ def _samples(q: FitQuestion, gpus: int, plan: Strategy | None) -> Limits | None:
     def need(number: int) -> float:
         return q.need(q.graph.rebatch(number), gpus, plan)
 
-    with suppress(LayerwiseError):  # a graph of one batch alone, or statistics of a single value
+    with suppress(LayerwiseError):  # a graph for one batch only, or statistics of a single value
         first = int(batch * q.limit_bytes / need(batch))
         about = largest_side(need, q.limit_bytes, first, batch, LARGEST_BATCH, batch).fits
         start = max(1, min(first, batch)) if about is None else about.number
@@ -227,14 +229,15 @@ def _size(q: FitQuestion, sizes: Resizable, gpus: int, plan: Strategy | None) ->
         except LayerwiseError:
             if size <= sizes.size:
                 raise
-            return inf  # the model takes none so large, as where positions have a table
+            return inf  # the model does not accept this size, e.g. positions have a table
 
     most = LARGEST_LENGTH if sizes.dims == 1 else LARGEST_SIDE
-    with suppress(LayerwiseError):  # its layers want one size
+    with suppress(LayerwiseError):  # its layers need one size
         start = int(sizes.size * (q.limit_bytes / q.need(q.graph, gpus, plan)) ** (1 / sizes.dims))
         step = STEP * max(1, min(start, most) // (STEP * FINE)) if sizes.dims < 3 else STEP
         limits = largest_side(need, q.limit_bytes, start, sizes.least, most, step)
-        if limits.beyond is not None and limits.beyond.bytes == inf:  # more than it takes: which is the last, exactly
+        # larger than it accepts: find the last accepted size exactly
+        if limits.beyond is not None and limits.beyond.bytes == inf:
             start = sizes.size if limits.fits is None else limits.fits.number
             return largest_side(need, q.limit_bytes, start, sizes.least, most)
         return limits

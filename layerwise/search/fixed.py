@@ -1,4 +1,4 @@
-"""Layers that the user gives a configuration: a search keeps it, and chooses the others' around it."""
+"""Layers with a configuration from the user: a search keeps it, and chooses the others around it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from layerwise.partition.sharding import check_held
 
 
 def fixed_layers(graph: LayerGraph, devices: int, wanted: Mapping[str, object]) -> dict[str, Config]:
-    """Returns the configuration of every layer that is named.
+    """Returns the configuration of every named layer.
 
     Args:
         graph: The network.
-        devices: How many there are.
-        wanted: {layers: degrees}, such as {"fc*": {"c": 4}}. Layers are named as one of them, as a module around
-            layers, or as either with * and ?; of several that name a layer the last counts.
+        devices: The number of devices.
+        wanted: {layers: degrees}, such as {"fc*": {"c": 4}}. A key names a layer, a module around layers, or either
+            with * and ?; if several keys match a layer, the last counts.
 
     Raises:
-        LayerwiseError: Layers are not in the model, or one of them cannot be split so.
+        LayerwiseError: Layers are not in the model, or one of them cannot be split that way.
     """
     layers, configs = {layer.name: layer for layer in graph.inner}, dict[str, Config]()
     for pattern, degrees in wanted.items():
@@ -29,8 +29,8 @@ def fixed_layers(graph: LayerGraph, devices: int, wanted: Mapping[str, object]) 
         if not names:
             hint = nearest(str(pattern), layers) or f" (it has {', '.join(list(layers)[:8])}{' …' * (len(layers) > 8)})"
             raise LayerwiseError(
-                f"the strategy names layer {pattern!r}, which the model does not have{hint}; element-wise layers go "
-                "with the layer before them"
+                f"the strategy names layer {pattern!r}, which the model does not have{hint}; element-wise layers "
+                "belong to the layer before them"
             )
         for name in names:
             configs[name] = parse(degrees, layers[name].space.dims, devices, name)

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--loss",
         choices=list(LOSSES),
-        help="behind a built-in network, of the classes of positions, its target an input: MODEL+LOSS (default: none)",
+        help="loss for a built-in network's classes, with its target as an input: MODEL+LOSS (default: none)",
     )
     machine_arguments(p)
     training_arguments(p)
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar=("LAYERS", "DEGREES"),
-        help="a configuration that layers keep: --fix 'fc*' c=4, --fix encoder n=2,h=2; 1: one device. Can be repeated",
+        help="fix the configuration of layers: --fix 'fc*' c=4, --fix encoder n=2,h=2; 1: one device. Can be repeated",
     )
     _cost_flags(p.add_argument_group("cost model"))
     _output_flags(p.add_argument_group("output"))
@@ -82,13 +82,15 @@ def _space_flags(g: Flags) -> None:
         type=count,
         default=1,
         metavar="R",
-        help="outer data parallelism: R groups of N/R neighbouring GPUs, each of which has samples of its own",
+        help="outer data parallelism: R groups of N/R neighbouring GPUs, each with its own samples",
     )
     g.add_argument(
         "--memory-limit",
         metavar="14GB",
-        help="that a step may take on a device (default: what the profile's devices have, of GPUs less what libraries "
-        "take: 1.5 GB, at most a tenth)",
+        help=(
+            "that a step may use on a device (default: the profile's; on GPUs without the libraries' part: 1.5 GB, at "
+            "most a tenth)"
+        ),
     )
     offers = g.add_mutually_exclusive_group()
     offers.add_argument(
@@ -96,9 +98,15 @@ def _space_flags(g: Flags) -> None:
         type=offered,
         default=OFFERS,
         metavar="recompute,shard",
-        help="what may save memory, layer by layer, where a limit binds (default: both)",
+        help="ways to save memory, layer by layer, if a limit binds (default: both)",
     )
-    offers.add_argument("--no-offer", type=offered, default=(), metavar="recompute,shard", help="what may not")
+    offers.add_argument(
+        "--no-offer",
+        type=offered,
+        default=(),
+        metavar="recompute,shard",
+        help="ways to save memory that are not allowed",
+    )
     g.add_argument("--no-fuse", action="store_true", help="a layer for every operator, element-wise ones too")
     g.add_argument(
         "--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"
@@ -107,7 +115,7 @@ def _space_flags(g: Flags) -> None:
         "--effort",
         choices=EFFORTS,
         default="normal",
-        help="how long the plan is improved by simulated time, and that bounded; quick: not at all (default: normal)",
+        help="how long to improve and bound the plan by simulated time; quick: not at all (default: normal)",
     )
 
 
@@ -115,7 +123,7 @@ def _cost_flags(g: Flags) -> None:
     g.add_argument(
         "--inference",
         action="store_true",
-        help="plan for answers alone: the forward pass of one batch, with running statistics and nothing saved",
+        help="plan for inference: the forward pass of one batch, with running statistics, saving nothing",
     )
     g.add_argument(
         "--link-model",
@@ -128,18 +136,18 @@ def _cost_flags(g: Flags) -> None:
         "--sync",
         choices=["all-reduce", "parameter-server"],
         default="all-reduce",
-        help="how gradients are added (parameter-server: as in the paper; a plan is run with all-reduces)",
+        help="how gradients are summed (parameter-server: as in the paper; runs use all-reduces)",
     )
     g.add_argument(
         "--io",
         choices=["auto", "sample", "free", "boxes"],
         default="auto",
-        help="each device feeds and gets its own samples, or the whole batch, or the boxes that it needs (default: "
-        "sample if each has one, else boxes if the network has a loss or one output, else free)",
+        help=(
+            "each device gets and returns its own samples, the full batch, or the boxes that it needs (default: sample "
+            "if each has one, else boxes if the network has a loss or one output, else free)"
+        ),
     )
-    g.add_argument(
-        "--local-batch-norm", action="store_true", help="statistics of each device's own samples, as DDP has them"
-    )
+    g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples, like DDP")
     g.add_argument(
         "--objective",
         choices=["timeline", "additive"],
@@ -151,7 +159,7 @@ def _cost_flags(g: Flags) -> None:
 def _output_flags(g: Flags) -> None:
     output_arguments(g)
     g.add_argument("--layers", action="store_true", help="a row for every layer")
-    g.add_argument("--memory", action="store_true", help="what a step holds where its memory is fullest")
+    g.add_argument("--memory", action="store_true", help="show the memory at the peak of a step by kind")
     g.add_argument("--plot", metavar="FILE.svg", help="draw the plan")
     g.add_argument("--out", metavar="PLAN.json", help="write the plan")
     g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step as a Chrome trace of every device")
@@ -169,19 +177,21 @@ def _output_flags(g: Flags) -> None:
 
 
 def offered(text: str) -> tuple[str, ...]:
-    """`recompute,shard`: of OFFERS, each once."""
+    """`recompute,shard`: names in OFFERS, without duplicates."""
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words or set(words) - set(OFFERS):
-        raise argparse.ArgumentTypeError(f"{text!r}: choose of {', '.join(OFFERS)}, joined by commas")
+        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(OFFERS)}, joined by commas")
     return words
 
 
 def fixed_degrees(args: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """The degrees of --fix, by layers' names."""
+    """The degrees in --fix, by layer name."""
     found = {}
     for layers, degrees in args.fix:
         parts = [] if degrees == "1" else [part.partition("=") for part in degrees.split(",")]
         if any(not label or not re.fullmatch("[0-9]{1,9}", degree) for label, _, degree in parts):
-            raise LayerwiseError(f"--fix {layers} {degrees!r}: degrees are such as c=4 or n=2,h=2; 1 is one device")
+            raise LayerwiseError(
+                f"--fix {layers} {degrees!r}: degrees must be like c=4 or n=2,h=2, or 1 for one device"
+            )
         found[layers] = {label: int(degree) for label, _, degree in parts}
     return found

@@ -29,9 +29,9 @@ def make_plan(
     fused: bool,
     input_shape: tuple[int, ...] | None = None,
 ) -> Plan:
-    """A strategy, or what a search chose, as a plan: what was predicted, and what that rests on.
+    """A strategy, or a search's choice, as a plan, with its predictions and their basis.
 
-    `name`, `profile` and `input_shape` as on the command line, so that the search can be repeated.
+    `name`, `profile` and `input_shape` are as on the command line, so that the search can be repeated.
     """
     best = found.best if isinstance(found, SearchResult) else found
     inner, fixed = [layer.name for layer in model.graph.inner], {n: as_json(config) for n, config in space.fixed}
@@ -81,7 +81,7 @@ def make_plan(
 
 
 def _proven(plan: Plan, result: SearchResult) -> Plan:
-    """The plan with what only a search can say: bounds, and where the memory limit binds, what a byte is worth."""
+    """The plan with what only a search knows: bounds, and, if the memory limit binds, the value of a byte."""
     predicted: dict[str, float] = {
         "data_timeline_s": result.baselines["data"].timeline.total_s,
         "lower_bound_s": result.optimum.lower_bound_s,
@@ -112,8 +112,8 @@ def layer_times(
 ) -> dict[str, dict[str, float]]:
     """Seconds of every layer's parts in a simulated step, forward and backward together.
 
-    compute_s: of the slowest device, beside the gradients that travel meanwhile; transfers_s (of its inputs, and sums
-    over k), statistics_s: from when the last device has come; sync_s: of the bucket that its gradients are first in.
+    compute_s: on the slowest device, with concurrent traffic; transfers_s (of its inputs, and sums over k) and
+    statistics_s: from when the last device has arrived; sync_s: of the first bucket with its gradients.
     """
     result: dict[str, dict[str, float]] = {}
     for span in step_spans(model, strategy, bucket_bytes):
@@ -127,7 +127,7 @@ def layer_times(
 
 
 def write_timeline(plan: Candidate, path: str | os.PathLike[str]) -> None:
-    """Simulates a step of the plan and writes what every device does when, whole or not at all."""
+    """Simulates a step of the plan and writes a trace of every device, atomically."""
     names, devices = dict[str, int](), plan.model.devices
     rows: list[list[Row]] = [[] for _ in range(devices.count)]
     for span in plan.spans:

@@ -1,4 +1,4 @@
-"""The search that found a plan, from the plan alone: its cost model again, and the search for other devices."""
+"""Rebuilds the search that found a plan, from the plan alone: its cost model, and the search for other devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from layerwise.search.priced.variants import OFFERS
 
 
 def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) -> tuple[CostModel, SearchSpace]:
-    """The cost model and the space under which a plan was found; `model`, `profile`: see `planned_call`, `planned`."""
+    """The cost model and the space of a plan's search; `model`, `profile`: see `planned_call`, `planned`."""
     raw, devices, options, space = _searched(plan, model, profile)
     graph = plan.layers(raw)
     plan.check(graph)
@@ -42,17 +42,17 @@ def replan(
     """Returns the best plan of the same network, batch and options for another number of devices.
 
     Args:
-        plan: The plan whose search is repeated. Its machine has as many devices as are asked for.
-        gpus: Devices.
-        gpus_per_node: Of a node.
-        model: The plan's model, where that is `package.module:callable`.
-        profile: The plan's profile, where that is a file.
+        plan: The plan whose search is repeated, on its machine with another number of devices.
+        gpus: The number of devices.
+        gpus_per_node: Devices in a node.
+        model: The plan's model, if that is `package.module:callable`.
+        profile: The plan's profile, if that is a file.
 
     Returns:
-        The plan, with the same global batch, so that training goes on with the same samples.
+        The plan, with the same global batch, so that training can continue with the same samples.
 
     Raises:
-        LayerwiseError: The plan does not say how it was found, is of another model, or nothing fits into memory.
+        LayerwiseError: The plan lacks its search's options, is of another model, or nothing fits into memory.
 
     Examples:
         replan(load_plan("plan.json"), gpus=3, gpus_per_node=3)
@@ -66,7 +66,7 @@ def replan(
     result = search(cost, space, memory_limit_bytes=limit, offer=offer)
     if not result.best.fits:
         raise LayerwiseError(
-            f"no plan of {plan.model} fits into {units(limit, 'B')} on each of {gpus} devices: start more of them, or "
+            f"no plan for {plan.model} fits into {units(limit, 'B')} on each of {gpus} devices: start more devices, or "
             "search with a smaller batch"
         )
     shape, name = plan.provenance["input_shape"], cast(str, plan.provenance["profile"])
@@ -76,7 +76,7 @@ def replan(
 def _searched(
     plan: Plan, model: str | None, profile: str | None
 ) -> tuple[LayerGraph, DeviceGraph, CostOptions, SearchSpace]:
-    """The network as it is imported, and the devices, options and space of the plan's search."""
+    """The imported network, and the devices, options and space of the plan's search."""
     p = plan.provenance
     try:
         devices = planned(cast(str, p["profile"]), profile).device_graph(plan.gpus, plan.gpus_per_node)
@@ -88,12 +88,14 @@ def _searched(
         replicas = cast(int, p.get("replicas", 1))
         space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas)
     except (KeyError, TypeError) as error:
-        raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
+        raise LayerwiseError(f"the plan's provenance lacks its search's options ({error}): search again") from None
     for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES}.items():
         if (value := getattr(options, option)) not in choices:
-            raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(choices)}")
+            raise LayerwiseError(
+                f"the plan's provenance has the {option} {value!r}, but must have one of {', '.join(choices)}"
+            )
     if p.get("constraints"):
-        raise LayerwiseError("the plan was searched under constraints, which are no more: search again with --fix")
+        raise LayerwiseError("the plan was searched with constraints, which were removed: search again with --fix")
     raw = load_model(*planned_call(plan.model, model, plan.batch, p))
     wanted = p.get("fixed", {})
     if not isinstance(wanted, dict):
@@ -103,15 +105,17 @@ def _searched(
 
 
 def offered(plan: Plan) -> tuple[str, ...]:
-    """What the search of a plan could take to save memory, of OFFERS."""
+    """The ways in OFFERS in which a plan's search could save memory."""
     offer = plan.provenance.get("offer", [])
     if not isinstance(offer, list) or any(word not in OFFERS for word in offer):
-        raise LayerwiseError(f"the plan's provenance offers {offer!r}; there are {', '.join(OFFERS)}: search again")
+        raise LayerwiseError(
+            f"the plan's provenance offers {offer!r}, but only {', '.join(OFFERS)} exist: search again"
+        )
     return tuple(offer)
 
 
 def memory_limit(plan: Plan, model: CostModel) -> float:
-    """Bytes of a device that a plan was found under; of a strategy that was not searched for, what may be used."""
+    """The bytes of a device that a plan was searched with; for other strategies, what may be used."""
     limit = plan.provenance.get("memory_limit_bytes", model.devices.usable_bytes)
     if not isinstance(limit, int | float) or isinstance(limit, bool):
         raise LayerwiseError(f"the plan's provenance has the memory limit {limit!r}: search again")

@@ -1,4 +1,4 @@
-"""Remedies: what would make a plan fit where none does."""
+"""Remedies: changes that make a plan fit if none does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layerwise.search.priced.limited import LimitedSearch
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A remedy that was tried, as a phrase, and the least memory of a plan found then; whether that fits."""
+    """A remedy that was tried, as a phrase, with the least memory of a plan found for it, and whether that fits."""
 
     what: str
     bytes: float
@@ -32,12 +32,12 @@ def remedies(
     offer: Iterable[str],
     more_devices: DeviceGraph | None = None,
 ) -> list[Remedy]:
-    """Remedies with their least memory, in the order of what they cost, up to the first that makes a plan fit.
+    """Remedies with their least memory, cheapest first, up to the first that makes a plan fit.
 
-    Inputs as boxes, shared states, recomputation, twice the devices, half the batch. Each is looked for among degrees
-    that are powers of two: that one fits is what is asked.
+    Inputs as boxes, sharded states, recomputation, twice the devices, half the batch. Degrees are powers of two, as the
+    question is only whether something fits.
 
-    more_devices: twice as many as now, where they are known.
+    more_devices: twice as many as now, if known.
     """
     tried: list[Remedy] = []
     space = replace(space, powers_of_two=True, spread=False)
@@ -73,7 +73,7 @@ def _others(
 
 
 def least_plan(model: CostModel, space: SearchSpace, offer: tuple[str, ...], wanted: float = 0.0) -> Least:
-    """Returns the plan that was found to need the least memory; wanted: see `LimitedSearch.least`."""
+    """Returns the plan found with the least memory; wanted: see `LimitedSearch.least`."""
     named = baselines(model, space)
     search = LimitedSearch(model, configurations(model, space, named), offer=offer)
     return search.least(list(named.values()), wanted)

@@ -85,7 +85,7 @@ def test_what_is_refused() -> None:
     assert "the plan is for 4 ranks, and the group of ranks 0 and 1 has 2: give it" in first["a plan for more"]
     assert "samples in common for the 2 replicas: split n into 2" in first["a plan across replicas"]
     assert "layer '0': {h=4} has samples in common for the 2 replicas" in first["by hand across replicas"]
-    assert "a batch of 1 does not give each of 2 replicas a sample" in first["too few samples"]
+    assert "a batch of 1 is too small to give each of 2 replicas a sample" in first["too few samples"]
     assert "device_mesh has ranks 0 and 1 of 4, and ParallelOptions(comm=...) has all" in first["a group and a comm"]
     assert "pass a 2-D device mesh to parallelize" in first["DDP"]
     assert "other arguments" not in first

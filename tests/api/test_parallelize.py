@@ -140,7 +140,7 @@ def test_an_exported_program_trains_from_its_weights() -> None:
     ("how", "message"),
     [
         ({"strategy": {"classifer": {"c": 2}}}, "names layer 'classifer', which the model does not have"),
-        ({"strategy": {"6": {"c": 2}}}, "element-wise layers go with the layer before them"),
+        ({"strategy": {"6": {"c": 2}}}, "element-wise layers belong to the layer before them"),
         ({"strategy": {"5": {"c": 4}}}, "needs 4 devices, there are 1: start the script with torchrun"),
         ({"strategy": "date"}, "did you mean 'data'"),
         ({"memory_limit": 1000.0}, "memory_limit is 1000, which is 1000 bytes: write 1000GB"),
@@ -185,7 +185,7 @@ def test_wrong_models() -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(LayerwiseError, match=r"within torch\.autocast.*before"):
         layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3))
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
-    with pytest.raises(LayerwiseError, match=r"bring (them|what it is given) to (one|that) type|torch\.export fails"):
+    with pytest.raises(LayerwiseError, match=r"convert (all of the model to one type|its input)|torch\.export fails"):
         layerwise.parallelize(mixed, torch.randn(2, 3))
 
 

@@ -81,7 +81,7 @@ def test_memory() -> None:
 def test_where_no_plan_fits_the_least_memory_is_said() -> None:
     with pytest.raises(
         LayerwiseError,
-        match=r"no plan fits into the 100 kB of a device: the least that was found needs .*, and no plan needs",
+        match=r"no plan fits into the 100 kB of a device: the smallest plan found needs .*, and no plan needs",
     ) as raised:
         planned(None, replace(REQUEST, memory_bytes=1e5), model="lenet5")
     assert ": use more ranks or a smaller batch, or give a larger memory_limit= if" in str(raised.value)

@@ -31,7 +31,7 @@ def test_another_model(tmp_path: Path) -> None:
         tmp_path, other("conv.weight", None, "conv.weights")
     )
     assert "'conv.bias' has shape [5] there, but [6] here" in refused(tmp_path, other("conv.bias", torch.ones(6)))
-    assert "'scale' in float32, it is float64 here" in refused(
+    assert "'scale' in float32, but it is float64 here" in refused(
         tmp_path, other("scale", torch.tensor(1.0, dtype=torch.float64))
     )
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     assert "Adafactor stores 'row_var' for 'conv.weight'" in reason(shampoo)
     newton = torch.optim.LBFGS(module.parameters())
     newton.step(lambda: torch.tensor(1.0))
-    assert "LBFGS keeps" in reason(newton)
+    assert "LBFGS stores" in reason(newton)
     assert "'progress' must consist of JSON values" in reason(progress={"x": {1, 2}})
     assert "'progress' must consist of JSON values" in reason(progress={"x": float("nan")})
     assert "at least 1 checkpoint must be kept" in reason(keep=0)

@@ -246,7 +246,7 @@ PROVENANCE = [
     ("cost_options", {"dtype": "float3"}, "has the dtype 'float3'"),
     ("cost_options", {"link_model": "x"}, "the plan's provenance: link_model is 'x'; it must be"),
     ("cost_options", {"sync": "x"}, "the plan's provenance: sync is 'x'; it must be"),
-    ("cost_options", {"speed": "x"}, "does not say how it was found"),
+    ("cost_options", {"speed": "x"}, "lacks its search's options"),
 ]
 
 

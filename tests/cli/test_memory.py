@@ -65,8 +65,8 @@ def test_a_limit_below_the_least_is_refused(run: Run, refuse: Run, here: Path) -
     asked = (*MLP, "--memory-limit", "1kB", "--out", "p.json", "--export-costs", "c.cfn")
     for flags in (asked, (*asked, "--json")):
         said = refuse(*flags)
-        assert "--memory-limit 1kB: no plan fits into the 1.00 kB of a device: the least that was found needs" in said
-        assert "(proven). Nothing that was tried makes one fit" in said
+        assert "--memory-limit 1kB: no plan fits into the 1.00 kB of a device: the smallest plan found needs" in said
+        assert "(proven). No change that was tried makes one fit" in said
         assert not list(here.iterdir())
 
 

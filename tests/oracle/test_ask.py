@@ -178,5 +178,5 @@ def test_what_the_oracle_answered_is_in_it(oracle: Oracle) -> None:
 
 
 def test_a_pipeline_is_no_plan(oracle: Oracle) -> None:
-    with pytest.raises(LayerwiseError, match="pipeline is not a configuration for every layer"):
+    with pytest.raises(LayerwiseError, match="pipeline is not a configuration of every layer"):
         plan_of("lenet5", "p100", oracle.model(2), oracle.answer("pipeline", 2))

@@ -147,5 +147,5 @@ def test_a_narrow_layer_is_cut_less() -> None:
 
 @pytest.mark.parametrize("text", ["", "2", "2x", "x2", "0x4", "2x-1", "2x2x2", "2*2", "1_0x2", "all2", "９x1"])
 def test_what_is_no_grid(text: str) -> None:
-    with pytest.raises(LayerwiseError, match="write batch groups x model parts"):
+    with pytest.raises(LayerwiseError, match="must be batch groups x model parts"):
         parse_grid(text)

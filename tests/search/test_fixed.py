@@ -63,5 +63,5 @@ def test_a_plan_remembers_what_was_fixed(tmp_path: Path) -> None:
     assert plan.provenance["fixed"] == {"0": {"n": 2}}
     assert rebuild(plan)[1].fixed == (("0", TWO),)
     assert replan(plan, 2, 2).strategy["0"] == TWO
-    with pytest.raises(LayerwiseError, match="degrees are such as c=4"):
+    with pytest.raises(LayerwiseError, match="degrees must be like c=4"):
         command([*asked, "--fix", "0", "n2"])

@@ -42,7 +42,7 @@ def test_the_limit_of_memory_stays() -> None:
     assert again.predicted["memory_bytes"] <= 0.9 * free
     assert again.strategy == plan.strategy
     assert again.provenance["memory_limit_bytes"] == plan.provenance["memory_limit_bytes"]
-    with pytest.raises(LayerwiseError, match=r"no plan of lenet5 fits into 1\.00 kB on each of 2 devices"):
+    with pytest.raises(LayerwiseError, match=r"no plan for lenet5 fits into 1\.00 kB on each of 2 devices"):
         replan(replace(plan, provenance={**plan.provenance, "memory_limit_bytes": 1000}), 2, 4)
 
 

@@ -60,7 +60,7 @@ def test_what_cannot_be_replicas() -> None:
     model = model_of(chain(1), 4)
     with pytest.raises(LayerwiseError, match="4 devices cannot be 3 replicas of equally many"):
         SearchSpace(4, replicas=3)
-    with pytest.raises(LayerwiseError, match="a batch of 1 does not give each of 2 replicas a sample"):
+    with pytest.raises(LayerwiseError, match="a batch of 1 is too small to give each of 2 replicas a sample"):
         search(model, SearchSpace(4, replicas=2))
     with pytest.raises(LayerwiseError, match=r"layer 'conv': \{n=2\} has samples in common"):
         SearchSpace(4, replicas=2).check(Config.of({"n": 2}), model_of(chain(4), 4).graph.inner[0].space.dims, "conv")

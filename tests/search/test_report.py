@@ -109,8 +109,8 @@ def test_where_no_plan_fits_the_least_memory_is_said() -> None:
     assert found["simulated"]["fit"] == 0
     assert found["fits"] is False
     for bound, words in (
-        (2e4, "no plan fits into the 10.0 kB of a device: the least that was found needs"),
-        (5e3, "no plan was found that fits into the 10.0 kB of a device: the least that was found needs"),
+        (2e4, "no plan fits into the 10.0 kB of a device: the smallest plan found needs"),
+        (5e3, "no plan was found that fits into the 10.0 kB of a device: the smallest plan found needs"),
         (result.least.bytes * 0.9999, f": every plan needs at least {units(result.least.bytes, 'B')} (proven)"),
     ):
         unsure = replace(result, least=replace(result.least, lower_bound_bytes=bound))
@@ -127,7 +127,7 @@ def test_an_additive_optimum_that_does_not_fit_gives_way_to_what_does() -> None:
     text, _, found = said(result)
     have, need = units(int(limit), "B"), units(free.price.memory_bytes, "B")
     assert f"lower bound of all that fits into {have}" in text
-    assert f"The {have} of a device bind: a plan of {need} ({result.unlimited.name}) would " in text
+    assert f"The limit of {have} a device binds: a plan that needs {need} ({result.unlimited.name}) would " in text
     assert "libraries" not in text  # the limit is given
     assert found["memory_limit_bytes"] == int(limit)
     assert found["without_limit"]["memory_bytes"] == free.price.memory_bytes
@@ -142,17 +142,17 @@ def test_where_the_default_limit_binds_its_reserve_is_said() -> None:
     assert limit == 0.9 * model.devices.processor.memory_bytes
     text, *_ = said(search(model, SearchSpace(4), memory_limit_bytes=limit))
     whole = units(model.devices.processor.memory_bytes, "B")
-    assert f"Of a device's {whole}, " in text
-    assert "are left to libraries: an assumption, which --memory-limit overrides." in text
+    assert f" of a device's {whole} to libraries" in text
+    assert "--memory-limit overrides it." in text
 
 
 def test_choices_are_counted() -> None:
     plain, again = Config(), Config(recompute=True)
     assert list(choices([plain])) == []
-    assert list(choices([plain, again])) == ["To fit, 1 layer is computed once more in the backward pass."]
+    assert list(choices([plain, again])) == ["To fit, 1 layer is recomputed in the backward pass."]
     (line,) = choices([again, again, Config(states="sharded"), Config(states="gathered")])
-    assert line.startswith("To fit, 2 layers are computed once more in the backward pass, the optimizer's state of 1 ")
-    assert line.endswith(", all states of 1 are shared out, parameters gathered when they compute.")
+    assert line.startswith("To fit, 2 layers are recomputed in the backward pass, the optimizer state of 1 ")
+    assert line.endswith(", all states of 1 are sharded, with parameters gathered for computation.")
 
 
 def test_one_device_has_one_plan() -> None:
@@ -193,9 +193,9 @@ def test_reports_name_whole_layers_and_their_share() -> None:
     graph = fuse(from_torch(Net(), (torch.randn(8, 16),)))
     model = CostModel(graph, load("cpu").device_graph(gpus=2, gpus_per_node=2), CostOptions())
     result = search(model, SearchSpace(2))
-    (line,) = (line for line in verdict(result) if line.startswith("Whole"))
+    (line,) = (line for line in verdict(result) if line.startswith("Not split"))
     told = as_dict(result, "net", {})["whole"]
     assert list(told) == ["linalg_svdvals"]
     assert 0 < told["linalg_svdvals"] < 1
     named = f"linalg_svdvals (aten::linalg_svdvals), {told['linalg_svdvals']:.0%}"
-    assert line == f"Whole (not split), with their share of the step: {named}."
+    assert line == f"Not split, with their share of the step: {named}."

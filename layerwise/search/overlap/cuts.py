@@ -1,10 +1,10 @@
 """Cuts: lower bounds of a step with overlap, each additive over layers and edges.
 
-Device 0 has a cell of every configuration, so its clock adds up all that it computes and all that is sent in line. At
-any point of the backward pass, what its port gets from then on (sums of gradients that are not complete yet, gradients
-of inputs that are not issued yet) travels one after the other, and the optimizer waits for it. So a step takes at least
-what is in line, the computation before that point, and the load of the port after it
-(docs/explanation/search_and_proof.md has the proof). A *row* is one such point.
+Device 0 has a cell in every configuration, so its clock adds up all that it computes and all that is sent in line. At
+any point of the backward pass, the later traffic of its port (sums of gradients that are not complete yet, gradients of
+inputs that are not issued yet) is sent one after the other, and the optimizer waits for it. So a step takes at least
+the in-line part, the computation before that point, and the port's load after it (docs/explanation/search_and_proof.md
+has the proof). A *row* is one such point.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from layerwise.search.priced.variants import Variants
 
 
 class _Point(NamedTuple):
-    """A point of the backward pass: layers are those of the graph's order, which is gone through backwards."""
+    """A point of the backward pass: layers are numbered in graph order, which the pass goes through backwards."""
 
-    computed: int  # from this layer on all is computed
+    computed: int  # all layers from this one on are computed
     issued: (
         int  # sums of the gradients of this layer and of those before it, and transfers of their inputs', come later
     )
@@ -54,7 +54,7 @@ class _Sum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A layer by itself under V configurations, in seconds: (V,) each."""
+    """A layer's own costs under V configurations, in seconds: (V,) each."""
 
     in_line: Floats  # its forward pass, collectives inside it, its update
     backward: Floats
@@ -67,7 +67,7 @@ class Cuts:
     Args:
         model: The network on its machine.
         space: The configurations of every layer.
-        watched: Devices from which transfers are looked at, as in `CostModel.edge_costs`; None: all, exactly.
+        watched: Devices whose transfers are considered, as in `CostModel.edge_costs`; None: all, exactly.
     """
 
     def __init__(self, model: CostModel, space: Variants, watched: tuple[int, ...] | None = (0,)) -> None:
@@ -82,7 +82,7 @@ class Cuts:
         self._tables: dict[tuple[int, bytes, bool], Floats] = {}
         self.seconds = {edge: self._one_way_s(edge, watched) for edge in self.edges}
         self.in_line: dict[EdgeName, Floats] = {}  # (B_v,) how often an edge's tensor is sent in line
-        self.returned: dict[EdgeName, int] = {}  # by edge whose gradient is issued early: from which layer
+        self.returned: dict[EdgeName, int] = {}  # edge whose gradient is issued early -> from which layer on
         for u, v, slot in self.edges:
             early, both = (v, slot) in begun, model.directions((u, v, slot)) == 2
             again = [float(config.recompute) for config in space.bases[v]]
@@ -91,7 +91,7 @@ class Cuts:
                 self.returned[u, v, slot] = self.place[v]
         self._known_rates: dict[tuple[Operation, tuple[GroupShape, ...]], Floats] = {}
         self.points = np.array(self._points())  # (R, 2)
-        # (R,) 1 where the gradient of an edge's tensor is issued early, but after the point, else 0.
+        # (R,) 1 if the gradient of an edge's tensor is issued early, but after the point, else 0.
         self.later: dict[EdgeName, Floats] = {
             edge: (self.points[:, 1] >= self.returned.get(edge, len(self.place))).astype(np.float64)
             for edge in self.edges
@@ -103,21 +103,21 @@ class Cuts:
         return Costs(node, {edge: self._table(edge, bool(self.later[edge][number])) for edge in self.edges})
 
     def _table(self, edge: EdgeName, later: bool) -> Floats:
-        """(B_u, B_v) seconds of an edge in a row. Equal ones are one array: those of a large space take much memory."""
+        """(B_u, B_v) seconds of an edge in a row. Equal tables share one array, as those of a large space are large."""
         key = id(self.seconds[edge]), self.in_line[edge].tobytes(), later
         if key not in self._tables:
             self._tables[key] = self.seconds[edge] * (self.in_line[edge] + later)
         return self._tables[key]
 
     def rows(self, choice: Choice) -> Floats:
-        """(R,) seconds of one choice, the largest of which no simulated step is below."""
+        """(R,) seconds of one choice; no simulated step is below the largest."""
         one = {name: np.array([variant]) for name, variant in choice.items()}
         own = sum((self.layer(name, variant) for name, variant in one.items()), np.zeros((1, len(self.points))))
         total: Floats = (own + self.sent(one, self.edges)).ravel()
         return total
 
     def sent(self, variants: Mapping[str, Ints], edges: Iterable[EdgeName]) -> Floats:
-        """(n, R) seconds of these edges under n choices, of which `variants` are the layers': (n,) or (1,)."""
+        """(n, R) seconds of these edges under n choices with the layers' `variants`: (n,) or (1,)."""
         base, total = self.space.base, np.zeros((1, len(self.points)))
         for edge in edges:
             source, target = base[edge[0]][variants[edge[0]]], base[edge[1]][variants[edge[1]]]
@@ -128,7 +128,7 @@ class Cuts:
         return total
 
     def layer(self, name: str, variants: Ints | slice = slice(None), rows: slice = slice(None)) -> Floats:
-        """(V, R) seconds of a layer by itself."""
+        """(V, R) seconds of a layer's own costs."""
         node, place, points = self.node[name], self.place[name], self.points[rows]
         total = node.in_line[variants, None] + node.backward[variants, None] * (place >= points[:, 0])
         later = np.flatnonzero(points[:, 1] >= self._issued(place))
@@ -147,7 +147,7 @@ class Cuts:
         inside = sum((cost.seconds[term.name] for term in LAYER_TERMS if term.span), zero)
         if not self.training:
             return _Node(cost.compute.forward + inside / 2, zero, ())
-        again = cost.seconds[COMPUTE.name] - cost.compute.total  # what is recomputed
+        again = cost.seconds[COMPUTE.name] - cost.compute.total  # recomputation
         layout = model.layout(layer, configs)
         sums = [_Sum.of("all_reduce", c) for c in gradients_of(model, layer, layout)]
         sums += [_Sum.of("reduce_scatter", c) for c in shares_of(model, layer, layout)]
@@ -155,20 +155,20 @@ class Cuts:
         return _Node(in_line, cost.compute.backward + again, sums)
 
     def _one_way_s(self, edge: EdgeName, watched: tuple[int, ...] | None) -> Floats:
-        """(B_u, B_v)."""
+        """(B_u, B_v) seconds of an edge in one direction."""
         (sources, rows), (targets, columns) = (distinct_cells(self.space.bases[name]) for name in edge[:2])
         all_s, directions = self.model.edge_cost(edge, sources, targets, watched), self.model.directions(edge)
         if len(sources) < len(rows) or len(targets) < len(columns):
             return all_s[rows][:, columns] / directions
         key = id(all_s), directions
         if key not in self._one_way:
-            self._one_way[key] = all_s, all_s / directions  # the former is there so that its id stays its own
+            self._one_way[key] = all_s, all_s / directions  # the former is kept so that no other object gets its id
         return self._one_way[key][1]
 
     # ---- points ----
 
     def _points(self) -> list[_Point]:
-        """The points at which something is issued later that is not before; and the end of all computation."""
+        """The points after which something is issued that was not before; and the end of all computation."""
         layers, points = self.model.graph.layers, [_Point(0, -1)]
         sending = {self.place[v] for _, v, _ in self.returned}
         for i, layer in enumerate(layers):
@@ -177,7 +177,7 @@ class Cuts:
         return points
 
     def _issued(self, place: int) -> int:
-        """The layer after which sums of a layer's gradients are issued at the earliest: they may wait for tied ones."""
+        """The earliest layer after which a layer's gradient sums are issued: they may wait for tied ones."""
         return max(place, self._last_tied)
 
     @cached_property
@@ -186,14 +186,14 @@ class Cuts:
 
     @cached_property
     def _later_bytes(self) -> Floats:
-        """(R,) that one bucket has at most of the gradients that are complete after each point."""
+        """(R,) the largest bytes of one bucket of the gradients that are complete after each point."""
         most = {name: sum(float(size.max()) for _, size, _, _ in node.sums) for name, node in self.node.items()}
         issued = np.array([self._issued(self.place[name]) for name in most])
         later: Floats = (issued <= self.points[:, 1, None]) @ np.array(list(most.values()))
         return np.minimum(later, BUCKET_BYTES + max(most.values()))
 
     def _rates(self, operation: Operation, groups: tuple[GroupShape, ...]) -> Floats:
-        """(groups, R) seconds a byte that sums after each point take at least."""
+        """(groups, R) lower bounds on seconds a byte for sums after each point."""
         if (operation, groups) not in self._known_rates:
             sizes, which = np.unique(self._later_bytes, return_inverse=True)
             devices, method = self.model.devices, self.model.options.sync_method

@@ -1,9 +1,9 @@
-"""The best step with overlap: a lower bound of all strategies, and moves from the best that are in hand.
+"""The best step with overlap: a lower bound of all strategies, and moves from the best ones found so far.
 
-The least of the largest row is a matrix game, as that of memory is (`priced.prices.least_rows`): a mixture of rows
-is additive, elimination minimises it, and no simulated step is below that. What the bound leaves of each layer is what
-moves choose from: of one layer, of a run of layers that are split alike, and of two neighbours. A move is simulated
-only where the largest row after it is below the best step, and those of the least row are simulated first.
+Minimizing the largest row is a matrix game, like that of memory (`priced.prices.least_rows`): a mixture of rows is
+additive, elimination minimizes it, and no simulated step is below that. Moves choose from what the bound leaves of each
+layer: they change one layer, a run of layers that are split alike, or two neighbours. A move is simulated only if its
+largest row is below the best step, smallest rows first.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from layerwise.search.solve.eliminate import sums_of
 Effort = Literal["quick", "normal", "thorough"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 SIMULATIONS: Mapping[Effort, int] = {"quick": 0, "normal": 80, "thorough": 1000}
-PATIENCE: Mapping[Effort, int] = {"quick": 0, "normal": 8, "thorough": 200}  # simulations that gain nothing
-STARTS = 2  # strategies from which moves are made
-NEAR = 0.01  # of the best step: a start that is further away is left alone
-GAIN = 0.005  # of the step: a move that gains less is left alone
+PATIENCE: Mapping[Effort, int] = {"quick": 0, "normal": 8, "thorough": 200}  # simulations without a gain
+STARTS = 2  # strategies from which moves start
+NEAR = 0.01  # of the best step: starts further away are skipped
+GAIN = 0.005  # of the step: moves that gain less are skipped
 ROUGH = 8  # rounds of messages over the full space
-MET = 8  # of the strategies that eliminations met, those that are simulated
-ENTRIES = 5e7  # of all tables of edges (VGG-16 on 1,024 GPUs: 3e7): beyond that, nothing is done
-CLOSELY = 1e7  # of those that the first bound leaves: beyond that, no second bound and no moves
+MET = 8  # of the strategies that eliminations met, those to simulate
+ENTRIES = 5e7  # in all tables of edges (VGG-16 on 1,024 GPUs: 3e7): beyond that, nothing is done
+CLOSELY = 1e7  # of those left by the first bound: beyond that, no second bound and no moves
 WORK = 2e7  # sums of an elimination: beyond that, messages bound as well as they can
 
 
 @dataclass(frozen=True, slots=True)
 class Overlapped:
-    """Strategies whose steps with overlap are best, and the bound of all."""
+    """The strategies with the best steps with overlap, and a bound of all."""
 
-    strategies: tuple[Strategy, ...]  # that moves came to, the fastest first
-    lower_bound_s: float  # of all strategies of the space
+    strategies: tuple[Strategy, ...]  # reached by moves, fastest first
+    lower_bound_s: float  # of all strategies in the space
 
 
 class Polish:
@@ -59,17 +59,17 @@ class Polish:
         fits: Callable[[Strategy], bool],
         effort: Effort,
     ) -> None:
-        """mean: a mixture of rows, which is at most the largest of them, and quickly looked up."""
+        """mean: a mixture of rows, which is at most the largest of them, and fast to look up."""
         self.cuts, self.mean, self.space, self.graph = cuts, mean, cuts.space, cuts.model.graph
         self.step_s, self.fits, self.left, self.patience = step_s, fits, SIMULATIONS[effort], PATIENCE[effort]
         self.names = [layer.name for layer in self.graph.layers]
         self.edges = edges_of(self.names, cuts.edges)
         self.own = {name: cuts.layer(name) for name in self.names}
-        self.best = np.inf  # seconds of the step that moves are to beat
+        self.best = np.inf  # seconds of the step to beat
         self.seen: dict[tuple[int, ...], float] = {}
 
     def seconds(self, choice: Choice) -> float:
-        """The simulated step; inf where it would be the best, but does not fit into memory."""
+        """The simulated step; inf if it would be the best but does not fit into memory."""
         key = tuple(choice[name] for name in self.names)
         if key not in self.seen:
             self.left -= 1
@@ -79,7 +79,7 @@ class Polish:
         return self.seen[key]
 
     def from_(self, choice: Choice) -> Choice:
-        """The best that moves come to, one after the other, the most promising first."""
+        """The best choice that successive moves reach, most promising first."""
         self.best = self.seconds(choice)
         while (better := next(self._better(choice), None)) is not None:
             choice, self.best = better, self.seconds(better)
@@ -97,7 +97,7 @@ class Polish:
                     yield choice | move
 
     def _single(self, choice: Choice, rows: Floats) -> Iterator[tuple[float, Choice]]:
-        """Moves of one layer, and of several that are split alike."""
+        """Moves of one layer, and of several layers that are split alike."""
         configs = self.space.configs
         for names in [[name] for name in self.names] + list(self._runs(choice)):
             places = [{config: i for i, config in enumerate(configs[name])} for name in names]
@@ -108,7 +108,7 @@ class Polish:
             yield from self._bounded(choice, rows, move)
 
     def _runs(self, choice: Choice) -> Iterator[list[str]]:
-        """Layers one after the other that are split alike, several, and those of equal kinds."""
+        """Consecutive layers that are split alike, if several, and layers of equal kinds."""
         inner = [layer.name for layer in self.graph.inner]
         config = {name: self.space.configs[name][choice[name]] for name in inner}
         for _, run in groupby(inner, key=config.__getitem__):
@@ -127,7 +127,7 @@ class Polish:
             yield from self._bounded(choice, rows, {u: both[0], v: both[1]})
 
     def _bounded(self, choice: Choice, rows: Floats, move: Mapping[str, Ints]) -> Iterator[tuple[float, Choice]]:
-        """The largest row after each of n moves: of each layer that is moved the variants (n,)."""
+        """The largest row after each of n moves, which give each moved layer the variants (n,)."""
         change = self.mean.change(choice, move, self.space.base, self.edges)
         worth = np.flatnonzero(self.mean.of(choice, self.space.base) + change < self.best * (1 - GAIN))
         if not len(worth):
@@ -154,19 +154,19 @@ def overlapped(
     fits: Callable[[Strategy], bool] = lambda _: True,
     memory_bytes: float = 2.0**31,
 ) -> Overlapped:
-    """Bounds the step with overlap, and looks for strategies that are faster than what is known.
+    """Bounds the step with overlap, and looks for strategies that are faster than the known ones.
 
-    Where its tables would be too large, there are no moves; where they would be far too large, the bound is 0.
+    If its tables would be too large, it makes no moves; if far too large, the bound is 0.
 
     Args:
         model: The network on its machine.
-        space: The configurations of every layer, none of which is recomputed where `forms` are given.
-        known: Strategies of the space that fit, the fastest first.
+        space: The configurations of every layer, none recomputed if `forms` are given.
+        known: Strategies of the space that fit, fastest first.
         step_s: The simulated step of a strategy.
-        forms: Layers may be recomputed, too, as these have it. That makes no row less, so no bound has to know of it.
-        effort: How many steps are simulated.
-        fits: Whether a strategy fits into memory: no other is returned.
-        memory_bytes: Of a search table.
+        forms: Forms in which layers may also be recomputed. That lowers no row, so bounds need not know it.
+        effort: How many steps to simulate.
+        fits: Whether a strategy fits into memory; only such are returned.
+        memory_bytes: Bytes of a search table.
     """
     if _entries(model, space) > ENTRIES:
         return Overlapped((), 0.0)
@@ -198,7 +198,7 @@ def overlapped(
 
 
 def _entries(model: CostModel, space: Variants) -> int:
-    """Numbers in all tables of edges."""
+    """The numbers in all tables of edges."""
     return sum(len(space.bases[u]) * len(space.bases[v]) for u, v, _ in model.graph.edges())
 
 

@@ -1,4 +1,4 @@
-"""Blocks of layers: neighbours whose names begin alike, such as `layer1.0`; equal ones in a row are one."""
+"""Blocks of layers: neighbours whose names begin alike, such as `layer1.0`; consecutive equal ones are one block."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from itertools import groupby
 
 from layerwise.config import Config
 
-FEW, MOST = 10, 24  # blocks: fewer are divided, the longest first, more are not
-LARGE = 1 / 6  # of the time, for which a block is divided though there are enough
-EQUAL = 0.05  # by which the times of equal blocks may differ
+FEW, MOST = 10, 24  # blocks: fewer are divided, longest first; more are not
+LARGE = 1 / 6  # fraction of the time above which a block is divided anyway
+EQUAL = 0.05  # by which times of equal blocks may differ
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBlock:
-    """Neighbouring layers; of equal blocks, the layers that correspond to each other stand together."""
+    """Neighbouring layers; corresponding layers of equal blocks are together."""
 
     title: str
-    layers: tuple[tuple[str, ...], ...]  # in order; of each, its names in the first, second, ... repeat
-    depth: int  # components of the names that are the title
+    layers: tuple[tuple[str, ...], ...]  # in order; for each, its names in the first, second, ... repeat
+    depth: int  # components of the names in the title
 
     @property
     def names(self) -> list[str]:
@@ -33,7 +33,7 @@ class LayerBlock:
 
 
 def blocks(strategy: Mapping[str, Config], seconds: Mapping[str, float]) -> list[LayerBlock]:
-    """The blocks of a network, in order. seconds: of each layer, by which the longest block is known."""
+    """The blocks of a network, in order. seconds: of each layer, which determine the longest block."""
     layers, large = [(name,) for name in strategy], LARGE * sum(seconds.values())
     found = _grouped(layers, 0, strategy, seconds)
     while True:
@@ -52,7 +52,7 @@ def blocks(strategy: Mapping[str, Config], seconds: Mapping[str, float]) -> list
 def _grouped(
     layers: Sequence[tuple[str, ...]], depth: int, strategy: Mapping[str, Config], seconds: Mapping[str, float]
 ) -> list[LayerBlock]:
-    """Runs of layers with `depth + 1` components in common; equal ones that follow each other are one block."""
+    """Runs of layers with `depth + 1` components in common; consecutive equal ones are one block."""
     runs = [tuple(run) for _, run in groupby(layers, key=lambda names: _components(names[0])[: depth + 1])]
     folded: list[tuple[object, float, list[tuple[str, ...]]]] = []
     for run in runs:
@@ -75,5 +75,5 @@ def _title(run: Sequence[tuple[str, ...]], depth: int) -> str:
 
 
 def _components(name: str) -> list[str]:
-    """The parts between dots and slashes, without the number that tells calls of one module apart."""
+    """The parts between dots and slashes, without the number of a module's repeated call."""
     return re.split(r"[./]", re.sub(r":\d+$", "", name))

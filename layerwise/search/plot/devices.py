@@ -1,4 +1,4 @@
-"""A strategy as layers by devices: which device has which cell, and what the time of each layer is."""
+"""A strategy as layers by devices: which device has which cell, and the time of each layer."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 Seconds = Mapping[str, Mapping[str, float]]  # of each layer, by part of the step
 Widths = Literal["time", "equal"]
-ROWS = 16  # at most: of more devices, equally many share a row
-LEAST = 0.004  # of the picture's width that a layer has
+ROWS = 16  # at most; with more devices, equally many share a row
+LEAST = 0.004  # fraction of the picture's width, at least
 LEFT, ROW, STRIP = 1.0, 0.2, 0.6  # inches: of the devices' names, a row, the times below
 LONGEST = 24  # letters of a name; longer ones are cut
 
 
 class Layers(NamedTuple):
-    """A layer of the picture, or those that correspond to each other in equal blocks: where it is, and how wide."""
+    """A layer of the picture, or corresponding layers of equal blocks, with its position and width."""
 
     names: tuple[str, ...]
     block: str
     config: Config
-    seconds: Mapping[str, float]  # by part of the step, the sum over its names
+    seconds: Mapping[str, float]  # by part of the step, summed over its names
     left: float
     width: float
 
 
 def laid_out(strategy: Mapping[str, Config], seconds: Seconds, widths: Widths = "time") -> list[Layers]:
-    """The layers of a picture, left to right; repeated blocks stand there once. By time, as wide as all of them."""
+    """The layers of a picture, left to right; repeated blocks appear once, as wide as their total time."""
     sums = {name: sum(seconds.get(name, {}).get(part, 0.0) for part in PARTS) for name in strategy}
     least = LEAST * sum(sums.values()) or 1.0
     result, left = list[Layers](), 0.0
@@ -72,7 +72,7 @@ def device_rows(devices: int) -> list[range]:
 
 
 def cells_of(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
-    """The rows that have cells of a layer, with the first and the last of its cells there."""
+    """The rows that have cells of a layer, with the first and the last cell in each."""
     strided = config.placement == "strided"
     at = [cell * devices // config.total if strided else cell for cell in range(config.total)]
     at = [device for device, weight in enumerate(config.weights) if weight] or at
@@ -82,7 +82,7 @@ def cells_of(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
 
 
 def cell_name(config: Config, cell: int) -> str:
-    """`n1 h0`: which part of each dimension, samples outermost; nothing where their order depends on the tensor."""
+    """`n1 h0`: the part of each dimension, samples outermost; empty if the order depends on the tensor."""
     if sum(label not in ("n", "k") for label, _ in config.degrees) > 1:
         return ""
     places = []
@@ -93,16 +93,16 @@ def cell_name(config: Config, cell: int) -> str:
 
 
 def layers(result: SearchResult | Candidate | Plan, widths: Widths = "time") -> Figure:
-    """Returns a strategy as layers by devices, coloured by configuration, paler for later cells; below it the time.
+    """Returns a strategy as layers by devices, coloured by configuration, paler for later cells, with times below.
 
     Args:
-        result: Of a search, one of its candidates, or a plan.
-        widths: `"time"`: a layer is as wide as it takes time, and below it is what that time is made of. `"equal"`:
-            all are of one width, and below it is how long each takes, on the slowest device.
+        result: A search's result, one of its candidates, or a plan.
+        widths: `"time"`: a layer is as wide as its time, and its parts are below. `"equal"`: all layers have the same
+            width, and their times, on the slowest device, are below.
 
     Returns:
-        A figure of matplotlib. Where there is room, a block names its cell: `n1 h0` is the second of the samples' parts
-        and the first of the height's.
+        A matplotlib figure. If there is room, a block names its cell: `n1 h0` is the second part of the samples and the
+        first of the height.
 
     Examples:
         >>> import layerwise
@@ -121,7 +121,7 @@ def layers(result: SearchResult | Candidate | Plan, widths: Widths = "time") -> 
 def draw(
     strategy: Mapping[str, Config], seconds: Seconds, devices: int, *, widths: Widths = "time", linked: bool = False
 ) -> Figure:
-    """The picture. linked: whether blocks are links to their layers in a page."""
+    """The picture. linked: whether blocks link to their layers in a page."""
     found, rows = laid_out(strategy, seconds, widths), device_rows(devices)
     styles = looks(layer.config for layer in found)
     head = 0.35 + 0.7 * LETTER * min(LONGEST, max(len(layer.block) for layer in found))  # the names, which are askew
@@ -157,7 +157,7 @@ def _devices(
     *,
     linked: bool,
 ) -> None:
-    """The blocks; above them the names, at the left the devices."""
+    """The blocks, with names above and devices at the left."""
     from matplotlib.collections import PolyCollection
 
     from layerwise.report.html import anchor
@@ -187,7 +187,7 @@ def _devices(
     for title, group in groupby(found, key=lambda layer: layer.block):
         block = list(group)
         middle = (block[0].left + block[-1].left + block[-1].width) / 2
-        if middle >= free:  # else its name would lie on the one before
+        if middle >= free:  # otherwise its name would overlap the previous one
             axes.text(middle, -0.3, cut(title, LONGEST), size=SMALL, **askew)
             free = middle + 0.24 * inch
         axes.plot([block[0].left] * 2, [-0.25, len(rows)], color="#888888", linewidth=0.4)
@@ -197,7 +197,7 @@ def _devices(
 
 
 def _times(axes: Axes, found: Sequence[Layers], widths: Widths) -> list[Any]:
-    """What the time of each layer is: its parts, one above the other, as shares or in milliseconds. Their handles."""
+    """The time of each layer by part, stacked, as fractions or in milliseconds. Returns their handles."""
     bottom, total_s = [0.0] * len(found), sum(sum(layer.seconds.values()) for layer in found)
     gap = 0.0015 * (found[-1].left + found[-1].width)
     lefts, across = [layer.left for layer in found], [layer.width - min(gap, layer.width / 5) for layer in found]

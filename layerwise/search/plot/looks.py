@@ -1,4 +1,4 @@
-"""What all figures have in common: white paper, fonts, and colours of which each means one thing."""
+"""The common look of all figures: white paper, fonts, and colours with one meaning each."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 7.2  # inches: as wide as a page's text, so that it is not made smaller
+WIDTH = 7.2  # inches: the width of a page's text, so that it is not scaled down
 FONT, SMALL = 9, 8  # points
-LETTER = 0.068  # inches of a small letter
-# Of Okabe and Ito's colours (2008), which colour-blind people can tell apart, five are configurations: of more, the
-# next five are hatched. The other ones are parts of the step.
+LETTER = 0.068  # inches per small letter
+# Five of Okabe and Ito's colours (2008), which colour-blind people can distinguish, are for configurations; the next
+# five configurations are hatched. The other colours are for parts of the step.
 CONFIGS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#F0E442")
 HATCHES = ("", "////", "....", "xxxx", "||||")
 ONE = "#d4d4d4"  # one device
@@ -42,13 +42,13 @@ class Look(NamedTuple):
 
     @property
     def style(self) -> dict[str, Any]:
-        """What a patch of matplotlib is given: hatches can be seen on their colour."""
+        """Arguments of a matplotlib patch, with hatches that are visible on the colour."""
         edge = ink(paler(self.colour, 0)) if self.hatch else "black"
         return {"facecolor": self.colour, "hatch": self.hatch, "edgecolor": edge, "linewidth": 0.4}
 
 
 def looks(configs: Iterable[Config]) -> dict[Config, Look]:
-    """The look of each configuration, in the order in which they come."""
+    """The look of each configuration, in order of appearance."""
     every = dict.fromkeys(configs)
     several = [config for config in every if config.total > 1]
     kinds = [Look(colour, hatch) for hatch in HATCHES for colour in CONFIGS]
@@ -57,7 +57,7 @@ def looks(configs: Iterable[Config]) -> dict[Config, Look]:
 
 
 def legend_of(styles: dict[Config, Look]) -> list[Any]:
-    """A handle for each configuration, and one for all that are on one device."""
+    """A handle for each configuration, and one for all on a single device."""
     from matplotlib.patches import Patch
 
     handles = [Patch(**look.style, label=str(config)) for config, look in styles.items() if config.total > 1]
@@ -66,7 +66,7 @@ def legend_of(styles: dict[Config, Look]) -> list[Any]:
 
 
 def paler(colour: str, share: float) -> tuple[float, float, float]:
-    """The colour with so much white in it."""
+    """The colour mixed with a fraction of white."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = (1 - (1 - part) * (1 - share) for part in to_rgb(colour))
@@ -74,13 +74,13 @@ def paler(colour: str, share: float) -> tuple[float, float, float]:
 
 
 def ink(colour: Sequence[float]) -> str:
-    """The colour of a text that can be read on this one."""
+    """A text colour that is readable on this one."""
     red, green, blue = (part / 12.92 if part <= 0.04 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3])
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
 
 
 def paper(what: str, height: float, width: float = WIDTH) -> Figure:
-    """An empty figure, of so many inches. LayerwiseError: there is no matplotlib."""
+    """An empty figure of this size in inches. Raises LayerwiseError if matplotlib is missing."""
     check_drawable(what)
     from matplotlib.figure import Figure
 
@@ -88,7 +88,7 @@ def paper(what: str, height: float, width: float = WIDTH) -> Figure:
 
 
 def plain(axes: Axes, x: str, y: str = "") -> None:
-    """Labels two axes, and takes the frame away where there is none."""
+    """Labels two axes, and removes the frame of empty ones."""
     axes.set_xlabel(x, size=SMALL)
     axes.set_ylabel(y, size=SMALL)
     axes.tick_params(labelsize=SMALL)
@@ -97,7 +97,7 @@ def plain(axes: Axes, x: str, y: str = "") -> None:
 
 
 def bare(axes: Axes) -> None:
-    """Takes the frame and the ticks away."""
+    """Removes the frame and the ticks."""
     axes.set_xticks([])
     axes.set_yticks([])
     for side in axes.spines.values():
@@ -105,24 +105,24 @@ def bare(axes: Axes) -> None:
 
 
 def best_of(result: SearchResult | Candidate) -> Candidate:
-    """The strategy that is drawn."""
+    """The strategy to draw."""
     return result.best if isinstance(result, SearchResult) else result
 
 
 def of_block(layers: Iterable[Layer], block: str) -> list[Layer]:
-    """The layers of a block. LayerwiseError: no name begins with that."""
+    """The layers of a block. Raises LayerwiseError if no name begins with it."""
     if found := [layer for layer in layers if layer.name.startswith(block)]:
         return found
     raise LayerwiseError(f"no layer's name begins with {block!r}")
 
 
 def words(text: str) -> str:
-    """A text that is drawn as it is: matplotlib reads formulas between dollars."""
+    """Text to be drawn literally: matplotlib reads formulas between dollars."""
     return shown(text).replace("$", r"\$")
 
 
 def cut(name: str, letters: int) -> str:
-    """A name that has room, without its middle where it is long."""
+    """A name shortened in the middle if it is long."""
     half = max(letters - 1, 2) // 2
     return words(name if len(name) <= letters else f"{name[: letters - 1 - half]}…{name[-half:]}")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BESIDE = ("beside computation (not in the step)", "#ffffff")
 ROWS = 12  # of a timeline, at most
-NEGLIGIBLE = 1 / 3000  # of a step: what is shorter is not drawn
+NEGLIGIBLE = 1 / 3000  # of a step: shorter spans are not drawn
 LIMIT: dict[str, Any] = {"color": "#D55E00", "linestyle": "--", "linewidth": 1}
 Box = tuple[tuple[int, int], tuple[int, int]]  # down and across, from and to
 Points = Sequence[tuple[str, float, float]]  # title, bytes, seconds
@@ -36,7 +36,9 @@ Rows = Sequence[tuple[str, Sequence[Bar]]]
 
 
 class SplitVolume(NamedTuple):
-    """What each device has of a tensor, and what it needs, from above; the extents and labels of the two dimensions."""
+    """Each device's own box of a tensor and the box that it needs, from above, with the two dimensions' extents and
+    labels.
+    """
 
     owned: Sequence[Box]
     needed: Sequence[Box]
@@ -50,7 +52,7 @@ def _linked(bars: Any, keys: Sequence[str]) -> None:
 
 
 def time_by_block(rows: Sequence[tuple[str, str, Mapping[str, float]]]) -> Figure:
-    """A bar a block, the longest first. rows: its title, where a click leads, seconds by part of the step."""
+    """A bar for each block, longest first. rows: its title, the target of a click, seconds by part of the step."""
     figure = paper("the time by block", 0.8 + 0.24 * len(rows))
     axes, left = figure.add_subplot(), [0.0] * len(rows)
     for part, (title, colour) in {**PARTS, HIDDEN: BESIDE}.items():
@@ -87,13 +89,13 @@ def _devices(devices: Sequence[int]) -> str:
 
 
 def timeline(result: SearchResult | Candidate) -> Figure:
-    """Returns a step by device, as it is simulated: computation, and below it what is sent meanwhile.
+    """Returns a simulated step by device: computation, with communication below it.
 
     Args:
-        result: Of a search; or one of its candidates, such as `result.baselines["data"]`.
+        result: A search's result, or one of its candidates, such as `result.baselines["data"]`.
 
     Returns:
-        A figure of matplotlib: a row for all devices that do the same at the same time, 12 at most.
+        A matplotlib figure with a row for all devices that do the same at the same time, at most 12.
 
     Examples:
         >>> import layerwise
@@ -106,7 +108,7 @@ def timeline(result: SearchResult | Candidate) -> Figure:
 
 
 def draw_timeline(rows: Rows) -> Figure:
-    """A step by device: a row has two lanes, computation above communication."""
+    """A step by device: each row has two lanes, computation above communication."""
     figure = paper("the step by device", 0.8 + 0.45 * len(rows))
     axes, step_s = figure.add_subplot(), max(bar.end_s for _, bars in rows for bar in bars)
     for part, (title, colour) in PARTS.items():
@@ -131,7 +133,7 @@ def draw_timeline(rows: Rows) -> Figure:
 
 
 def memory(instants: Sequence[str], kinds: Mapping[Any, Sequence[float]], fullest: int, limit_bytes: float) -> Figure:
-    """What a device's memory is held for, instruction by instruction, below the limit."""
+    """A device's memory by kind, instruction by instruction, below the limit."""
     figure, used = paper("the memory over a step", 3.4), {kind: s for kind, s in kinds.items() if any(s)}
     from matplotlib import colormaps
 
@@ -154,7 +156,7 @@ def memory(instants: Sequence[str], kinds: Mapping[Any, Sequence[float]], fulles
 
 
 def time_and_memory(points: Points, curve: Points, limit_bytes: float) -> Figure:
-    """Plans by what a device of them needs and what a step takes; the best plan under each limit as a curve."""
+    """Plans by a device's memory and the step's time; the best plan under each limit as a curve."""
     figure = paper("time by memory", 3.0)
     axes, every = figure.add_subplot(), [*points, *curve]
     if curve:
@@ -166,7 +168,7 @@ def time_and_memory(points: Points, curve: Points, limit_bytes: float) -> Figure
         groups.setdefault((round(size / 1e9, 3), round(1e3 * seconds, 3)), []).append(name)
     for at, names in groups.items():
         axes.annotate(", ".join(names), at, (0, 5), textcoords="offset points", ha="center", size=SMALL)
-    if limit_bytes < 3 * max(size for _, size, _ in every):  # else it would leave no room
+    if limit_bytes < 3 * max(size for _, size, _ in every):  # otherwise there would be no room
         axes.axvline(limit_bytes / 1e9, **LIMIT, label="limit")
     axes.set_ylim(0, 1.2e3 * max(s for *_, s in every))
     axes.margins(x=0.15)

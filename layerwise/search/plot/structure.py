@@ -1,4 +1,4 @@
-"""The graph of a network: its strategy over it, and how eliminations reduce it."""
+"""The graph of a network: its strategy on it, and how eliminations reduce it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST = 30  # layers of which each is named, or of which each elimination has a panel
+MOST = 30  # layers, up to which each is named, or each elimination has a panel
 ACROSS, DOWN = 0.46, 0.30  # inches between layers without names
-NAMED, LINE = 0.9, 0.46  # and with names
+NAMED, LINE = 0.9, 0.46  # the same with names
 PANELS = 4  # side by side
 
 
 class At(NamedTuple):
-    """Where a layer is: columns from the left, lines from above, and the row of the figure that this is in."""
+    """A layer's position: column, line, and row of the figure."""
 
     x: float
     y: float
@@ -51,13 +51,13 @@ class At(NamedTuple):
 
 
 def strategy(result: SearchResult | Candidate) -> Figure:
-    """Returns the strategy over the network's graph: layers from left to right, coloured by configuration.
+    """Returns the strategy on the network's graph: layers from left to right, coloured by configuration.
 
     Args:
-        result: Of a search; or one of its candidates, such as `result.baselines["data"]`.
+        result: A search's result, or one of its candidates, such as `result.baselines["data"]`.
 
     Returns:
-        A figure of matplotlib. A deep network goes on in the next row. Lines are edges; up to 30 layers have names.
+        A matplotlib figure. A deep network continues in the next row. Lines are edges; up to 30 layers have names.
 
     Examples:
         >>> import layerwise
@@ -110,7 +110,7 @@ def _name(axes: Axes, x: float, y: float, name: str) -> None:
 
 
 def _blocks(at: Mapping[str, At]) -> Iterator[tuple[str, float, float]]:
-    """The blocks of several branches, by the first part of their names, and where each one's name is."""
+    """The blocks of several branches, by the first part of their names, with the position of each name."""
     for block, group in groupby(at.items(), key=lambda item: item[0].partition(".")[0]):
         places = [place for _, place in group]
         first = [place for place in places if place.row == places[0].row]
@@ -119,7 +119,7 @@ def _blocks(at: Mapping[str, At]) -> Iterator[tuple[str, float, float]]:
 
 
 def _edge(axes: Axes, source: At, target: At, colour: str = "#666666", width: float = 0.8) -> None:
-    """A line; bowed where it passes layers by; to the next row by its margins."""
+    """A line, bowed if it passes layers, and through the margins to the next row."""
     if source.row != target.row and target.x == 0 and target.row == source.row + 1:
         for (x, y, _), side in ((source, 1), (target, -1)):
             axes.plot([x, x + 0.58 * side], [y, y], ":", color=colour, linewidth=width, zorder=1)
@@ -133,7 +133,7 @@ def _edge(axes: Axes, source: At, target: At, colour: str = "#666666", width: fl
 
 
 def placed(graph: nx.DiGraph[str], columns: int) -> dict[str, At]:
-    """A place for each layer: columns by depth, branches below each other, rows of so many columns."""
+    """A position for each layer: columns by depth, branches below each other, rows of `columns` columns."""
     import networkx as nx
 
     y = dict[str, float]()
@@ -151,7 +151,7 @@ def placed(graph: nx.DiGraph[str], columns: int) -> dict[str, At]:
     result, top, first, row = dict[str, At](), 0.0, 0, -1
     while first < len(generations):
         row, last = row + 1, min(first + columns, len(generations))
-        if last < len(generations):  # a row ends where one layer is all that the next one needs, if it can
+        if last < len(generations):  # a row ends, if possible, where the next one needs only one layer
             narrow = [x for x in range(first + columns // 2, last + 1) if max(ends[first : x - 1], default=0) < x]
             last = max((x for x in narrow if len(generations[x - 1]) == 1), default=last)
         here = [(x, name) for x, names in enumerate(generations[first:last]) for name in names]
@@ -163,16 +163,16 @@ def placed(graph: nx.DiGraph[str], columns: int) -> dict[str, At]:
 
 
 def eliminations(result: SearchResult | Candidate | CostModel, block: str = "") -> Figure:
-    """Returns the eliminations of a block of layers, one after the other: a panel for the graph before each of them.
+    """Returns the eliminations of a block of layers: a panel with the graph before each of them.
 
     Args:
-        result: Of a search, or a candidate of it; or the model that is searched.
-        block: The layers whose names begin so, such as `"Mixed_5b"`, with what is before and behind them.
+        result: A search's result or candidate, or the cost model to search.
+        block: Prefix of the layers' names, such as `"Mixed_5b"`; their neighbours are shown too.
 
     Returns:
-        A figure of matplotlib. Blue is the layer that goes next (node elimination: its best configuration is known for
-        each pair of its neighbours'); red is the edge that takes its place, thick where there was one already (edge
-        elimination: the two are added up). In the last panel is what is left.
+        A matplotlib figure. Blue is the layer to be eliminated next (node elimination: its best configuration is known
+        for each pair of its neighbours' configurations); red is the edge that replaces it, thick if there was one
+        already (edge elimination: the two are added). The last panel shows what is left.
 
     Raises:
         LayerwiseError: There is no such block, or it has more than 30 layers.
@@ -188,7 +188,9 @@ def eliminations(result: SearchResult | Candidate | CostModel, block: str = "") 
     model = result if isinstance(result, CostModel) else best_of(result).model
     inside = {layer.name for layer in of_block(model.graph.inner, block)}
     if len(inside) > MOST:
-        raise LayerwiseError(f"eliminations of {len(inside)} layers have no room: name a block of at most {MOST}")
+        raise LayerwiseError(
+            f"there is no room for the eliminations of {len(inside)} layers: name a block of at most {MOST}"
+        )
     graph: nx.DiGraph[str] = nx.DiGraph((u, v) for u, v, _ in model.graph.edges() if {u, v} & inside)
     order = reduction_order(list(graph), list(graph.edges))
     letters = dict(zip(graph, (chr(ord("a") + i) if i < 26 else str(i) for i in range(len(graph))), strict=True))
@@ -227,7 +229,7 @@ def eliminations(result: SearchResult | Candidate | CostModel, block: str = "") 
 
 
 def _in_columns(names: Sequence[str], columns: int) -> str:
-    """Names one below the other, in columns."""
+    """Names in columns, one below the other."""
     high = -(-len(names) // columns)
     parts = [names[first : first + high] for first in range(0, len(names), high)]
     wide = max(map(len, names)) + 3

@@ -1,4 +1,6 @@
-"""Tables of costs as heat maps: layers by configurations, an edge by those of its ends; and what second bests cost."""
+"""Tables of costs as heat maps: layers by configurations, an edge by those of its ends; and the
+cost of second bests.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,19 @@ if TYPE_CHECKING:
 MOST = 18  # configurations side by side
 NAME = 26  # letters
 CELL = 0.2  # inches
-WORST = 32  # times the best, from where on all is of one colour
+WORST = 32  # times the best, beyond which all has one colour
 
 
 def costs(result: SearchResult, block: str = "") -> Figure:
-    """Returns a heat map of layers by configurations: t_C + t_S over the layer's least, without transfers.
+    """Returns a heat map of layers by configurations: t_C + t_S relative to the layer's minimum, without transfers.
 
     Args:
-        result: Of a search.
-        block: Only layers whose names begin so.
+        result: A search's result.
+        block: Prefix of the layers' names.
 
     Returns:
-        A figure of matplotlib: neighbours of equal rows are one row, at most 18 configurations stand side by side,
-        each layer's best and those of the strategy among them. Rings are the strategy; white is what a layer cannot be.
+        A matplotlib figure: neighbours with equal rows share a row; at most 18 configurations are shown, among them
+        each layer's best and those of the strategy. Rings mark the strategy; white is what a layer cannot have.
 
     Raises:
         LayerwiseError: There is no such block.
@@ -51,12 +53,12 @@ def costs(result: SearchResult, block: str = "") -> Figure:
     rows = list[tuple[str, dict[Config, float], Config]]()
     for layer in of_block(best.model.graph.inner, block):
         least = float(tables.node[layer.name].min())
-        if least > 0:  # else it takes no time, however it is split
+        if least > 0:  # otherwise it takes no time, however it is split
             ratios = (tables.node[layer.name] / least).round(6).tolist()
             cells = dict(zip(tables.configs[layer.name], ratios, strict=True))
             rows.append((layer.name, cells, best.strategy[layer.name].cells))
     if not rows:
-        raise LayerwiseError(f"no layer of block {block!r} takes time")
+        raise LayerwiseError(f"no layer in block {block!r} takes time")
     merged = [list(run) for _, run in groupby(rows, key=lambda row: row[1:])]
     every = dict.fromkeys(config for _, cells, _ in rows for config in cells)
     chosen = {config for *_, config in rows} | {min(cells, key=lambda c: cells[c]) for _, cells, _ in rows}
@@ -95,7 +97,7 @@ def _ring(axes: Axes, x: float, y: float) -> None:
 
 
 def _heat(figure: Figure, axes: Axes, values: Floats, ticks: Mapping[float, str], label: str = "") -> None:
-    """Numbers above 0 on a logarithmic scale that people who see no colours read, too: between the ends of `ticks`."""
+    """Numbers above 0 on a logarithmic scale that is readable without colours, between the ends of `ticks`."""
     from matplotlib.colors import LogNorm
 
     norm, shown_at = LogNorm(min(ticks), max(ticks), clip=True), np.where(values > 0, values, np.nan)
@@ -116,12 +118,12 @@ def transfers(result: SearchResult, edge: tuple[str, str]) -> Figure:
     """Returns a heat map of the transfer along one edge: t_X by the configurations of its two layers.
 
     Args:
-        result: Of a search.
-        edge: The names of the layer that makes the tensor, and of the one that takes it.
+        result: A search's result.
+        edge: The names of the layer that computes the tensor, and of the one that reads it.
 
     Returns:
-        A figure of matplotlib, with the cheapest 18 configurations of each end. White is no transfer at all, the ring
-        is the strategy.
+        A matplotlib figure with the cheapest 18 configurations of each end. White is no transfer at all; the ring is
+        the strategy.
 
     Raises:
         LayerwiseError: There is no such edge.
@@ -170,18 +172,18 @@ def _edges_of(result: SearchResult, edge: tuple[str, str]) -> str:
 
 
 def regret(result: SearchResult, block: str = "") -> Figure:
-    """Returns what the second best configuration of each layer would cost, all other layers chosen anew around it.
+    """Returns the cost of each layer's second best configuration, with all other layers chosen again around it.
 
     Args:
-        result: Of a search.
-        block: Only layers whose names begin so.
+        result: A search's result.
+        block: Prefix of the layers' names.
 
     Returns:
-        A figure of matplotlib: a dot a layer, in percent of the optimum of equation 1, and which configuration that
-        is. A layer without a dot has another one that is as good. The times are min-marginals, by elimination.
+        A matplotlib figure: a dot for each layer, in percent of the optimum of equation 1, with the configuration's
+        name. A layer without a dot has another configuration that is as good. Times are min-marginals, by elimination.
 
     Raises:
-        LayerwiseError: There is no such block, or the tables do not fit.
+        LayerwiseError: There is no such block, or the tables do not fit into memory.
 
     Examples:
         >>> import layerwise

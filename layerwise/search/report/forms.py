@@ -1,5 +1,5 @@
-"""One layer of a plan: the cost of its other configurations and of its other forms (recomputed or not, states
-replicated, sharded or gathered), and what is said of them and of the memory limit that the plan was found under.
+"""One layer of a plan: the cost of its other configurations and forms (recomputed or not; states replicated, sharded or
+gathered), with sentences about these and the plan's memory limit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from layerwise.search.report.tables import COSTS, memory, short, written
 from layerwise.search.result import Candidate
 from layerwise.search.solve.alternatives import Alternative
 
-MOST = 12  # alternatives of a layer, beside those of the plan and of the baselines
+MOST = 12  # alternatives of a layer, beside those of the plan and the baselines
 ALTERNATIVES = (
     Column("configuration", wraps=True),
-    Column("configuration", wraps=True),  # without the dimensions that are not split
+    Column("configuration", wraps=True),  # without unsplit dimensions
     Column("devices", "#"),
     Column("t_C + t_S here", "s"),
     Column("step time", "s"),
@@ -36,7 +36,7 @@ ALTERNATIVES = (
 def forms_of(
     model: CostModel, strategy: Mapping[str, Config], layer: str, memory_limit_bytes: float, bucket_bytes: int
 ) -> dict[Config, Candidate]:
-    """The plan, with its buckets, with each form that means anything for `layer`, the one that saves nothing first."""
+    """The plan, with its buckets, for each form that makes sense for `layer`; the form that saves nothing first."""
     forms = Forms.of(model.graph, model.devices.count, OFFERS)
     configs = dict.fromkeys(forms.of_layer(layer, strategy[layer].cells, form) for form in forms.offered)
     return {
@@ -50,7 +50,7 @@ def form_name(config: Config) -> str:
 
 
 def forms_table(forms: Mapping[Config, Candidate], chosen: Config) -> Table:
-    """A row a form."""
+    """A table with a row for each form."""
     rows = [
         (c.name, c.price.step_time_s, c.timeline.total_s, memory(c), "in the plan" if config == chosen else "")
         for config, c in forms.items()
@@ -60,7 +60,7 @@ def forms_table(forms: Mapping[Config, Candidate], chosen: Config) -> Table:
 
 
 def forms_values(forms: Mapping[Config, Candidate], chosen: Config) -> list[dict[str, Any]]:
-    """Values for a program: a member a form, in seconds and bytes."""
+    """Values for each form, in seconds and bytes."""
     return [
         {"recompute": config.recompute, "states": config.states, **costs_json(c), "in_plan": config == chosen}
         for config, c in forms.items()
@@ -68,7 +68,7 @@ def forms_values(forms: Mapping[Config, Candidate], chosen: Config) -> list[dict
 
 
 def why(forms: Mapping[Config, Candidate], chosen: Config, limit_bytes: float) -> Iterator[str]:
-    """Why the layer is recomputed, and why its states are shared out: what the plan would be without that."""
+    """Why the layer is recomputed, and why its states are sharded: what the plan would be otherwise."""
     if chosen.recompute:
         yield _without("Recomputed", "kept", forms[replace(chosen, recompute=False)], limit_bytes)
     if chosen.states != "replicated":
@@ -79,12 +79,12 @@ def why(forms: Mapping[Config, Candidate], chosen: Config, limit_bytes: float) -
 def _without(chosen: str, plain: str, other: Candidate, limit_bytes: float) -> str:
     need, have = units(other.price.memory_bytes, "B"), units(limit_bytes, "B")
     if other.fits:
-        return f"{chosen}: {plain}, the plan would take {need}, which fits into {have}, too."
-    return f"{chosen} to fit: {plain}, the plan would take {need}, and a device has {have}."
+        return f"{chosen}: {plain}, the plan would need {need}, which also fits into {have}."
+    return f"{chosen} to fit: {plain}, the plan would need {need}, but a device has {have}."
 
 
 def limit_of(plan: Plan) -> Iterator[str]:
-    """The cost of the limit that the plan was found under, as its provenance says; nothing where it does not bind."""
+    """The cost of the plan's memory limit, by its provenance; nothing if it does not bind."""
     p, now_s = plan.provenance, plan.predicted.get("timeline_s")
     free, prices = p.get("without_limit"), p.get("memory_prices")
     limit = p.get("memory_limit_bytes")
@@ -92,7 +92,7 @@ def limit_of(plan: Plan) -> Iterator[str]:
         return
     need = units(float(free["memory_bytes"]), "B")
     gain = faster(now_s / float(free["timeline_s"]) - 1)
-    yield f"The plan was found under a limit of {units(limit, 'B')} a device: one of {need} would {gain}."
+    yield f"The plan was found under a limit of {units(limit, 'B')} a device; a plan that needs {need} would {gain}."
     for price in prices:
         if price["s_per_byte"] > 0:
             yield price_line(price["s_per_byte"], price["device"], price["instant"], limit)
@@ -105,7 +105,7 @@ def alternatives_table(
     baselines: Mapping[str, Mapping[str, Config]],
     most: int,
 ) -> Table:
-    """A row a configuration, the best first: the best ones, those of the plan and of the baselines."""
+    """A row for each configuration, best first: the best ones, and those of the plan and the baselines."""
     best_s = options[0].step_time_s
     rows, notes = list[tuple[Value, ...]](), list[list[str]]()
     for rank, a in enumerate(options):

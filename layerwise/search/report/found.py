@@ -1,4 +1,4 @@
-"""The reports of `layerwise search`, for people and for programs: of what was found, and of a priced strategy."""
+"""The reports of `layerwise search`, as text and values: of a search's result, and of a priced strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from layerwise.search.result import Candidate, SearchResult, error_between
 
 
 def about(model: CostModel) -> str:
-    """The phrase of where, and with how large a batch."""
+    """A phrase for the machine and the batch."""
     kind = ", inference" if model.options.kind == "inference" else ""
     return f" on {model.devices.names}, {samples(model.graph.batch)} a step{kind}"
 
@@ -39,10 +39,9 @@ def found(
     memory: bool = False,
     tried: Sequence[Remedy] = (),
 ) -> Report:
-    """All that a search came to.
+    """The full report of a search.
 
-    memory: whether it is told what the fullest device holds. tried: what would make a plan fit,
-    where none does.
+    memory: whether to show the fullest device's memory by kind. tried: remedies, if nothing fits.
     """
     space, times = result.configurations, ", ".join(f"{what} {units(value, 's')}" for what, value in seconds.items())
     lines = [
@@ -63,7 +62,7 @@ def priced(
     every_layer: bool = False,
     memory: bool = False,
 ) -> Report:
-    """One strategy beside the baselines."""
+    """One strategy and the baselines."""
     values = partial(price_dict, candidate, baselines, name)
     return _report(name, [candidate, *baselines.values()], [], values, every_layer=every_layer, memory=memory)
 
@@ -77,7 +76,7 @@ def _report(
     every_layer: bool,
     memory: bool,
 ) -> Report:
-    """The first strategy layer by layer, all beside each other, lines on them, and what they hold of memory."""
+    """The first strategy layer by layer, all strategies side by side, lines about them, and their memory."""
     best, kinds = rows[0], kinds_of(rows) if memory else {}
     parts = [
         picture(best),
@@ -91,13 +90,13 @@ def _report(
 
 @described.register
 def candidate_parts(candidate: Candidate) -> list[Part]:
-    """A strategy in a notebook."""
+    """A strategy's report in a notebook."""
     return [picture(candidate), time_by_block(candidate)[1], strategy_table(candidate)]
 
 
 @described.register
 def result_parts(result: SearchResult) -> list[Part]:
-    """The report of a result in a notebook: the best strategy, and the baselines beside it."""
+    """A result's report in a notebook: the best strategy, and the baselines."""
     table = candidates_table([result.best, *result.baselines.values()], result.best)
     return [Lines(list(verdict(result))), table, *candidate_parts(result.best)]
 
@@ -105,7 +104,7 @@ def result_parts(result: SearchResult) -> list[Part]:
 def as_dict(
     result: SearchResult, name: str, seconds: Mapping[str, float], tried: Sequence[Remedy] = ()
 ) -> dict[str, Any]:
-    """Everything, for a program. Seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
+    """Everything as JSON values: seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
     best, optimum, model = result.best, result.optimum, result.best.model
     return {
         "model": name,
@@ -152,7 +151,7 @@ def as_dict(
 
 
 def price_dict(candidate: Candidate, baselines: Mapping[str, Candidate], name: str) -> dict[str, Any]:
-    """One priced strategy, for a program."""
+    """One priced strategy as JSON values."""
     return {
         "model": name,
         "gpus": candidate.model.devices.count,
@@ -176,7 +175,7 @@ def costs_json(candidate: Candidate) -> dict[str, float | bool]:
 
 
 def strategy_json(candidate: Candidate) -> dict[str, Any]:
-    """`strategy` {layer: {dim: degree}} with degrees of 1 written out, and `placements` of what is not contiguous."""
+    """`strategy` {layer: {dim: degree}} including degrees of 1, and `placements` that are not contiguous."""
     strategy, placements = dict[str, Any](), {}
     for layer in candidate.model.graph.layers:
         if layer.end:
@@ -191,7 +190,7 @@ def strategy_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def layer_json(price: LayerPrice) -> dict[str, float | str]:
-    """The terms of one layer, and what it saves memory by."""
+    """The terms of one layer, and how it saves memory."""
     seconds = {f"{term}_s": value for term, value in price.seconds.items()}
     sent = {f"{kind}_bytes": value for kind, value in price.bytes.items()}
     rest = {"memory_bytes": price.memory_bytes, "measured_s": price.measured_s, "fitted_s": price.fitted_s}

@@ -1,5 +1,5 @@
-"""The report of a plan: the answer, where the time goes, each layer, the picture, the step, its memory, and all of it
-as tables. As plain data, which `report.html` writes as a page; its pictures are those of `plot`.
+"""The report of a plan: the answer, where the time goes, each layer, the picture, the step, its memory, and everything
+as tables. It is plain data, which `report.html` writes as a page; `plot` draws its pictures.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ from layerwise.search.report.traces import TraceFile, differences_table
 from layerwise.search.result import Candidate
 from layerwise.search.solve.alternatives import Alternative, all_alternatives
 
-MANY_PAIRS = 3_000_000  # of configurations of neighbours, beyond which no alternatives are told
-MANY_LAYERS = 200  # beyond which their graph has no room
-ALTERNATIVES = 6  # of a layer, and those of the plan and the baselines
+MANY_PAIRS = 3_000_000  # of configurations of neighbours, beyond which alternatives are left out
+MANY_LAYERS = 200  # beyond which there is no room for their graph
+ALTERNATIVES = 6  # of a layer, beside those of the plan and the baselines
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and all that a report asks of it."""
+    """A plan, and all that a report needs of it."""
 
     plan: Plan
     model: CostModel
@@ -93,7 +93,7 @@ class Planned:
 
     @cached_property
     def alternatives(self) -> dict[str, list[Alternative]]:
-        """Of every layer; nothing where tables of all configurations would take long."""
+        """The alternatives of every layer; {} if tables of all configurations would take too long."""
         strategies = baselines(self.model, self.space) | {"plan": self.best.strategy}
         configs = configurations(self.model, self.space, strategies)
         pairs = sum(len(configs[u]) * len(configs[v]) for u, v, _ in self.model.graph.edges())
@@ -107,8 +107,8 @@ class Planned:
 def plan_report(
     planned: Planned, measured: TraceFile | None = None, curve: Sequence[Point] = (), more: Sequence[Part] = ()
 ) -> Report:
-    """The seven sections. measured: a trace of the plan's run. curve: the best plans under some limits. more: what a
-    search has to say beside.
+    """The seven sections. measured: a trace of the plan's run. curve: the best plans under some limits. more:
+    additional parts from a search.
     """
     plan, model, best = planned.plan, planned.model, planned.best
     by_block, _, folds = time_by_block(best)
@@ -144,10 +144,10 @@ def _answer(planned: Planned) -> Iterator[Part]:
 
 
 def _proof(plan: Plan) -> str:
-    """The sentence of what is proven."""
+    """A sentence on what is proven."""
     predicted, proven = plan.predicted, plan.provenance.get("additive_optimum_proven")
     if proven is None or "lower_bound_s" not in predicted:
-        return "It was not searched for, so nothing is proven of it."
+        return "The plan is not the result of a search, so nothing is proven about it."
     bound = f"{units(predicted['lower_bound_s'], 's')} ({'proven' if proven else 'a bound'})"
     takes = units(predicted["step_time_s"], "s")
     text = f"By equation 1, without overlap, it takes {takes}, no strategy less than {bound}"
@@ -158,17 +158,21 @@ def _proof(plan: Plan) -> str:
 
 
 def _layers(planned: Planned) -> Iterator[Part]:
-    """A fold a layer, the longest first: what it costs, and its alternatives."""
+    """A fold for each layer, longest first: its cost and its alternatives."""
     best, found = planned.best, planned.alternatives
     sums = {name: step_part_s(parts) for name, parts in best.shares.layers.items()}
     strategies = {name: c.strategy for name, c in planned.baselines.items()}
     for layer in sorted(planned.model.graph.inner, key=lambda layer: -sums.get(layer.name, 0.0)):
         config, parts = best.strategy[layer.name], list[Part]([facts(_layer_facts(planned, layer))])
         if options := found.get(layer.name):
-            parts.append(Lines([f"Of {len(options)} configurations, by equation 1, all other layers chosen anew:"]))
+            parts.append(
+                Lines(
+                    [f"The best of {len(options)} configurations, by equation 1, with all other layers chosen again:"]
+                )
+            )
             parts.append(alternatives_table(layer, options, config, strategies, ALTERNATIVES))
         else:
-            parts.append(Lines(["Its alternatives are many: layerwise explain tells them."]))
+            parts.append(Lines(["It has too many alternatives to list here: see layerwise explain."]))
         yield Fold(f"{layer.name}: {short(config)}, {units(sums.get(layer.name, 0.0), 's')}", parts, layer.name)
 
 
@@ -214,14 +218,16 @@ def _edge_row(model: CostModel, best: Candidate, name: EdgeName) -> tuple[Value,
 
 
 def _step(best: Candidate, ranks: Sequence[int], measured: TraceFile | None) -> Iterator[Part]:
-    """The step by device, and what was measured beside it. ranks: of the plan's devices, in order."""
+    """The step by device, with measurements. ranks: of the plan's devices, in order."""
     if measured is None:
         rows = list(step.rows_of(best))
     else:
         rows = []
         for rank in measured.ranks:
             if rank not in ranks:
-                raise LayerwiseError(f"the trace has rank {rank}, and the plan {len(ranks)} ranks: give its own")
+                raise LayerwiseError(
+                    f"the trace has rank {rank}, but the plan has {len(ranks)} ranks: pass the plan's own trace"
+                )
             rows.append((f"rank {rank}, predicted", step.bars_of(best, ranks.index(rank))))
             rows.append((f"rank {rank}, measured", measured.step(rank)))
     shown = rows[: step.ROWS]
@@ -242,7 +248,7 @@ def _step(best: Candidate, ranks: Sequence[int], measured: TraceFile | None) -> 
 
 
 def _memory(planned: Planned, curve: Sequence[Point]) -> Iterator[Part]:
-    """The memory of the fullest device over the step; and what a step takes under other limits."""
+    """The memory of the fullest device over the step, and the step's time under other limits."""
     held, limit, at = planned.course, planned.limit_bytes, planned.course.fullest
     over = "memory of the fullest device over a step, by what it is held for"
     yield Picture(lambda: svg(step.memory(held.instants, held.kinds, at, limit)), over)
@@ -259,13 +265,13 @@ def _memory(planned: Planned, curve: Sequence[Point]) -> Iterator[Part]:
 
 
 def _graph(best: Candidate) -> list[Part]:
-    """The strategy over the graph, where that has room."""
+    """The strategy on the graph, if there is room."""
     label = "the strategy over the graph: a box a layer, coloured by configuration"
     return [Picture(lambda: svg(strategy(best)), label)] if len(best.model.graph.inner) <= MANY_LAYERS else []
 
 
 def _halos(best: Candidate) -> list[Part]:
-    """The boxes in space of the layer with the largest halo: what devices have of its input, and what they need."""
+    """The spatial boxes of the layer with the largest halo: what devices have of its input, and what they need."""
     places = TensorSizes(best.model, best.strategy).places
     found = list[tuple[float, step.SplitVolume, str]]()
     for layer in best.model.graph.inner:
@@ -277,8 +283,8 @@ def _halos(best: Candidate) -> list[Part]:
             continue
         needed, axes = target.needs(maps), sorted(i for _, i in sorted(cuts)[:2])
         halo = needed.volume - owned.overlap(needed)
-        if (2 * halo <= needed.volume).all() and halo.max() > 0:  # else a tensor changes hands
-            words = f"Of {layer.inputs[0]} each device has a box (coloured); {layer.name} needs its halo, too (dashed):"
+        if (2 * halo <= needed.volume).all() and halo.max() > 0:  # otherwise a full tensor is exchanged
+            words = f"Each device has a box of {layer.inputs[0]} (coloured); {layer.name} also needs its halo (dashed):"
             shape, labels = layer.specs[0].shape, [str(dims[i]) for i in axes]
             owners, needs = (_from_above(boxes, axes) for boxes in (owned, needed))
             space = step.SplitVolume(owners, needs, [shape[i] for i in axes], labels)

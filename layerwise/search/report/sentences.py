@@ -1,4 +1,4 @@
-"""Sentences below the tables of a search: what is proven, what was chosen and why, what a memory limit costs."""
+"""Sentences below a search's tables: what is proven, what was chosen and why, what a memory limit costs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def conclusion(result: SearchResult) -> Iterator[str]:
 
 
 def unequal_lines(result: SearchResult) -> Iterator[str]:
-    """Lines of unequal devices: how near the step is to what they could do together, and who does nothing."""
+    """Lines on unequal devices: how close the step is to the ideal, and which devices are idle."""
     best, model = result.best, result.best.model
     if not model.devices.kinds:
         return
@@ -91,7 +91,7 @@ def overlap_lines(result: SearchResult) -> Iterator[str]:
 
 
 def range_line(c: Candidate) -> str:
-    """A line on the range that the step is expected in, and on what machine."""
+    """A line on the expected range of the step, and on which machine."""
     step, devices = c.deviations, c.model.devices
     low, high = units(step.low_s, "s"), units(step.high_s, "s")
     links = "" if devices.links is not None or devices.count == 1 else ", with links as stated there and not measured"
@@ -107,7 +107,7 @@ def step_range(c: Candidate) -> str:
 
 
 def verdict(result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]:
-    """All lines below the tables. tried: what would make a plan fit, where none does."""
+    """All lines below the tables. tried: remedies, if nothing fits."""
     data, best, model = result.baselines["data"], result.best, result.best.model
     yield from conclusion(result)
     yield from reserve_lines(result)
@@ -119,19 +119,20 @@ def verdict(result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]
     statistics = sum(p.seconds["statistics"] for p in data.price.layers.values()) / data.price.step_time_s
     if statistics > 0.05:
         yield (
-            f"{statistics:.0%} of data parallelism's step time are batch norm statistics of the whole batch, which all "
-            "strategies here pay; DistributedDataParallel does not: --local-batch-norm prices it so."
+            f"Batch norm statistics of the full batch are {statistics:.0%} of data parallelism's step time, which all "
+            "strategies here include; DistributedDataParallel does not compute them: --local-batch-norm prices it that "
+            "way."
         )
     if not best.fits:
         yield f"WARNING: {nothing_fits(result, tried)}."
 
 
 def why_data(result: SearchResult) -> str:
-    """Why data parallelism was taken: what it was compared with, and how much less time that takes."""
+    """Why data parallelism was chosen: what it was compared with, and how much less time that takes."""
     data, fastest = result.baselines["data"], result.fastest
     if result.configurations["largest"] == 1:
         return "the only plan there is"
-    if fastest.fits and not data.fits:  # --objective additive, which knows nothing of memory
+    if fastest.fits and not data.fits:  # --objective additive ignores memory
         return "the best by step time"
     less = 1 - fastest.timeline.total_s / data.timeline.total_s
     if less <= 0:
@@ -148,7 +149,7 @@ def why_data(result: SearchResult) -> str:
 
 
 def whole_shares(candidate: Candidate) -> dict[str, float]:
-    """Their names, and the share of the step time that each takes, with what travels to it."""
+    """The layers that cannot be split, and the fraction of the step time that each takes, with its transfers."""
     price = candidate.price
     return {
         layer.name: price.layers[layer.name].total_s / price.step_time_s if price.step_time_s else 0.0
@@ -158,21 +159,21 @@ def whole_shares(candidate: Candidate) -> dict[str, float]:
 
 
 def whole_lines(candidate: Candidate) -> Iterator[str]:
-    """A sentence, where there are some."""
+    """A sentence about these layers, if there are any."""
     model, shares = candidate.model, whole_shares(candidate)
     if shares and model.devices.count > 1:
         named = (f"{name} ({model.graph[name].stages[0].label}), {share:.0%}" for name, share in shares.items())
-        yield f"Whole (not split), with their share of the step: {'; '.join(named)}."
+        yield f"Not split, with their share of the step: {'; '.join(named)}."
 
 
 def limit_lines(result: SearchResult) -> Iterator[str]:
-    """Lines for a limit that binds where a plan fits: what that costs, the price of memory, and who saves it."""
+    """Lines about a limit that binds, if a plan fits: its cost, the price of memory, and which layers save it."""
     within, best, free = result.within, result.best, result.unlimited
     if within is None or not best.fits:
         return
     have, need = units(within.limit_bytes, "B"), units(free.price.memory_bytes, "B")
     gain = faster(best.timeline.total_s / free.timeline.total_s - 1)
-    yield f"The {have} of a device bind: a plan of {need} ({free.name}) would {gain}."
+    yield f"The limit of {have} a device binds: a plan that needs {need} ({free.name}) would {gain}."
     for price in within.prices:
         if price.s_per_byte > 0:
             yield price_line(price.s_per_byte, price.device, price.instant, within.limit_bytes)
@@ -185,18 +186,18 @@ def faster(share: float) -> str:
 
 
 def price_line(s_per_byte: float, device: int, instant: str, limit_bytes: float) -> str:
-    """A line on a multiplier: what a hundredth of the limit is worth."""
+    """A line on a multiplier: the value of a hundredth of the limit."""
     saved, little = units(s_per_byte * limit_bytes / 100, "s"), units(limit_bytes / 100, "B")
     return f"{little} more would save about {saved} of the step time (device {device} is fullest: {instant})."
 
 
 def reserve_lines(result: SearchResult) -> Iterator[str]:
-    """A line on what the limit is made of, where it binds and nobody has given it."""
+    """A line on what the default limit consists of, if it binds."""
     devices = result.best.model.devices
     reserved = devices.processor.memory_bytes - devices.usable_bytes
     if result.within is not None and reserved and result.memory_bytes == int(devices.usable_bytes):
         whole, left = units(devices.processor.memory_bytes, "B"), units(reserved, "B")
-        yield f"Of a device's {whole}, {left} are left to libraries: an assumption, which --memory-limit overrides."
+        yield f"The limit leaves {left} of a device's {whole} to libraries, an assumption: --memory-limit overrides it."
 
 
 def choices(configs: Iterable[Config]) -> Iterator[str]:
@@ -208,11 +209,11 @@ def choices(configs: Iterable[Config]) -> Iterator[str]:
     said = []
     if counts["recompute"]:
         layers = "1 layer is" if counts["recompute"] == 1 else f"{counts['recompute']} layers are"
-        said.append(f"{layers} computed once more in the backward pass")
+        said.append(f"{layers} recomputed in the backward pass")
     if counts["sharded"]:
-        said.append(f"the optimizer's state of {counts['sharded']} is shared out")
+        said.append(f"the optimizer state of {counts['sharded']} is sharded")
     if counts["gathered"]:
-        said.append(f"all states of {counts['gathered']} are shared out, parameters gathered when they compute")
+        said.append(f"all states of {counts['gathered']} are sharded, with parameters gathered for computation")
     if said:
         yield f"To fit, {', '.join(said)}."
 
@@ -220,20 +221,20 @@ def choices(configs: Iterable[Config]) -> Iterator[str]:
 def nothing_fits(result: SearchResult, tried: Sequence[Remedy] = ()) -> str:
     """Why no plan fits, and what would."""
     have, least = units(result.memory_bytes, "B"), result.least
-    if least is None:  # a strategy that was given whole
+    if least is None:  # a strategy from the user
         need = units(result.best.price.memory_bytes, "B")
-        return f"the only plan there is, {result.best.name}, needs {need}, and a device has {have}"
+        return f"the only plan, {result.best.name}, needs {need}, but a device has {have}"
     need, bound = units(least.bytes, "B"), units(least.lower_bound_bytes, "B")
     none = f"no plan {'fits' if least.lower_bound_bytes > result.memory_bytes else 'was found that fits'}"
     text = f"{none} into the {have} of a device: "
     if least.proven or need == bound:
         text += f"every plan needs at least {bound} (proven)"
     else:
-        text += f"the least that was found needs {need}, and no plan needs less than {bound} (proven)"
+        text += f"the smallest plan found needs {need}, and no plan needs less than {bound} (proven)"
     fitting = [f"{remedy.what} ({units(remedy.bytes, 'B')})" for remedy in tried if remedy.fits]
     if fitting:
-        return f"{text}. The cheapest change with which one would fit: {fitting[0]}"
+        return f"{text}. The cheapest change that makes one fit: {fitting[0]}"
     if tried:
         closest = min(tried, key=lambda remedy: remedy.bytes)
-        return f"{text}. Nothing that was tried makes one fit; {closest.what} would need {units(closest.bytes, 'B')}"
+        return f"{text}. No change that was tried makes one fit; {closest.what} would need {units(closest.bytes, 'B')}"
     return text

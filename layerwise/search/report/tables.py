@@ -1,4 +1,4 @@
-"""Tables: strategies layer by layer and beside each other, memory by kind, and a step under smaller limits."""
+"""Tables: strategies layer by layer and side by side, memory by kind, and a step under smaller limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from layerwise.search.plot.devices import draw
 from layerwise.search.plot.looks import PARTS
 from layerwise.search.result import Candidate, SearchResult, drawn
 
-NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
+NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, on a terminal without room for full names and kinds
 NUMBERS = (Column("devices", "#"), *(Column(name, "s") for name in COLUMNS), Column("memory", "B"))
 COSTS = (
     Column("step time", "s"),
@@ -39,13 +39,13 @@ COSTS = (
 
 
 def picture(candidate: Candidate, *, linked: bool = False) -> Picture:
-    """A strategy, of the layers that compute something. linked: in a page, to what it says of each."""
+    """A picture of a strategy's computing layers. linked: in a page, with links to each layer's part."""
     label = "the plan: layers from left to right, devices from top to bottom"
     return Picture(lambda: svg(draw(*drawn(candidate), linked=linked)), label)
 
 
 def time_by_block(candidate: Candidate) -> tuple[Picture, Table, list[Fold]]:
-    """The time of a step by block of layers, the longest first: a picture, a table, and of each block its layers."""
+    """The time of a step by block of layers, longest first: a picture, a table, and for each block its layers."""
     layers, seconds, _ = drawn(candidate)
     sums = {name: step_part_s(parts) for name, parts in seconds.items()}
     found = sorted(blocks(layers, sums), key=lambda block: -block.seconds(sums))
@@ -78,24 +78,24 @@ def time_by_block(candidate: Candidate) -> tuple[Picture, Table, list[Fold]]:
 
 
 def step_part_s(parts: Mapping[str, float]) -> float:
-    """Seconds of the step: without what is beside computation."""
+    """Seconds of the step, without what is hidden beside computation."""
     return sum(seconds for part, seconds in parts.items() if part != HIDDEN)
 
 
 def written(layer: Layer, config: Config) -> str:
-    """`{n=4, h=1, w=1, c=1}`: all dimensions that could be split, as the paper writes it."""
+    """`{n=4, h=1, w=1, c=1}`: all dimensions that could be split, as in the paper."""
     labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
     order = sorted(labels, key=lambda label: (label != "n", label == "c", label == "k"))
     return " ".join(["{" + ", ".join(f"{label}={config[label]}" for label in order) + "}", *config.marks])
 
 
 def short(config: Config) -> str:
-    """`{n=4}`: without the dimensions that are not split."""
+    """`{n=4}`: without unsplit dimensions."""
     return str(config) if config.total > 1 else "one device"
 
 
 def strategy_table(candidate: Candidate, *, every_layer: bool = False) -> Table:
-    """A row a layer; neighbours with equal configurations are one row, as in the paper's table 5."""
+    """A row for each layer; neighbours with equal configurations share a row, as in the paper's table 5."""
     layers, prices = _runs(candidate, every_layer=every_layer)
     sinks = [run[0].role is Role.SINK for run in layers]
     kinds = ["" if sink else _summary(run) for run, sink in zip(layers, sinks, strict=True)]
@@ -129,7 +129,7 @@ def _ends(run: Sequence[Layer], between: str, write: Callable[[str], str] = str)
 
 
 def broken(name: str) -> str:
-    """A long name on several lines, broken after its dots, slashes and underscores."""
+    """A long name on several lines, broken after dots, slashes and underscores."""
     lines = [""]
     for part in re.findall(r"[^./_]*[./_]|[^./_]+", name):
         if lines[-1] and len(lines[-1]) + len(part) > NARROW_NAME:
@@ -139,7 +139,7 @@ def broken(name: str) -> str:
 
 
 def _runs(candidate: Candidate, *, every_layer: bool) -> tuple[list[list[Layer]], list[list[LayerPrice]]]:
-    """The layers of every row, and their prices; the sink where samples return to their ranks."""
+    """The layers of every row, and their prices; includes the sink if samples return to their ranks."""
     prices = candidate.price.layers
 
     def shown(layer: Layer) -> bool:
@@ -153,7 +153,7 @@ def _runs(candidate: Candidate, *, every_layer: bool) -> tuple[list[list[Layer]]
 
 
 def row_numbers(prices: Sequence[LayerPrice]) -> tuple[Value, ...]:
-    """The cells of NUMBERS, of layers together."""
+    """The cells of NUMBERS, for several layers together."""
     seconds = (sum(p.column_s(column) for p in prices) for column in COLUMNS)
     return (prices[0].config.total, *seconds, sum(p.memory_bytes for p in prices))
 
@@ -166,7 +166,7 @@ def _summary(layers: list[Layer]) -> str:
 
 
 def candidates_table(candidates: Sequence[Candidate], best: Candidate) -> Table:
-    """A row a strategy, each once; `best` is marked."""
+    """A row for each strategy, once; `best` is marked."""
     batch = best.model.graph.batch
     rows = list({c.name: c for c in reversed(candidates)}.values())[::-1]
     data_s = next(c.timeline.total_s for c in rows if c.name == "data")
@@ -187,7 +187,7 @@ def candidates_table(candidates: Sequence[Candidate], best: Candidate) -> Table:
 
 
 def memory(c: Candidate) -> Value:
-    """A device's memory as text, marked where it is too much."""
+    """A device's memory as text, marked if it is too much."""
     size = c.price.memory_bytes
     return size if c.fits else Marked(f"{units(size, 'B')} (too much)", "bad")
 
@@ -200,12 +200,12 @@ KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 def kinds_of(candidates: Iterable[Candidate]) -> Mapping[str, Mapping[MemoryKind, float]]:
-    """The kinds of memory that the fullest device holds when it is fullest, by strategy."""
+    """By strategy, the fullest device's memory by kind at its peak."""
     return {c.name: course(c.model, c.strategy).peak for c in {c.name: c for c in candidates}.values()}
 
 
 def kinds_table(kinds: Mapping[str, Mapping[MemoryKind, float]]) -> Table:
-    """A row a kind of memory, a column a strategy."""
+    """A row for each kind of memory, a column for each strategy."""
     rows = Column("memory of the fullest device", cells=[*KINDS, "all"])
     columns = (Column(name, "B", [*(held[kind] for kind in KINDS), sum(held.values())]) for name, held in kinds.items())
     return Table([rows, *columns])
@@ -224,7 +224,7 @@ CURVE = (
 
 
 def curve_table(curve: Sequence[Point]) -> Table:
-    """A row a limit."""
+    """A row for each limit."""
     columns = filled(CURVE, [_curve_row(point) for point in curve])
     narrow = [replace(c, heading=c.heading.replace("recompute", "recom-\npute")) for c in stacked(columns)]
     return Table(columns, narrower=[narrow])
@@ -248,7 +248,7 @@ def _curve_row(point: Point) -> tuple[Value, ...]:
 
 
 def _count(best: Candidate | None, what: str) -> int:
-    """Layers that are recomputed, or have shared-out states."""
+    """The number of layers that are recomputed, or have sharded states."""
     configs = [] if best is None else best.strategy.values()
     return sum(c.recompute if what == "recompute" else c.states != "replicated" for c in configs)
 

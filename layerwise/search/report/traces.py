@@ -1,4 +1,4 @@
-"""Traces of a step, predicted (of `layerwise search --timeline`) or measured (of `layerwise run --trace`)."""
+"""Traces of a step: predicted (`layerwise search --timeline`) or measured (`layerwise run --trace`)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from layerwise.files import read_json
 from layerwise.report.content import Column, Table, filled
 from layerwise.search.plot.step import Bar
 
-WARM = 2  # steps that are left out where there are more: buffers, connections, kernels that are chosen
+WARM = 2  # steps left out if there are more: the first allocate buffers, connect and select kernels
 SUMS = "gradients of "
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """A trace: of each rank, of each span's category and name, starts and ends in seconds, in order."""
+    """A trace: for each rank, category and name, starts and ends in seconds, in order."""
 
     ranks: Mapping[int, Mapping[tuple[str, str], Sequence[tuple[float, float]]]]
 
     @property
     def steps(self) -> int:
-        """The number of steps that were recorded: of most spans each step has one."""
+        """The number of recorded steps: most spans occur once in each step."""
         return median_low([len(times) for spans in self.ranks.values() for times in spans.values()])
 
     def seconds(self) -> dict[tuple[str, str], float]:
-        """Seconds of each span, the median over the steps: of the slowest rank where ranks compute, and from when the
-        last of them is ready where they communicate.
+        """Seconds of each span, the median over steps: on the slowest rank for computation, and from when the last rank
+        is ready for communication.
         """
         result = {}
         for key in dict.fromkeys(key for spans in self.ranks.values() for key in spans):
@@ -54,11 +54,11 @@ class TraceFile:
 
 
 def read_trace(path: str | os.PathLike[str]) -> TraceFile:
-    """The trace in a file of Chrome's format. Raises LayerwiseError if it is none, or none of layerwise's."""
+    """The trace in a file of Chrome's format. Raises LayerwiseError if it is invalid, or not layerwise's."""
     where, raw = f"trace {os.fspath(path)!r}", read_json(path, "trace")
     events = raw.get("traceEvents") if isinstance(raw, dict) else None
     if not isinstance(events, list):
-        raise LayerwiseError(f"{where} has no list 'traceEvents': give a file of --timeline or --trace")
+        raise LayerwiseError(f"{where} has no list 'traceEvents': pass a file of --timeline or --trace")
     ranks: dict[int, dict[tuple[str, str], list[tuple[float, float]]]] = {}
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X" or event.get("cat") not in CATEGORIES:
@@ -75,19 +75,19 @@ def read_trace(path: str | os.PathLike[str]) -> TraceFile:
             case _:
                 raise LayerwiseError(f"{where} has an event without a name, a rank or its times: {str(event)[:80]}")
     if not ranks:
-        raise LayerwiseError(f"{where} has no span of {', '.join(CATEGORIES)}: give a file of --timeline or --trace")
+        raise LayerwiseError(f"{where} has no span of {', '.join(CATEGORIES)}: pass a file of --timeline or --trace")
     return TraceFile({rank: {key: sorted(times) for key, times in ranks[rank].items()} for rank in sorted(ranks)})
 
 
 def layer_of(name: str) -> str:
-    """The layer that a span is of, by its name: `conv1` of `x -> conv1 (backward)`."""
+    """The layer of a span, by its name: `conv1` for `x -> conv1 (backward)`."""
     return name.removeprefix(SUMS).removeprefix("gather of ").rpartition(" -> ")[2].partition(" (")[0]
 
 
 def differences(predicted: TraceFile, measured: TraceFile) -> list[tuple[str, str, float | None, float | None]]:
-    """Category, name, predicted and measured seconds of each span, those that differ by most seconds first."""
+    """Category, name, predicted and measured seconds of each span, largest differences first."""
     before, after = predicted.seconds(), measured.seconds()
-    for category, name in list(after):  # a bucket is called by its first parameter where it was run
+    for category, name in list(after):  # a run names a bucket after its first parameter
         layer = max((n for c, n in before if c == category == "sync" and name.startswith(n + ".")), key=len, default="")
         if layer:
             after[category, layer] = after.get((category, layer), 0.0) + after.pop((category, name))
@@ -96,7 +96,7 @@ def differences(predicted: TraceFile, measured: TraceFile) -> list[tuple[str, st
 
 
 def differences_table(predicted: TraceFile, measured: TraceFile, title: str = "", most: int = 20) -> Table:
-    """The spans that differ most, a row each."""
+    """A row for each of the spans that differ most."""
     rows = differences(predicted, measured)
     cells = [
         (name, part, before, after, f"{after / before - 1:+.0%}" if before and after is not None else "")

@@ -1,4 +1,4 @@
-"""Every configuration of every layer, by the best strategy that contains it: min-marginals of equation 1."""
+"""Every configuration of every layer, with the best strategy that contains it: min-marginals of equation 1."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Alternative:
 
 
 def all_alternatives(tables: CostTables, memory_bytes: float = 2**31) -> dict[str, list[Alternative]]:
-    """All configurations of every layer, best first, the other layers chosen anew for each.
+    """All configurations of every layer, best first, with the other layers chosen again for each.
 
-    Two passes over the graph: the layers are eliminated one by one (Dechter's buckets), which leaves the cost of
-    all before each; then, backwards, each passes on the cost of all but those. LayerwiseError where a table takes more
-    than `memory_bytes`.
+    Two passes over the graph: eliminating the layers one by one (Dechter's buckets) gives the cost of everything before
+    each; then, backwards, each passes on the cost of everything else. Raises LayerwiseError if a table needs more than
+    `memory_bytes`.
     """
     sizes = {name: len(cost) for name, cost in tables.node.items()}
     alive = [Factor((name,), cost) for name, cost in tables.node.items()]
@@ -42,7 +42,7 @@ def all_alternatives(tables: CostTables, memory_bytes: float = 2**31) -> dict[st
         if 16.0 * prod(sizes[n] for n in scope) > memory_bytes:
             raise LayerwiseError(
                 f"explaining layer {name!r} needs a table over {len(scope)} layers that does not fit into "
-                f"{memory_bytes / 2**30:.3g} GiB: restrict --dims or --degrees, or give more --search-memory"
+                f"{memory_bytes / 2**30:.3g} GiB: restrict --dims or --degrees, or raise --search-memory"
             )
         joined = join(bucket, sizes, last=name)
         messages[name] = Factor(joined.scope[:-1], joined.cost.min(axis=-1))

@@ -1,9 +1,9 @@
-"""The optimal strategy by node and edge elimination (Jia et al., algorithms 1 and 2), and what is left by elimination
-of whole variables in min-fill order. Both are exact: the result's cost is its own proof.
+"""The optimal strategy by node and edge elimination (Jia et al., algorithms 1 and 2), then variable elimination in
+min-fill order. Both are exact: the result's cost is its own proof.
 
-Variable elimination is on tables of any arity (Dechter's bucket elimination), for graphs of which K > 2 nodes remain.
-Exact where the tables fit into memory. Where they do not, buckets are split (mini-buckets): the sum of their minima is
-a proven lower bound, and the strategy decoded from them is improved one layer at a time.
+Variable elimination works on tables of any arity (Dechter's bucket elimination), for graphs of which K > 2 nodes
+remain. It is exact if the tables fit into memory. Otherwise buckets are split (mini-buckets): the sum of their minima
+is a proven lower bound, and the decoded strategy is improved one layer at a time.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import numpy as np
 from layerwise.cost.model import CostTables
 from layerwise.geometry.arrays import Floats, Ints
 
-CACHED = 1 << 16  # sums of a min-plus product that are formed at once
+CACHED = 1 << 16  # sums of a min-plus product computed at once
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
     """The best strategy, a lower bound of all, and how the graph was reduced."""
 
-    choice: dict[str, int]  # of each layer, the index of its configuration
+    choice: dict[str, int]  # layer -> index of its configuration
     cost_s: float
     lower_bound_s: float
-    final_nodes: int  # K: left when neither node nor edge elimination applies
+    final_nodes: int  # K: nodes left when neither node nor edge elimination applies
     order: tuple[str, ...]  # eliminated layers, first to last
 
     @property
     def proven(self) -> bool:
-        """True if the cost is the lower bound."""
+        """True if the cost equals the lower bound."""
         return self.cost_s <= self.lower_bound_s * (1 + 1e-9)
 
 
@@ -43,7 +43,7 @@ def eliminate(tables: CostTables, memory_bytes: float = 2**31) -> Optimum:
     graph = _Reduction(costs, tables.transfer)
     order = graph.reduce()
     rest = tuple(graph.node)
-    # Exhaustive finish on K nodes: itself an elimination of variables, cheapest first.
+    # The remaining K nodes are also eliminated as variables, cheapest first.
     factors = [Factor((name,), cost) for name, cost in graph.node.items()]
     factors += [Factor(edge, cost) for edge, cost in graph.edges.items()]
     sizes = {name: len(cost) for name, cost in graph.node.items()}
@@ -55,7 +55,7 @@ def eliminate(tables: CostTables, memory_bytes: float = 2**31) -> Optimum:
 
 
 def reduction_order(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str]:
-    """The layers that node eliminations take out of a graph, first to last: they are the same whatever things cost."""
+    """The layers that node eliminations remove from a graph, in order, which does not depend on costs."""
     tables = {(u, v, slot): np.zeros((1, 1)) for slot, (u, v) in enumerate(edges)}
     return _Reduction({name: np.zeros(1) for name in names}, tables).reduce()
 
@@ -63,7 +63,7 @@ def reduction_order(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> l
 def total(
     node: Mapping[str, Floats], transfer: Mapping[tuple[str, str, int], Floats], choice: Mapping[str, int]
 ) -> float:
-    """Equation 1 of a choice of configurations."""
+    """Equation 1 for a choice of configurations."""
     own = sum(float(cost[choice[name]]) for name, cost in node.items())
     return own + sum(float(cost[choice[u], choice[v]]) for (u, v, _), cost in transfer.items())
 
@@ -81,13 +81,13 @@ class _Reduction:
             self._add(u, v, cost)
 
     def _add(self, u: str, v: str, cost: Floats) -> None:
-        """Inserts an edge; a parallel one is added to it (edge elimination, equation 3)."""
+        """Inserts an edge, or adds it to a parallel one (edge elimination, equation 3)."""
         self.edges[u, v] = self.edges[u, v] + cost if (u, v) in self.edges else cost
         self.outs[u].add(v)
         self.ins[v].add(u)
 
     def reduce(self) -> list[str]:
-        """Node eliminations to a fixed point; returns the layers in order."""
+        """Eliminates nodes to a fixed point; returns the layers in order."""
         waiting = list(reversed(self.node))
         order = []
         while waiting:
@@ -102,7 +102,7 @@ class _Reduction:
             self.ins[k].remove(j)
             self._add(i, k, through)
             order.append(j)
-            waiting += [i, k]  # a merged edge may have made its ends eliminable
+            waiting += [i, k]  # a merged edge may allow eliminating its ends
         return order
 
     def undo(self, choice: dict[str, int]) -> None:
@@ -112,7 +112,9 @@ class _Reduction:
 
 
 def min_plus(a: Floats, b: Floats) -> tuple[Floats, Ints]:
-    """min over j of a[i, j] + b[j, k], and where (equation 2). Some rows at a time, so that the sums stay in cache."""
+    """min over j of a[i, j] + b[j, k], and its index (equation 2). Works in blocks of rows, so that
+    sums stay in cache.
+    """
     value = np.empty((a.shape[0], b.shape[1]))
     best = np.empty(value.shape, np.int64)
     columns = np.ascontiguousarray(b.T)
@@ -128,17 +130,17 @@ def min_plus(a: Floats, b: Floats) -> tuple[Floats, Ints]:
 class Factor:
     """A cost table."""
 
-    scope: tuple[str, ...]  # the variable of each of its dimensions
+    scope: tuple[str, ...]  # the variable of each dimension
     cost: Floats
 
     def over(self, scope: Sequence[str]) -> Floats:
-        """The table with a dimension for each of `scope`, which has all of its own: 1 long where it has none."""
+        """The table with a dimension for each name in `scope`, a superset of its own; new dimensions have length 1."""
         axes = sorted(range(len(self.scope)), key=lambda i: scope.index(self.scope[i]))
         return self.cost.transpose(axes)[tuple(slice(None) if name in self.scope else None for name in scope)]
 
 
 def min_fill_order(sizes: Mapping[str, int], scopes: Iterable[tuple[str, ...]]) -> list[str]:
-    """Variables in the order in which eliminating them joins the fewest others; ties by the smaller table."""
+    """Variables in the order whose eliminations join the fewest others; ties by the smaller table."""
     around, order = _neighbours(sizes, scopes), list[str]()
     while around:
 
@@ -153,10 +155,10 @@ def min_fill_order(sizes: Mapping[str, int], scopes: Iterable[tuple[str, ...]]) 
 
 
 def sums_of(sizes: Mapping[str, int], pairs: Iterable[tuple[str, ...]]) -> float:
-    """The number of sums that an elimination forms, about: of variables of these sizes, joined in these pairs."""
+    """About how many sums an elimination computes, for variables of these sizes, joined in these pairs."""
     around, count = _neighbours(sizes, pairs), 0.0
     waiting = list(around)
-    while waiting:  # along chains, as node elimination goes
+    while waiting:  # along chains, like node elimination
         if (name := waiting.pop()) in around and len(around[name]) <= 2:
             near = _take(around, name)
             count += sizes[name] * prod(sizes[other] for other in near)
@@ -167,7 +169,7 @@ def sums_of(sizes: Mapping[str, int], pairs: Iterable[tuple[str, ...]]) -> float
 
 
 def _neighbours(names: Iterable[str], scopes: Iterable[tuple[str, ...]]) -> dict[str, set[str]]:
-    """The variables that share a table with each."""
+    """For each variable, those that share a table with it."""
     around: dict[str, set[str]] = {name: set() for name in names}
     for scope in scopes:
         _connect(around, scope)
@@ -175,7 +177,7 @@ def _neighbours(names: Iterable[str], scopes: Iterable[tuple[str, ...]]) -> dict
 
 
 def _take(around: dict[str, set[str]], name: str) -> set[str]:
-    """Eliminates a variable, which joins its neighbours: these."""
+    """Eliminates a variable, and returns its neighbours, which are joined."""
     near = around.pop(name)
     for other in near:
         around[other].remove(name)
@@ -184,7 +186,7 @@ def _take(around: dict[str, set[str]], name: str) -> set[str]:
 
 
 def _connect(around: dict[str, set[str]], names: Iterable[str]) -> None:
-    """Joins each of these variables to all the others."""
+    """Joins each of these variables to all others."""
     for a, b in combinations(names, 2):
         around[a].add(b)
         around[b].add(a)
@@ -193,7 +195,7 @@ def _connect(around: dict[str, set[str]], names: Iterable[str]) -> None:
 def eliminate_variables(
     factors: Sequence[Factor], sizes: Mapping[str, int], order: Sequence[str], memory_bytes: float
 ) -> tuple[dict[str, int], float]:
-    """The best choice and a lower bound of the least sum of `factors`; equal where no bucket had to be split."""
+    """The best choice and a lower bound of the least sum of `factors`; equal if no bucket had to be split."""
     alive = list(factors)
     buckets: list[tuple[str, list[Factor]]] = []
     bound = 0.0
@@ -221,7 +223,7 @@ def eliminate_variables(
 
 
 def join(factors: Sequence[Factor], sizes: Mapping[str, int], last: str) -> Factor:
-    """The sum of factors over the union of their scopes, `last` as the last dimension."""
+    """The sum of factors over the union of their scopes, with `last` as the last dimension."""
     names = sorted({name for f in factors for name in f.scope} - {last})
     scope = (*names, last)
     total = np.zeros(tuple(sizes[name] for name in scope))
@@ -231,7 +233,7 @@ def join(factors: Sequence[Factor], sizes: Mapping[str, int], last: str) -> Fact
 
 
 def _mini_buckets(factors: Sequence[Factor], sizes: Mapping[str, int], memory_bytes: float) -> list[list[Factor]]:
-    """Factors grouped so that each group's table fits; one group where all of it does."""
+    """Factors grouped so that each group's table fits; a single group if everything fits."""
     groups: list[list[Factor]] = []
     for f in sorted(factors, key=lambda f: -f.cost.size):
         for group in groups:
@@ -245,7 +247,7 @@ def _mini_buckets(factors: Sequence[Factor], sizes: Mapping[str, int], memory_by
 
 
 def _slice(factor: Factor, choice: Mapping[str, int], free: str) -> Floats:
-    """The factor with every variable but `free` chosen: (C_free,). Variables not yet chosen are minimised out."""
+    """The factor with every variable but `free` chosen: (C_free,). Variables not yet chosen are minimized out."""
     cost: Floats = factor.cost
     for axis in reversed(range(len(factor.scope))):
         name = factor.scope[axis]
@@ -255,7 +257,7 @@ def _slice(factor: Factor, choice: Mapping[str, int], free: str) -> Floats:
 
 
 def _improve(factors: Sequence[Factor], sizes: Mapping[str, int], choice: dict[str, int]) -> None:
-    """Changes one variable at a time while that lowers the sum."""
+    """Changes one variable at a time as long as that lowers the sum."""
     touching: dict[str, list[Factor]] = {name: [f for f in factors if name in f.scope] for name in sizes}
     changed = True
     while changed:

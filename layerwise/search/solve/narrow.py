@@ -1,9 +1,9 @@
-"""Tables over the few configurations that an optimum can contain, exact where an optimum is.
+"""Tables over the few configurations that an optimum can contain, exact where it matters.
 
-Exact tables over all configurations take far longer to build than to search. So transfers are first bounded by what a
-few devices see of them; message passing turns that into a bound for every configuration (`Messages`), a strategy
-decoded from the messages is priced exactly, and what is bounded to cost more goes. The optimum over bounds is the
-optimum if its own transfers are exact: where they are not, they are made so, until they are (`exact_optimum`).
+Exact tables over all configurations take far longer to build than to search. So transfers are first bounded by a few
+devices' share of them; message passing turns that into a bound for every configuration (`Messages`); a strategy decoded
+from the messages is priced exactly, and configurations with a higher bound are dropped. The optimum over bounds is the
+optimum if its own transfers are exact; if not, they are made exact, and the search repeats (`exact_optimum`).
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from layerwise.search.solve.eliminate import Optimum, eliminate
 
 Keep = dict[str, Mask]
 SLACK = 1 + 1e-9  # rounding: never drop an optimum that ties with the bound
-PAYS = 0.9  # another pass over the tables, if the last one left at most this share of the configurations
-SWEEPS = 1  # of message passing: more tighten the bounds little
-FEW = 16  # configurations of a layer, for which better bounds take longer than they save
-ROUNDS = 8  # of looking for the devices that the best strategy waits for
+PAYS = 0.9  # pass over the tables again if the last pass left at most this fraction of the configurations
+SWEEPS = 1  # of message passing: more improve the bounds little
+FEW = 16  # configurations of a layer, below which better bounds take longer than they save
+ROUNDS = 8  # of looking for the devices that limit the best strategy
 Configs = Mapping[str, tuple[Config, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """Tables of what is left, and the cost of a strategy in hand."""
+    """Tables of what is left, and the cost of the best strategy so far."""
 
-    tables: CostTables  # of which transfers are lower bounds
+    tables: CostTables  # with lower bounds for transfers
     upper_s: float
-    bounding_s: float  # time that the message passing took
+    bounding_s: float  # time of the message passing
 
 
 def narrow(
     model: CostModel, configs: Configs, named: Sequence[Mapping[str, Config]], progress: Progress | None = None
 ) -> Narrowed:
-    """Leaves out the configurations that no optimum contains; `named` strategies are in hand."""
+    """Drops the configurations that no optimum contains; `named` are known strategies."""
     check_room(model, configs)
     upper_s = min(map(sum, exact_costs(model, named)), default=np.inf)
     left, bounding_s = None, 0.0
-    # The first device has a cell of every configuration; an inner device, see `telling_devices`.
+    # The first device has a cell in every configuration; for the inner device see `telling_devices`.
     for watched in ((0,), (model.devices.count // 3,), None):
         if left is not None and max(map(len, configs.values())) <= FEW:
             break  # `exact_optimum` makes exact what it needs
@@ -61,7 +61,7 @@ def narrow(
         bounding_s += time.perf_counter() - started
         upper_s = min(upper_s, *map(sum, exact_costs(model, [strategy_of(configs, bounds.choice)])))
         if not np.isfinite(upper_s):
-            raise LayerwiseError("every strategy takes infinitely long: the profile's latencies or rates are absurd")
+            raise LayerwiseError("every strategy takes infinitely long: check the profile's latencies and rates")
         left = restrict(tables, {name: lower_s <= upper_s * SLACK for name, lower_s in bounds.lower_s.items()})
         configs = left.configs
     assert left is not None
@@ -69,31 +69,31 @@ def narrow(
 
 
 def check_room(model: CostModel, configs: Configs) -> None:
-    """Raises LayerwiseError if the tables of the first bounds, of which equal ones are kept once, are more than memory.
+    """Raises LayerwiseError if the tables of the first bounds (equal ones shared) exceed the memory.
 
-    They count twice: while they are made, the peak was 1.6 to 2.1 times what they hold (VGG-16, 1,024 to 65,536 GPUs).
+    They count twice: while they were built, the peak was 1.6 to 2.1 times their size (VGG-16, 1,024 to 65,536 GPUs).
     """
     names = [name for name in model.graph.edges() if model.directions(name)]
     edges = {model.edge(name, configs[name[0]], configs[name[1]]) for name in names}
     wanted, there = sum(2 * 8 * u * v for u, v in (edge.pairs for edge in edges)), memory_of_host()
     if wanted > there:
         raise LayerwiseError(
-            f"{max(map(len, configs.values()))} configurations of a layer on {model.devices.count} devices need "
-            f"{units(wanted, 'B')} for their tables, and here are {units(there, 'B')} of memory: search fewer "
+            f"the tables for {max(map(len, configs.values()))} configurations of a layer on {model.devices.count} "
+            f"devices need {units(wanted, 'B')}, but this host has {units(there, 'B')} of memory: search fewer "
             "dimensions (--dims), powers of two only (--degrees powers-of-two) or fewer devices"
         )
 
 
 def memory_of_host() -> int:
-    """Bytes of the host's memory."""
+    """The bytes of the host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def rough_tables(model: CostModel, configs: Configs, progress: Progress | None) -> CostTables:
     """Tables whose transfers are lower bounds, but exact where it matters.
 
-    Transfers are priced as a few devices see them. Where the strategy that then looks best is in truth slower, the
-    devices that it waits for are watched too, until it is not.
+    Transfers are priced for a few devices. If the strategy that then looks best is in fact slower, the devices that
+    limit it are watched too, until it is not.
     """
     watched = telling_devices(model.devices)
     if model.options.link_model == "sum" or 2 * len(watched) > model.devices.count:
@@ -109,9 +109,9 @@ def rough_tables(model: CostModel, configs: Configs, progress: Progress | None) 
 def exact_optimum(
     model: CostModel, tables: CostTables, upper_s: float, memory_bytes: float
 ) -> tuple[CostTables, Optimum]:
-    """The cheapest strategy, and the tables over the configurations that were left to choose from.
+    """The cheapest strategy, and the tables over the remaining configurations.
 
-    Transfers may be lower bounds: those of the optimum are made exact, and what is learned stays in `tables`.
+    Transfers may be lower bounds: the optimum's are made exact, and what is learned stays in `tables`.
     """
     while True:
         keep = by_edge_cost(tables, upper_s)
@@ -123,9 +123,9 @@ def exact_optimum(
 
 
 def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> bool:
-    """Raises the bounds of transfers that are no bounds of a choice's: whether there were any.
+    """Raises the transfer bounds that are below a choice's transfers; returns whether there were any.
 
-    Each by the device that it waits for, so that it is exact for this choice and better for others.
+    Each is raised by the device that limits it, so it is exact for this choice and better for others.
     """
     strategy = strategy_of(tables.configs, choice)
     found = list[EdgeName]()
@@ -142,7 +142,7 @@ def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> b
 
 
 def exact_costs(model: CostModel, strategies: Sequence[Mapping[str, Config]]) -> list[tuple[float, float]]:
-    """Equation 1 without t_S, and t_S, of each of these. They share tables, as most of their layers are alike."""
+    """Equation 1 without t_S, and t_S, for each strategy. They share tables, as most of their layers are equal."""
     if not strategies:
         return []
     found = np.zeros((2, len(strategies)))
@@ -156,23 +156,23 @@ def exact_costs(model: CostModel, strategies: Sequence[Mapping[str, Config]]) ->
 
 
 def strategy_of(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, int]) -> dict[str, Config]:
-    """The configurations of these indices."""
+    """The configurations with these indices."""
     return {name: configs[name][i] for name, i in choice.items()}
 
 
 def node_costs(model: CostModel, configs: Configs) -> dict[str, Floats]:
-    """(C_l,) what each layer costs by itself under each configuration."""
+    """(C_l,) each layer's own cost under each configuration."""
     return {layer.name: model.node_cost(layer, configs[layer.name]).total for layer in model.graph.layers}
 
 
 def by_edge_cost(tables: CostTables, upper_s: float) -> Keep:
-    """Masks (C_l,) of configurations that may be part of a strategy of at most `upper_s`: none better is left out.
+    """Masks (C_l,) of configurations that may be part of a strategy of at most `upper_s`; no better one is dropped.
 
-    A layer's transfers are those to the cheapest partner on its own edges, and elsewhere those of the cheapest pair.
-    Repeated over what is left while it pays, as each configuration that goes may raise the others' bounds.
+    It counts a layer's transfers to the cheapest partner on its own edges, and the cheapest pair elsewhere. It repeats
+    over what is left while that pays, as each dropped configuration may raise the others' bounds.
     """
     keep: Keep = {name: np.ones(len(cost), bool) for name, cost in tables.node.items()}
-    own, pairs = dict(tables.node), dict(tables.transfer)  # of the configurations that are left
+    own, pairs = dict(tables.node), dict(tables.transfer)  # of the remaining configurations
     count = sum(map(len, own.values()))
     while True:
         extra = {name: cost - cost.min() for name, cost in own.items()}  # beyond the cheapest, transfers included
@@ -194,7 +194,7 @@ def by_edge_cost(tables: CostTables, upper_s: float) -> Keep:
 
 
 def restrict(tables: CostTables, keep: Keep) -> CostTables:
-    """The tables over the configurations that are kept."""
+    """The tables over the kept configurations."""
     return CostTables(
         {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in tables.configs.items()},
         {name: cost[keep[name]] for name, cost in tables.node.items()},
@@ -203,19 +203,19 @@ def restrict(tables: CostTables, keep: Keep) -> CostTables:
 
 
 Pair = tuple[str, str]
-CACHED = 1 << 16  # elements of a table that are summed at once: they stay in the cache
+CACHED = 1 << 16  # elements of a table summed at once, to stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Bounds of the cost of strategies, by message passing."""
 
-    lower_s: dict[str, Floats]  # (C_l,) of each layer: of every strategy that contains the configuration
-    choice: dict[str, int]  # indices of a good strategy, decoded from the same messages
+    lower_s: dict[str, Floats]  # (C_l,) for each layer: of every strategy with the configuration
+    choice: dict[str, int]  # a good strategy's indices, decoded from the same messages
 
 
 class Messages:
-    """Messages along the edges of a graph; they stay valid when the node costs change."""
+    """Messages along the edges of a graph; they stay valid when node costs change."""
 
     def __init__(self, transfer: Mapping[EdgeName, Floats], names: Sequence[str]) -> None:
         self.names = list(names)
@@ -244,7 +244,7 @@ class Messages:
         return Bounds(self._lower(node), self._decode(node))
 
     def _belief(self, name: str, node: Mapping[str, Floats]) -> Floats:
-        """A layer's cost with all that its neighbours have sent it."""
+        """A layer's cost plus all messages from its neighbours."""
         total = node[name].copy()
         for pair in self.ins[name]:
             total += self.down[pair]
@@ -256,11 +256,11 @@ class Messages:
         return self._belief(name, node) / max(len(self.ins[name]), len(self.outs[name]), 1)
 
     def _lower(self, node: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Terms that are left after a backward sweep: none is negative, so that any of them may be added up.
+        """The terms left after a backward sweep: none is negative, so any of them may be added up.
 
-        A layer has given shares of its belief to its inward edges; what it keeps is bounded by its minimum. A
-        configuration then costs, beyond the sum of all minima, at least the cheapest way to it from the first layer,
-        by the dearest of its inward edges, and the least of each other inward edge.
+        A layer has given parts of its belief to its inward edges; what it keeps is bounded by its minimum. Beyond the
+        sum of all minima, a configuration costs at least the cheapest path to it from the first layer, by the most
+        expensive of its inward edges, and the minimum of each other inward edge.
         """
         floor, beyond = 0.0, {}
         for name in self.names:
@@ -279,7 +279,7 @@ class Messages:
         return {name: floor + cost for name, cost in beyond.items()}
 
     def _decode(self, node: Mapping[str, Floats]) -> dict[str, int]:
-        """Layer by layer: the cheapest given the choices so far and what the layers to come have sent."""
+        """Decodes layer by layer: the cheapest, given the choices so far and the messages from later layers."""
         choice: dict[str, int] = {}
         for name in self.names:
             cost = node[name].copy()
@@ -292,7 +292,7 @@ class Messages:
 
 
 def _least_by_column(table: Floats, *rows: Floats) -> list[Floats]:
-    """The least of table + row[:, None] in every column, (C_v,), for each of `rows` (C_u,)."""
+    """The minimum of table + row[:, None] in every column, (C_v,), for each of `rows` (C_u,)."""
     found = [np.full(table.shape[1], np.inf) for _ in rows]
     for part, sums in _parts(table):
         for least, row in zip(found, rows, strict=True):
@@ -302,7 +302,7 @@ def _least_by_column(table: Floats, *rows: Floats) -> list[Floats]:
 
 
 def _least_by_row(table: Floats, column: Floats) -> Floats:
-    """The least of table + column[None, :] in every row, (C_u,)."""
+    """The minimum of table + column[None, :] in every row, (C_u,)."""
     least = np.empty(len(table))
     for part, sums in _parts(table):
         np.add(table[part], column, out=sums).min(1, out=least[part])
@@ -310,7 +310,7 @@ def _least_by_row(table: Floats, column: Floats) -> Floats:
 
 
 def _parts(table: Floats) -> Iterator[tuple[slice, Floats]]:
-    """Some rows of a table at a time, and room for as many."""
+    """Blocks of rows of a table, each with a buffer of its size."""
     step = min(max(1, CACHED // table.shape[1]), len(table))
     room = np.empty((step, table.shape[1]))
     for start in range(0, len(table), step):

@@ -127,9 +127,7 @@ def test_tables_that_memory_cannot_hold_are_refused_before_they_are_made() -> No
     with (
         mock.patch.object(module, "memory_of_host", return_value=1000),
         mock.patch.object(model, "tables", side_effect=AssertionError),
-        pytest.raises(
-            LayerwiseError, match=r"4 devices need .*B for their tables, and here are 1.*B of memory: search"
-        ),
+        pytest.raises(LayerwiseError, match=r"on 4 devices need .*B, but this host has 1.*B of memory: search"),
     ):
         narrow(model, configs, [])
 
