@@ -295,7 +295,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         (volumes(), tmp_path / "a.txt", {}, "predict writes .npy files"),
         (volumes(), tmp_path / "a.npy", {}, "has an array of shape"),
         (volumes(), tmp_path / "a", {"overlap": 1.0}, "overlap is 1.0; it must be at least 0"),
-        (volumes(), tmp_path / "a", {"mirror": "s"}, "'s' is none of d, h, w"),
+        (volumes(), tmp_path / "a", {"mirror": "s"}, "'s' is not one of d, h, w"),
         (volumes(), tmp_path / "a", {"window": (4, 4)}, "must have an extent for each of d, h, w"),
         (volumes(), tmp_path / "a", {"reduce": "max"}, "it must be 'argmax', 'softmax', 'sigmoid', a function or None"),
         (volumes(), tmp_path / "a", {"reduce": lambda y: y.sum()}, "must return a tensor"),

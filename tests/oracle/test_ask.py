@@ -60,7 +60,7 @@ def test_budgets(budget: Budget, best: Answer) -> None:
     ("budget", "why"),
     [
         (Budget(gpus=1), "at most 1 GPUs"),
-        (Budget(memory_bytes=2**29), "the least, ds at 16 GPUs, needs 1 GiB"),
+        (Budget(memory_bytes=2**29), "the smallest, ds at 16 GPUs, needs 1 GiB"),
         (Budget(seconds=3), "the fastest, ds at 16 GPUs"),
     ],
 )
