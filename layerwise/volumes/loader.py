@@ -28,7 +28,8 @@ class BoxLoader:
     left out.
 
     Args:
-        model: As `parallelize(..., io="boxes")` or `load` returns it (with another io a rank's box is its samples).
+        model: What `parallelize` with `ParallelOptions(io="boxes")` or `load` returned; with another io a rank's box
+            is its samples.
         sources: One an input, in their order: an array (samples, ...) of numpy, h5py or zarr, a file of one (.npy,
             .zarr, .h5::name), a list of files, one a sample, or a function (index, slices) -> array. Only boxes are
             read of them.
@@ -47,7 +48,8 @@ class BoxLoader:
 
     Examples:
         >>> import layerwise, numpy, torch
-        >>> model = layerwise.parallelize(torch.nn.Linear(4, 1), torch.randn(2, 4), io="boxes", verbose=False)
+        >>> options = layerwise.ParallelOptions(io="boxes", verbose=False)
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 1), torch.randn(2, 4), options=options)
         >>> [x.shape for (x,) in BoxLoader(model, numpy.ones((4, 4), numpy.float32))]
         [torch.Size([2, 4]), torch.Size([2, 4])]
     """

@@ -36,7 +36,10 @@ class MixedSamplesError(LayerwiseError):
     def __init__(self, what: str, layer: str = "", as_long: Sequence[str] = ()) -> None:
         """as_long: inputs as long as the batch, of which some may be shared."""
         self.what, self.layer = what, layer
-        which = f" ({', '.join(as_long)} are as long as the batch: shared= names those without samples, () none)"
+        which = (
+            f" ({', '.join(as_long)} are as long as the batch: shared= of ParallelOptions names those without samples, "
+            "() none)"
+        )
         super().__init__(
             f"{f'layer {layer!r}' if layer else 'the model'} computes something of several samples together: {what}; "
             "layerwise gives one device's numbers where samples are independent, but for batch norms and losses, and, "

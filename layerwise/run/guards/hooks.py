@@ -112,7 +112,7 @@ def outside_while_waiting(name: str) -> LayerwiseError:
     """Returns the error for a gradient from outside, added to what is yet to be summed over the ranks."""
     return LayerwiseError(
         f"parameter {name!r} {OUTSIDE}, while gradients wait for their sum over the ranks, to which that would not "
-        "belong: leave no_sync() and sync_every out, call the whole model, or give the optimizer a weight_decay in "
+        "belong: leave no_sync() out, call the whole model, or give the optimizer a weight_decay in "
         "place of a penalty on weights"
     )
 
