@@ -1,5 +1,6 @@
 """Arguments of the wrong kind: every public function and class answers with one sentence, never with a traceback."""
 
+import importlib
 import inspect
 import math
 from collections.abc import Iterator
@@ -17,6 +18,17 @@ from layerwise.importers.torch.traced_program import TracedProgram
 
 X = torch.randn(4, 4)
 WRONG = [object(), b"x", math.nan, {1: 2}, [object()], nn.Linear, TracedProgram, -1.5]
+ROOMS = {  # public names that their rooms have
+    "Box": "layerwise.geometry",
+    "DeviceGraph": "layerwise.machine",
+    "Grid": "layerwise.geometry",
+    "Layer": "layerwise.graph.layer",
+    "LayerGraph": "layerwise.graph.layer_graph",
+    "Op": "layerwise.ops.base",
+    "TensorSpec": "layerwise.tensor",
+    "from_onnx": "layerwise.importers.onnx.from_onnx",
+    "timeline": "layerwise.cost.timeline.simulate",
+}
 FREE = {"model", "name", "digest", "message"}  # texts that may say anything
 
 
@@ -62,7 +74,7 @@ def right() -> dict[str, dict[str, Any]]:
         "register_op": {"target": "mylib::x", "build": lambda call: None},
         "restore": {"model": parallel},
         "save": {"model": parallel, "file": "nothing/nowhere.pt"},
-        "split": {"dataset": range(8), "batch": 4},
+        "split": {"dataset": range(8), "model": parallel},
         "timeline": {"model": model, "strategy": strategy},
     }  # fmt: skip
 
@@ -78,15 +90,20 @@ def called(function: Any, arguments: dict[str, Any]) -> Any:
     return function(*(arguments[name] for name in before), arguments[stars[0]], **named)
 
 
+def named(name: str) -> Any:
+    """A public name of the package or of a room."""
+    return getattr(importlib.import_module(ROOMS.get(name, "layerwise")), name)
+
+
 def public() -> Iterator[str]:
-    for name in layerwise.__all__:
-        if callable(getattr(layerwise, name)) and name not in ("Op", "LayerwiseError"):
+    for name in (*layerwise.__all__, *ROOMS):
+        if callable(named(name)) and name not in ("Op", "LayerwiseError"):
             yield name
 
 
 @pytest.mark.parametrize("name", public())
 def test_whatever_a_public_function_is_given_it_answers_in_one_sentence(name: str, right: dict[str, Any]) -> None:
-    function, said = getattr(layerwise, name), list[str]()
+    function, said = named(name), list[str]()
     for argument in inspect.signature(function).parameters:
         for wrong in WRONG if argument != "keywords" else ():
             try:

@@ -137,7 +137,7 @@ _builds: dict[str, Build] = {}
 def register_op(target: str, build: Build) -> None:
     """Teaches the importers an operator. It replaces what was registered before, and goes before layerwise's own.
 
-    An operator that is no combination of layerwise's own needs a subclass of `layerwise.Op`, which says what a box of
+    An operator that is no combination of layerwise's own needs a subclass of `layerwise.ops.base.Op`, which says what a box of
     its output needs of its inputs and parameters (docs/how-to/add_an_operator.md).
 
     Args:
