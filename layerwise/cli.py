@@ -7,7 +7,6 @@ import contextlib
 import io
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -19,9 +18,10 @@ from rich.text import Text
 
 from layerwise.config import SearchSpace
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.errors import LayerwiseError, nearest, shown
+from layerwise.errors import LayerwiseError, shown
 from layerwise.files import check_writable, write_text
 from layerwise.machine import DEFAULT, DTYPES, MAX_GPUS, load, names, precision
+from layerwise.parser import Parser as Parser
 from layerwise.plan import MAX_BATCH
 from layerwise.report import as_json, html, markdown, text
 from layerwise.report.content import Report
@@ -69,32 +69,6 @@ def command(
         return main
 
     return main_of
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in layerwise's form, the nearest names, one line of usage, and epilogs as they are."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        if "epilog" in options:
-            options["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        super().__init__(*args, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise LayerwiseError(f"{message}{self._nearest(message)} (see {self.prog} --help)")
-
-    def _nearest(self, message: str) -> str:
-        """The option, or the choice of one, that an error's word is nearest to."""
-        if option := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
-            return nearest(option[1], self._option_string_actions)
-        if choice := re.match(r"argument .*(--[\w-]+): invalid choice: '([^']*)'", message):
-            return nearest(choice[2], map(str, self._option_string_actions[choice[1]].choices or ()))
-        return ""
-
-    def format_help(self) -> str:
-        if self.usage is None and len(self._actions) > 8:
-            names = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
-            self.usage = " ".join(["%(prog)s", *names, "[options]"])
-        return super().format_help()
 
 
 class _Console(Console):

@@ -49,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise fits",
+        main="--gpu --gpus --global-batch --input-shape --optimizer --dtype --memory-limit --inference --loss --html "
+        "--json",
         description="Says whether a model fits: the memory of a step on one device and several, the\n"
         "largest batch, and what recomputing or sharding would save. No GPU is needed.",
         epilog=EPILOG,

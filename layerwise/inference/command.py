@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     p = Parser(
         prog="layerwise predict",
+        main="--model --weights --data --out --reduce --mirror --window --memory-limit --dtype --overwrite",
         description=(
             "Computes a network's answers for volumes that fit no device: every rank reads,\ncomputes, reduces and "
             "writes its boxes of them."

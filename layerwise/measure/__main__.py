@@ -84,6 +84,7 @@ def main(args: argparse.Namespace) -> int:
 def _add_layers(subparsers: Subparsers) -> None:
     p = subparsers.add_parser(
         "layers",
+        main="--gpus --gpu --global-batch --input-shape --optimizer --dtype --out --budget --device --json",
         help="how long layers take",
         description="Runs every distinct piece of a network's layers that a plan for N devices may need, forward, "
         "backward and update, and writes their times into a profile: first those that the best plan and the baselines "

@@ -73,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise oracle",
+        main="--gpus --gpu --link --batch --samples --scaling --strategy --max-memory --max-hours --measured --plot "
+        "--plan",
         description="Says how long an epoch takes and how much memory it needs under every\nparallel strategy, "
         "why, and which to take.",
         epilog=EPILOG,

@@ -47,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise search",
+        main="--gpus --gpu --link --global-batch --optimizer --dtype --memory-limit --inference --price --out --html "
+        "--json",
         description="Finds the cheapest way to split every layer of a network over N\ndevices, and proves it.",
         epilog=EPILOG,
     )

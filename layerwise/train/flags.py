@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     p = Parser(
         prog="layerwise run",
+        main="--model --data --epochs --steps --optimizer --lr --dtype --weights --checkpoint --resume "
+        "--compare-single --html",
         description=(
             "Trains a planned network with the numbers of one device: every rank\ncomputes its part of every layer."
         ),
