@@ -137,8 +137,8 @@ _builds: dict[str, Build] = {}
 def register_op(target: str, build: Build) -> None:
     """Teaches the importers an operator. It replaces what was registered before, and goes before layerwise's own.
 
-    An operator that is no combination of layerwise's own needs a subclass of `layerwise.ops.base.Op`, which says what a box of
-    its output needs of its inputs and parameters (docs/how-to/add_an_operator.md).
+    An operator that is no combination of layerwise's own needs a subclass of `layerwise.ops.base.Op`, which says what a
+    box of its output needs of its inputs and parameters (docs/how-to/add_an_operator.md).
 
     Args:
         target: The name of a torch operator, "mylib::swoosh" (every overload) or "aten.foo.default" (this one), or an
