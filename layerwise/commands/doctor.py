@@ -39,9 +39,12 @@ torch.testing.assert_close(found, wanted[share])
 def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
-        prog="layerwise doctor", description="Tries what a training needs, and whether two ranks compute as one device."
+        prog="layerwise doctor",
+        description="Tries what a training needs, and whether two ranks compute what one device does.",
     )
-    p.add_argument("--timeout", type=positive, default=20.0, metavar="S", help="seconds for two ranks (default: 20)")
+    p.add_argument(
+        "--timeout", type=positive, default=20.0, metavar="S", help="seconds that two ranks may take (default: 20)"
+    )
     output_arguments(p)
     return p
 

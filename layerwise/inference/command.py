@@ -42,29 +42,60 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --inference --io boxes --out")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("--weights", metavar="FILE.safetensors", required=True, help="the model's state dict")
+    p.add_argument("--weights", metavar="FILE.safetensors", required=True, help="file of the model's state dict")
     p.add_argument(
         "--data",
         metavar="FILE",
         nargs="+",
         required=True,
-        help=".npy, .zarr or .h5::name of all volumes (samples first); or a file a volume, also .nii or .nii.gz",
+        help="a .npy, .zarr or .h5::name of all volumes, samples first; or a file per volume, also .nii or .nii.gz",
     )
-    p.add_argument("--out", metavar="OUT", required=True, help="a .npy of all, or a .zarr or a folder of one each")
+    p.add_argument(
+        "--out", metavar="OUT", required=True, help="a .npy for all results, or a .zarr or a folder with one each"
+    )
     g = p.add_argument_group("what is computed")
-    g.add_argument("--reduce", choices=["argmax", "softmax", "sigmoid"], help="what is made of the outputs")
-    g.add_argument("--output", type=int, default=0, metavar="I", help="which of the network's outputs (default: 0)")
-    g.add_argument("--mirror", default="", metavar="DIMS", help="the mean over mirrored volumes, as in dhw")
-    g.add_argument("--window", metavar="DxHxW", help="extents of windows, also where a volume would fit as it is")
-    g.add_argument("--overlap", type=float, default=0.5, metavar="X", help="share of a window that two have (0.5)")
-    g.add_argument("--memory-limit", metavar="SIZE", help="of a device, as in 14GB: beyond it windows are taken")
     g.add_argument(
-        "--dtype", type=precision, choices=["float32", "float64", "bf16"], default="float32", help="default: float32"
+        "--reduce",
+        choices=["argmax", "softmax", "sigmoid"],
+        help="what is written of the outputs (default: the outputs)",
+    )
+    g.add_argument("--output", type=int, default=0, metavar="I", help="number of the network's output (default: 0)")
+    g.add_argument(
+        "--mirror",
+        default="",
+        metavar="DIMS",
+        help="dimensions along which volumes are mirrored, whose mean is taken, such as dhw",
+    )
+    g.add_argument("--window", metavar="DxHxW", help="extents of windows, which are taken even if a volume fits")
+    g.add_argument(
+        "--overlap",
+        type=float,
+        default=0.5,
+        metavar="X",
+        help="share of a window that its neighbour has, too (default: 0.5)",
+    )
+    g.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="memory of a device, such as 14GB; a larger volume is computed in windows",
+    )
+    g.add_argument(
+        "--dtype",
+        type=precision,
+        choices=["float32", "float64", "bf16"],
+        default="float32",
+        help="type that layers compute in (default: float32)",
     )
     g = p.add_argument_group("output")
-    g.add_argument("--overwrite", action="store_true", help="also volumes whose results are there")
-    g.add_argument("--json", action="store_true", help="what was written, for programs")
-    g.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for a rank (30)")
+    g.add_argument("--overwrite", action="store_true", help="also compute volumes whose results are there")
+    g.add_argument("--json", action="store_true", help="write the names of the results as JSON, for programs")
+    g.add_argument(
+        "--timeout",
+        type=positive,
+        default=30.0,
+        metavar="S",
+        help="seconds that a rank waits for another (default: 30)",
+    )
     return p
 
 

@@ -82,44 +82,79 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("model", metavar="MODEL", help=HELP)
     g = p.add_argument_group("machine")
     g.add_argument(
-        "--gpus", type=counts, metavar="N", help="16; 1,2,4; or 1..1024, the powers of two (default: a node's)"
+        "--gpus",
+        type=counts,
+        metavar="N",
+        help="numbers of GPUs: 16; 1,2,4; or 1..1024, the powers of two (default: a node's)",
     )
     profile_arguments(g)
     g = p.add_argument_group("training")
-    g.add_argument("--samples", type=_samples, default=1_281_167, metavar="D", help="of an epoch (default: ImageNet's)")
-    g.add_argument("--scaling", choices=["weak", "strong"], help="batch a GPU, or a step, stays (default: weak)")
+    g.add_argument(
+        "--samples", type=_samples, default=1_281_167, metavar="D", help="samples of an epoch (default: ImageNet's)"
+    )
+    g.add_argument(
+        "--scaling",
+        choices=["weak", "strong"],
+        help="whether the batch of a GPU (weak) or of a step (strong) stays the same (default: weak)",
+    )
     batch = g.add_mutually_exclusive_group()
     batch.add_argument(
         "--batch",
         type=_batch,
         metavar="B",
-        help="samples a GPU (weak: default 32), 0.25 of four GPUs with one; or a step (strong: must be given)",
+        help="samples per GPU (default: 32; 0.25 is one sample on four GPUs), or per step with --scaling strong",
     )
-    batch.add_argument("--samples-per-node", type=count, metavar="B", help="--batch B/GPUs of a node, in one")
-    batch.add_argument("--global-batch", type=count, metavar="B", help="--scaling strong --batch B, in one")
-    step_arguments(g, "as in layerwise search; default: batches come for free, and below one sample a GPU in boxes")
-    g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
+    batch.add_argument("--global-batch", type=count, metavar="B", help="the same as --scaling strong --batch B")
+    step_arguments(
+        g,
+        "what each device feeds, as in layerwise search (default: all of the batch, or boxes below one sample per GPU)",
+    )
+    g.add_argument("--local-batch-norm", action="store_true", help="batch norm takes each device's own samples")
     g = p.add_argument_group("strategies")
-    g.add_argument("--strategy", metavar="S,S", help=f"{', '.join(NAMES)} (default: all that suit the model)")
-    g.add_argument("--segments", type=count, metavar="S", help="of a pipelined batch (default: 4 a stage)")
-    g.add_argument("--group-size", type=count, metavar="G", help="devices a group of df, ds (default: a node's)")
-    g.add_argument("--gather-after", metavar="LAYER", help="the last layer that spatial and ds cut")
-    g.add_argument("--spatial-dims", metavar="h,w", help="what spatial and ds may cut (default: the cheapest of d,h,w)")
     g.add_argument(
-        "--search-up-to", type=count, default=64, metavar="N", help="GPUs that layerwise is searched for (default: 64)"
+        "--strategy", metavar="S,S", help=f"strategies to price: {', '.join(NAMES)} (default: all that suit the model)"
+    )
+    g.add_argument("--segments", type=count, metavar="S", help="segments of a pipelined batch (default: 4 per stage)")
+    g.add_argument("--group-size", type=count, metavar="G", help="devices of a group of df and ds (default: a node's)")
+    g.add_argument("--gather-after", metavar="LAYER", help="last layer that spatial and ds split")
+    g.add_argument(
+        "--spatial-dims",
+        metavar="h,w",
+        help="dimensions that spatial and ds may split (default: the cheapest of d,h,w)",
+    )
+    g.add_argument(
+        "--search-up-to",
+        type=count,
+        default=64,
+        metavar="N",
+        help="most GPUs that a plan is searched for (default: 64)",
     )
     g = p.add_argument_group("answer")
-    g.add_argument("--max-gpus", type=count, metavar="N", help="suggest with at most so many GPUs")
-    g.add_argument("--max-memory", type=positive, metavar="GIB", help="suggest with at most so much memory a GPU")
+    g.add_argument("--max-gpus", type=count, metavar="N", help="suggest a strategy on at most N GPUs")
     g.add_argument(
-        "--max-hours", type=positive, metavar="H", help="suggest the fewest GPU-hours of those with such an epoch"
+        "--max-memory",
+        type=positive,
+        metavar="GIB",
+        help="suggest a strategy that takes at most so much memory on a GPU",
     )
-    g.add_argument("--measured", metavar="RUNS.json", help="compare with measured runs")
-    g.add_argument("--phases", action="store_true", help="phases at every number of GPUs, not the suggested one only")
+    g.add_argument(
+        "--max-hours",
+        type=positive,
+        metavar="H",
+        help="suggest the strategy of the fewest GPU-hours whose epoch takes at most H hours",
+    )
+    g.add_argument("--measured", metavar="RUNS.json", help="compare with runs that were measured")
+    g.add_argument(
+        "--phases", action="store_true", help="print phases at every number of GPUs, not only at the suggested one"
+    )
     output_arguments(g)
-    g.add_argument("--plot", metavar="FILE.png", help="scaling curves: an epoch and the speed-up, over the GPUs")
-    g.add_argument("--plot-phases", metavar="FILE.png", help="phases of an iteration, a panel a strategy")
-    g.add_argument("--plan", metavar="PLAN.json", help="write the one strategy at the one number of GPUs as a plan")
+    g.add_argument("--plot", metavar="FILE.png", help="draw the time of an epoch and the speed-up over the GPUs")
+    g.add_argument(
+        "--plot-phases", metavar="FILE.png", help="draw the phases of an iteration, a panel for each strategy"
+    )
+    g.add_argument(
+        "--plan", metavar="PLAN.json", help="write a plan, of the one --strategy at the one number of --gpus"
+    )
     return p
 
 
@@ -127,8 +162,6 @@ def parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Parses, asks, prints."""
     settle_machine(args)
-    if args.samples_per_node is not None:
-        args.batch = Fraction(args.samples_per_node, args.gpus_per_node or load(args.profile).gpus_per_node)
     if args.global_batch is not None:
         if args.scaling == "weak":
             raise LayerwiseError("--global-batch is of all GPUs, however many: with --scaling weak give --batch")

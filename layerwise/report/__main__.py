@@ -26,12 +26,18 @@ def parser() -> Parser:
         "device, and its memory. The page needs no other file and no network.",
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
-    p.add_argument("--measured", metavar="TRACE.json", help="of layerwise run --trace: what was measured, beside it")
+    p.add_argument("--measured", metavar="TRACE.json", help="trace of layerwise run --trace, shown beside the plan")
     p.add_argument(
-        "--memory-curve", metavar="8GB..80GB", help="search under some limits between these: what memory is worth"
+        "--memory-curve",
+        metavar="8GB..80GB",
+        help="search under some memory limits between these, to show what memory is worth",
     )
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("--profile", metavar="NAME", help="the plan's profile, where that is a file: a plan has none read")
+    p.add_argument(
+        "--profile",
+        metavar="NAME",
+        help="the plan's profile, if it is a file; a file that only a plan names is never read",
+    )
     output_arguments(p, page="--out")
     return p
 
