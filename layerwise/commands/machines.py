@@ -56,8 +56,8 @@ def main(args: argparse.Namespace) -> None:
     profiles = [load(name) for name in (*names(), *devices())]
     lines = Lines(
         [
-            "The columns float32 and bf16 are dense FLOP/s, and node is the number of devices in a node. Bandwidths are "
-            "one way: of a device in a node, and of a port between nodes.",
+            "The columns float32 and bf16 are dense FLOP/s, and node is the number of devices in a node. Bandwidths "
+            "are one way: of a device in a node, and of a port between nodes.",
             "--profile also takes a file that `layerwise measure` wrote, whose times are better than stated ones.",
         ]
     )

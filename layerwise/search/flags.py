@@ -67,8 +67,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar=("LAYERS", "DEGREES"),
-        help="configuration that some layers keep, such as --fix 'fc*' c=4 or --fix encoder n=2,h=2; 1 means one device; "
-        "can be repeated",
+        help="configuration that some layers keep, such as --fix 'fc*' c=4 or --fix encoder n=2,h=2; 1 means one "
+        "device; can be repeated",
     )
     _cost_flags(p.add_argument_group("cost model"))
     _output_flags(p.add_argument_group("output"))
