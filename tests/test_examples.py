@@ -17,6 +17,7 @@ LEARNING = [path for path in EXAMPLES if path.name != "decode_video.py"]
 ZOO = Path(sys.prefix) / "zoo"  # where `make zoo` puts packages
 NEEDS = {
     "decode_video.py": ["diffusers"],
+    "segment_nnunet.py": ["nnunetv2"],
     "train_accelerate.py": ["accelerate"],
     "train_lightning.py": ["lightning"],
     "train_monai.py": ["monai", "ignite"],

@@ -6,19 +6,35 @@ an input dimension an interval of an output dimension needs.
 
 from layerwise.geometry.axis import AxisMap, fixed, identity, interval_overlap, needed, scaled, whole, window
 from layerwise.geometry.box import Box
-from layerwise.geometry.grid import Grid, boundaries, chunks, nests, prime_factors
+from layerwise.geometry.grid import (
+    WEIGHTED,
+    Grid,
+    boundaries,
+    chunks,
+    cut,
+    degree_of,
+    in_proportion,
+    nests,
+    one_cell,
+    prime_factors,
+)
 
 __all__ = [
+    "WEIGHTED",
     "AxisMap",
     "Box",
     "Grid",
     "boundaries",
     "chunks",
+    "cut",
+    "degree_of",
     "fixed",
     "identity",
+    "in_proportion",
     "interval_overlap",
     "needed",
     "nests",
+    "one_cell",
     "prime_factors",
     "scaled",
     "whole",

@@ -5,14 +5,53 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
+from itertools import count, product
 from math import prod
+from threading import Lock
 
 import numpy as np
 
 from layerwise.arguments import checked_values
 from layerwise.geometry.arrays import Ints
 from layerwise.geometry.box import Box
+
+WEIGHTED = 1 << 24  # from here on a number of cells stands for cells of unequal size; see `cut`
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighted:
+    weights: tuple[int, ...]  # of the cells
+    only: int | None  # a cell by itself
+
+
+_CUTS: dict[int, _Weighted] = {}
+_NUMBERS: dict[_Weighted, int] = {}
+_LOCK, _NEXT = Lock(), count(1)
+
+
+def cut(weights: tuple[int, ...], only: int | None = None) -> int:
+    """The number by which arrays of degrees name cells in proportion to these weights, or one such cell by itself.
+
+    It is the number of cells where they are equal, as everywhere; else a larger one, of which `degree_of` is that.
+    """
+    if only is None and len(set(weights)) == 1:
+        return len(weights)
+    key = _Weighted(weights, only)
+    with _LOCK:
+        if key not in _NUMBERS:
+            number = len(weights) + WEIGHTED * next(_NEXT)
+            _CUTS[number], _NUMBERS[key] = key, number
+        return _NUMBERS[key]
+
+
+def one_cell(number: int, only: int) -> int:
+    """The number of one of the cells that a number stands for."""
+    return cut(_CUTS[number].weights if number >= WEIGHTED else (1,) * number, only)
+
+
+def degree_of(numbers: Ints) -> Ints:
+    """How many cells each of these stands for."""
+    return numbers % WEIGHTED
 
 
 @lru_cache(maxsize=65536)
@@ -22,15 +61,32 @@ def boundaries(extent: int, degree: int, unit: int = 1) -> Ints:
     The m = extent / unit units are cut by `chunks`. Where that would leave a cell empty (which takes a factor of 3 or
     more), the cells are balanced instead: b[i] = unit * (m * i // degree). No cell is empty while degree <= m, and the
     largest one has ceil(m / degree) units. `unit` is the granularity of a dimension that was merged by a reshape: cells
-    end only where they are boxes before the merge.
+    end only where they are boxes before the merge. Cells of unequal size are those of a `cut`; of one cell by itself
+    these are its two ends.
     """
     assert extent % unit == 0, f"extent {extent} is not a multiple of unit {unit}"
-    length = extent // unit
-    ends = chunks(length, degree)
-    if (np.diff(ends) == 0).any():
-        ends = length * np.arange(degree + 1, dtype=np.int64) // degree
+    length, unequal = extent // unit, _CUTS.get(degree)
+    if unequal is not None:
+        ends = in_proportion(length, unequal.weights)
+        ends = ends if unequal.only is None else ends[unequal.only : unequal.only + 2]
+    else:
+        ends = chunks(length, degree)
+        if (np.diff(ends) == 0).any():
+            ends = length * np.arange(degree + 1, dtype=np.int64) // degree
     result: Ints = unit * ends
     result.setflags(write=False)
+    return result
+
+
+def in_proportion(length: int, weights: tuple[int, ...]) -> Ints:
+    """The boundaries of cells whose lengths are as these weights, to the nearest whole number but at least 1."""
+    if len(set(weights)) == 1:
+        return boundaries(length, len(weights))
+    degree, upto = len(weights), np.insert(np.cumsum(np.array(weights, np.int64)), 0, 0)
+    ends = (2 * length * upto + upto[-1]) // (2 * upto[-1])
+    steps = np.arange(degree + 1)
+    ends = np.maximum.accumulate(ends - steps) + steps  # each cell has one
+    result: Ints = np.minimum(ends, length - degree + steps)
     return result
 
 

@@ -5,7 +5,7 @@
 """
 
 from layerwise.machine.curves import Curve, Links, Overlap
-from layerwise.machine.devices import DeviceGraph, Level, Processor, Tile, reserved_bytes
+from layerwise.machine.devices import DeviceGraph, Kind, Level, Processor, Tile, reserved_bytes
 from layerwise.machine.layer_times import AUTOCAST, DTYPES, precision
 from layerwise.machine.profile import MAX_GPUS, Link, LinkLevel, Profile
 from layerwise.machine.profiles import DEFAULT, load, names, save
@@ -17,6 +17,7 @@ __all__ = [
     "MAX_GPUS",
     "Curve",
     "DeviceGraph",
+    "Kind",
     "Level",
     "Link",
     "LinkLevel",

@@ -6,6 +6,7 @@ sheet states, latencies and the achieved share of the peak, is taken from a buil
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import tomllib
@@ -19,7 +20,7 @@ from layerwise.quantities import parse_rate, parse_time
 
 BUILT_IN = "layerwise.profiles"
 PCIE = {"pcie3": 15.75e9, "pcie4": 31.5e9, "pcie5": 63e9}  # x16, bytes per second each way: GT/s x 16 x 128/130 / 8
-OPTIONS = ("node", "intra", "link")
+OPTIONS = ("node", "intra", "link", "kinds")
 Document = dict[str, Any]
 
 
@@ -42,8 +43,9 @@ def is_composed(spec: str, built_in: list[str]) -> bool:
 
 
 def composed(spec: str) -> str:
-    """The JSON of the profile that `DEVICE[,node=G][,intra=300GB/s][,link=4x200Gb/s:5us]` describes.
+    """The JSON of the profile that `DEVICE[,node=G][,intra=300GB/s][,link=4x200Gb/s:5us][,kinds=a:1+b:2]` describes.
 
+    kinds: devices of several kinds in the order of ranks, each as many as it says; `b@0.5` is one of half the speed.
     intra: a rate one way, or pcie3 to pcie5. link: of one port between nodes, of which a node has one, or as many as
     stand before the x; its latency may follow. Without it, the machine of a device is a single node. LayerwiseError
     where an option is not sound.
@@ -69,7 +71,48 @@ def composed(spec: str) -> str:
         node |= _inside(options["intra"])
     if "link" in options:
         document["levels"] = [node, _between(options["link"], int(node["devices"]["value"]), spec)]
+    if "kinds" in options:
+        kinds = [kind.rpartition(":")[::2] for kind in options["kinds"].split("+")]
+        names = list(dict.fromkeys(name for name, _ in kinds))
+        document["device"], *others = (_kind(name, spec) for name in names)
+        document.pop("layers", None)  # of one of the kinds alone
+        if others:
+            kind_of = [names.index(name) for name, number in kinds for _ in range(_count(number, spec))]
+            document |= {"version": 2, "other_devices": others, "kind_of": kind_of}
     return json.dumps(document)
+
+
+def _kind(name: str, spec: str) -> Document:
+    """The device of a row, or of a built-in profile; `name@0.5` at half its speed. LayerwiseError where none is so."""
+    name, slower, share = name.partition("@")
+    row = devices().get(name, {})
+    try:
+        document = _of_device(row) if "like" in row else _built_in(row.get("profile", name))
+    except FileNotFoundError:
+        raise LayerwiseError(
+            f"machine {spec!r}: devices of kind {name!r} have no times and no profile{nearest(name, devices())}: name "
+            "them as `layerwise machines` does"
+        ) from None
+    device: Document = copy.deepcopy(document["device"])
+    if slower:
+        factor = parse_share(share, spec)
+        device["name"] += f" at {factor:g} of its speed"
+        rates = [device["peak_flops"][dtype] for dtype in device["peak_flops"]]
+        for number in (*rates, device["memory_bandwidth_bytes_per_s"]):
+            number["value"] *= factor
+        device["kernel_floor_s"]["value"] /= factor
+    return device
+
+
+def parse_share(text: str, spec: str) -> float:
+    """A number above 0."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1e6:
+        raise LayerwiseError(f"machine {spec!r}: {text!r} is not a share of a device's speed, such as 0.5")
+    return share
 
 
 def _of_device(row: Mapping[str, Any]) -> Document:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import overload
@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
-from layerwise.geometry.arrays import Ints
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes, precision
 
@@ -74,10 +74,25 @@ class Processor:
         return self.peak_flops[dtype]
 
 
+def device_type(processor: Processor, layers: Sequence[LayerTimes]) -> str:
+    """`cpu` or `cuda`, as PyTorch calls them."""
+    by_threads = any(times.conditions.threads for times in layers)  # measured on a CPU
+    return "cpu" if by_threads or "cpu" in processor.name.lower() else "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Devices of one kind, where there are several."""
+
+    processor: Processor
+    layers: tuple[LayerTimes, ...] = field(default=(), hash=False)  # measured
+    usable_bytes: float = 0.0  # that a plan may take of its memory
+
+
 @checked
 @dataclass(frozen=True, slots=True)
 class DeviceGraph:
-    """Equal devices, numbered so that every group of every level is a run of consecutive numbers.
+    """Devices, numbered so that every group of every level is a run of consecutive numbers.
 
     Each level's size is a multiple of the one inside it, but a last group may be cut short: 256 GPUs in racks of 136
     are a rack of 136 and one of 120. Nothing here is N×N: the graph of 65,536 devices is as small as that of two.
@@ -90,6 +105,9 @@ class DeviceGraph:
         links: Measured times of messages and collectives.
         layers: Measured times of layers.
         collectives: Regular transfers run as collectives (NCCL), else as messages (gloo).
+        kinds: Of unequal devices: the first one's, which `processor` and `layers` are of, and the others. (): all are
+            equal.
+        kind_of: Which of the kinds each device is.
 
     Examples:
         >>> import layerwise
@@ -104,6 +122,8 @@ class DeviceGraph:
     links: Links | None = field(default=None, hash=False)  # measured; long to hash
     layers: tuple[LayerTimes, ...] = field(default=(), hash=False)  # measured
     collectives: bool = False  # regular transfers run as collectives (NCCL), else as messages (gloo)
+    kinds: tuple[Kind, ...] = ()
+    kind_of: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return hash((self.name, self.count))  # short, as it is asked for often
@@ -113,17 +133,26 @@ class DeviceGraph:
         assert sizes[-1] == self.count, f"the outermost of {sizes} must hold all {self.count} devices"
         assert all(outer % inner == 0 for inner, outer in pairwise(sizes[:-1])), f"{sizes} do not nest"
         assert self.count % sizes[0] == 0, f"{self.count} devices do not fill nodes of {sizes[0]}"
+        assert not self.kinds or len(self.kind_of) == self.count, "each device is of a kind"
 
     @property
     def device_type(self) -> str:
         """`cpu` or `cuda`, as PyTorch calls them."""
-        by_threads = any(times.conditions.threads for times in self.layers)  # measured on a CPU
-        return "cpu" if by_threads or "cpu" in self.processor.name.lower() else "cuda"
+        return device_type(self.processor, self.layers)
 
     @property
     def usable_bytes(self) -> float:
         """Bytes that a plan may take of a device's memory where nobody says otherwise."""
         return self.processor.memory_bytes - reserved_bytes(self.processor.memory_bytes, self.device_type)
+
+    @property
+    def memory_scale(self) -> Floats | float:
+        """(N,) by which bytes of each device count as many of the first one's; 1 of equal devices."""
+        if not self.kinds:
+            return 1.0
+        usable = np.array([kind.usable_bytes for kind in self.kinds])
+        scale: Floats = (usable[0] / usable)[list(self.kind_of)]
+        return scale
 
     @property
     def devices_per_node(self) -> int:

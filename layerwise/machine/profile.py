@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from layerwise.errors import LayerwiseError
 from layerwise.machine.curves import Links
-from layerwise.machine.devices import DeviceGraph, Level, Processor
+from layerwise.machine.devices import DeviceGraph, Kind, Level, Processor, device_type, reserved_bytes
 from layerwise.machine.layer_times import LayerTimes
 
 MAX_GPUS = 65_536
@@ -36,7 +36,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A machine: its device and its links."""
+    """A machine: its devices and its links."""
 
     name: str
     description: str
@@ -48,6 +48,8 @@ class Profile:
     layers: tuple[LayerTimes, ...] = ()  # measured, a set for each of the conditions; the latest last
     links: Links | None = field(default=None, hash=False)  # measured
     backend: str = BACKENDS[0]  # of torch.distributed
+    kinds: tuple[Processor, ...] = ()  # of unequal devices: the first is `processor`
+    kind_of: tuple[int, ...] = ()  # and which of these each device is, in the order of ranks
 
     @property
     def collectives(self) -> bool:
@@ -87,7 +89,27 @@ class Profile:
             levels.append(Level(stated.name, size, stated.latency_s, 1 / stated.bandwidth_bytes_per_s, sharing))
             if size == gpus:
                 break
-        return DeviceGraph(self.name, gpus, self.processor, tuple(levels), self.links, self.layers, self.collectives)
+        kinds, kind_of = self._kinds(gpus)
+        layers = kinds[0].layers if kinds else self.layers
+        of = self.name, gpus, self.processor, tuple(levels), self.links, layers, self.collectives
+        return DeviceGraph(*of, kinds if len(kinds) > 1 else (), kind_of if len(kinds) > 1 else ())
+
+    def _kinds(self, gpus: int) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+        """The kinds of the first devices, and the kind of each; LayerwiseError where there are not so many."""
+        if self.kinds and gpus > len(self.kind_of):
+            said = ", ".join(f"{self.kind_of.count(i)} × {kind.name}" for i, kind in enumerate(self.kinds))
+            raise LayerwiseError(
+                f"profile {self.name} has {len(self.kind_of)} devices ({said}), and {gpus} are asked for"
+            )
+        found = tuple(
+            Kind(
+                processor,
+                tuple(times for times in self.layers if times.conditions.device == processor.name),
+                processor.memory_bytes - reserved_bytes(processor.memory_bytes, device_type(processor, self.layers)),
+            )
+            for processor in self.kinds[: max(self.kind_of[:gpus], default=-1) + 1]
+        )
+        return found, self.kind_of[:gpus]
 
     def _check(self, gpus: int, node: int) -> None:
         if not 1 <= gpus <= MAX_GPUS:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
@@ -123,7 +124,7 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 FORMAT = "layerwise-profile"
-VERSION = 1
+VERSION = 2  # 1 has devices of one kind
 DEVICE = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops", "processors", "tiles", "kernel_floor_s")
 LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
 
@@ -135,23 +136,25 @@ def parse(text: str, file: str) -> Profile:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise root.error(f'not a profile of layerwise: it must be an object with "format": "{FORMAT}"')
     version = document.get("version")
-    if version != VERSION or not isinstance(version, int) or isinstance(version, bool):
-        raise root.error(f"version: this layerwise reads version {VERSION} only, found {json.dumps(version)[:40]}")
+    if version not in (1, VERSION) or not isinstance(version, int) or isinstance(version, bool):
+        raise root.error(f"version: this layerwise reads versions 1 and {VERSION}, found {json.dumps(version)[:40]}")
     required = ("format", "version", "name", "description", "device", "levels")
-    optional = ("backend", "other_links", "links", "layers")
+    optional = ("backend", "other_links", "links", "layers", *(("kind_of", "other_devices") if version > 1 else ()))
     top = root.members(required, optional)
     if "backend" in top and top["backend"].value not in BACKENDS:
         raise top["backend"].error(f"expected one of {', '.join(BACKENDS)}, found {kind(top['backend'].value)}")
+    processor = _processor(top["device"])
     return Profile(
         name=top["name"].text(),
         description=top["description"].text(),
-        processor=_processor(top["device"]),
+        processor=processor,
         levels=_levels(top["levels"]),
         sources=root.sources,
         other_links=tuple(_link(item) for item in top["other_links"].items()) if "other_links" in top else (),
         layers=parse_layers(top["layers"]) if "layers" in top else (),
         links=parse_links(top["links"]) if "links" in top else None,
         backend=top["backend"].text() if "backend" in top else BACKENDS[0],
+        **(_kinds(processor, top["other_devices"], root.member("kind_of")) if "other_devices" in top else {}),
     )
 
 
@@ -166,16 +169,22 @@ def write(profile: Profile) -> str:
         values = {field: getattr(record, field) for field in fields}
         return {field: number(f"{path}.{field}", value) for field, value in values.items() if value is not None}
 
-    processor = profile.processor
-    device: dict[str, object] = {"name": processor.name}
-    device |= numbers("device", processor, ("memory_bytes", "memory_bandwidth_bytes_per_s"))
-    device["peak_flops"] = {d: number(f"device.peak_flops.{d}", v) for d, v in processor.peak_flops.items()}
-    device |= numbers("device", processor, ("processors", "kernel_floor_s"))
-    device["tiles"] = [
-        numbers(f"device.tiles[{i}]", tile, ("rows", "columns", "efficiency")) for i, tile in enumerate(processor.tiles)
-    ]
-    document: dict[str, object] = {"format": FORMAT, "version": VERSION}
-    document |= {"name": profile.name, "description": profile.description, "device": device}
+    def device(path: str, processor: Processor) -> dict[str, object]:
+        row: dict[str, object] = {"name": processor.name}
+        row |= numbers(path, processor, ("memory_bytes", "memory_bandwidth_bytes_per_s"))
+        row["peak_flops"] = {d: number(f"{path}.peak_flops.{d}", v) for d, v in processor.peak_flops.items()}
+        row |= numbers(path, processor, ("processors", "kernel_floor_s"))
+        tiles = enumerate(processor.tiles)
+        row["tiles"] = [numbers(f"{path}.tiles[{i}]", tile, ("rows", "columns", "efficiency")) for i, tile in tiles]
+        return row
+
+    document: dict[str, object] = {"format": FORMAT, "version": VERSION if profile.kinds else 1}
+    about = {"name": profile.name, "description": profile.description}
+    document |= about | {"device": device("device", profile.processor)}
+    if profile.kinds:
+        document["kind_of"] = list(profile.kind_of)
+        others = enumerate(profile.kinds[1:])
+        document["other_devices"] = [device(f"other_devices[{i}]", processor) for i, processor in others]
     if profile.backend != BACKENDS[0]:
         document["backend"] = profile.backend
     document["levels"] = [
@@ -206,7 +215,7 @@ def _a_line_a_cell(section: dict[str, object]) -> str:
 def _processor(device: Field) -> Processor:
     row = device.members(DEVICE)
     peaks = {
-        precision(name): replace(peak, path=f"device.peak_flops.{precision(name)}")
+        precision(name): replace(peak, path=f"{device.path}.peak_flops.{precision(name)}")
         for name, peak in row["peak_flops"].members(("float32",), (*DTYPES, "bfloat16")).items()
     }
     tiles = []
@@ -225,6 +234,19 @@ def _processor(device: Field) -> Processor:
         tiles=tuple(tiles),
         kernel_floor_s=row["kernel_floor_s"].number(),
     )
+
+
+def _kinds(first: Processor, others: Field, kind_of: Field) -> dict[str, Any]:
+    """The kinds of devices, and which each device is. LayerwiseError where they do not go together."""
+    kinds, numbers = (first, *map(_processor, others.items())), kind_of.wholes()
+    if set(numbers) != set(range(len(kinds))) or numbers[0] != 0:
+        raise kind_of.error(
+            f"expected of each device its kind, 0 (device) to {len(kinds) - 1} (of other_devices), each at least once "
+            "and 0 first"
+        )
+    if len({processor.name for processor in kinds}) < len(kinds):
+        raise others.error("two kinds of devices have one name, by which measured times are told apart")
+    return {"kinds": kinds, "kind_of": numbers}
 
 
 def _levels(section: Field) -> tuple[LinkLevel, ...]:

@@ -79,11 +79,14 @@ class Job:
     space: SearchSpace
     budget_s: float
     comm: Comm
+    kind: int = 0  # of devices, whose ranks measure
+    ranks: tuple[int, ...] = ()  # these; (): all
     cells: dict[Key, CellTask] = field(default_factory=dict)
     profile: Profile = field(init=False)  # the base with what was measured
 
     def __post_init__(self) -> None:
         self.profile = self.base
+        self.ranks = self.ranks or tuple(range(self.comm.size))
 
     def run(self, strategies: Strategies, make_module: MakeModule, *, quiet: bool, every: bool = True) -> Summary:
         """Measures what the budget allows. What was measured is kept whatever happens.
@@ -94,7 +97,7 @@ class Job:
         began = time.monotonic()
         before = next((times for times in self.base.layers if times.conditions == self.where), LayerTimes(self.where))
         before = replace(before, made=provenance(self.mode.device))
-        measuring = Measuring(before, self.mode, self._save, began + self.budget_s, self.comm)
+        measuring = Measuring(before, self.mode, self._save, began + self.budget_s, self.comm, ranks=self.ranks)
         best, over = self._searched(strategies, measuring)
         changed = None if every else self._changed(measuring, self._wanted(measuring, best).values())
         if changed:
@@ -115,7 +118,7 @@ class Job:
             model = self._model(measuring.times)
             configs = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
             candidates = {name: (*of, *(strategy[name] for strategy in best)) for name, of in configs.items()}
-            self.cells = wanted_cells(model, candidates)
+            self.cells = wanted_cells(model, candidates, self.kind)
             self._measure(measuring, measuring.left(self.cells.values()), "all other pieces", quiet=quiet)
         return self._summary(measuring, best[0], time.monotonic() - began, changed)
 
@@ -140,7 +143,7 @@ class Job:
     def _wanted(self, measuring: Measuring, best: Sequence[Mapping[str, Config]]) -> dict[Key, CellTask]:
         """The cells of these strategies."""
         candidates = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
-        return wanted_cells(self._model(measuring.times), candidates)
+        return wanted_cells(self._model(measuring.times), candidates, self.kind)
 
     def _enough(self, measuring: Measuring, best: Sequence[Mapping[str, Config]]) -> list[CellTask]:
         """The dearest cells that are `ENOUGH` of each strategy's compute time."""
@@ -149,7 +152,7 @@ class Job:
             cells = [
                 cell
                 for layer in model.graph.layers
-                for cell in layer_cells(model, layer, () if layer.end else (strategy[layer.name],))
+                for cell in layer_cells(model, layer, () if layer.end else (strategy[layer.name],), self.kind)
             ]
             cells.sort(key=lambda cell: -cell.predicted_s)
             total_s, so_far_s = sum(cell.predicted_s for cell in cells), 0.0
@@ -165,7 +168,9 @@ class Job:
         known = {cell.key: measuring.times.cells[cell.name][cell.extents] for cell in cells if measuring.has(cell.key)}
         dearest = sorted((c for c in cells if c.key in known), key=lambda cell: -cell.predicted_s)[:CHECKED]
         stopwatch = Stopwatch(self.mode.device, CELL_S / CHECKED, ahead=True)
-        told = self.comm.all_gather_object([measuring.outcome(cell, stopwatch) for cell in dearest])
+        mine = dearest if self.comm.rank in self.ranks else []
+        told = self.comm.all_gather_object([measuring.outcome(cell, stopwatch) for cell in mine])
+        told = [told[rank] for rank in self.ranks]
         for number, cell in enumerate(dearest):
             outcomes = [rank[number] for rank in told if not isinstance(rank[number], str)]
             now_s = statistics.median(sum(outcome[:2]) for outcome in outcomes) if outcomes else 0.0
@@ -189,7 +194,7 @@ class Job:
     def _overhead(self, measuring: Measuring, make_module: MakeModule) -> None:
         """Measures the runtime on a CPU. On a GPU the host runs ahead of the kernels: what it does takes no time.
 
-        All ranks measure it, so that each has the load of the others; rank 0's times count.
+        All ranks measure it, so that each has the load of the others; those of the kind's first rank count.
         """
         optimizer, on_cpu = self.options.optimizer, self.mode.device.type == "cpu"
         step, copy, layer = (step_name(optimizer), ()), (COPY, (COPIED,)), (LAYER, ())
@@ -203,12 +208,14 @@ class Job:
         else:
             measuring.call_s = optimizer_call_s(optimizer, self.mode)
         rows = [[time.forward_s, time.backward_s, time.spread, time.samples] for _, time in found]
-        for (key, _), row in zip(found, self.comm.all_gather_object(rows)[0], strict=True):
+        for (key, _), row in zip(found, self.comm.all_gather_object(rows)[self.ranks[0]], strict=True):
             measuring.add(key, CellTime(*row))
 
     def _model(self, times: LayerTimes) -> CostModel:
         """The cost model that rests on what is known."""
-        return CostModel(self.graph, replace(self.devices, layers=(times,)), self.options)
+        devices, layers = self.devices, (times,) if not self.kind else self.devices.layers
+        kinds = tuple(replace(k, layers=(times,)) if i == self.kind else k for i, k in enumerate(devices.kinds))
+        return CostModel(self.graph, replace(devices, layers=layers, kinds=kinds), self.options)
 
     def _save(self, times: LayerTimes) -> None:
         """Adds the times to the profile, last, where a search looks first, and writes it."""
@@ -222,7 +229,7 @@ class Job:
         self, measuring: Measuring, best: Mapping[str, Config], spent_s: float, changed: str | None
     ) -> Summary:
         model, times = self._model(measuring.times), measuring.times
-        costs = [model.node_cost(layer, (best[layer.name],)).compute for layer in model.graph.inner]
+        costs = [model.node_cost(layer, (best[layer.name],)).of_kind(self.kind) for layer in model.graph.inner]
         measured = [times.cells[name][size] for name, size in self.cells if size in times.cells.get(name, {})]
         return Summary(
             device=self.where.device,

@@ -37,6 +37,7 @@ class Measuring:
     call_s: float = 0.0  # of an optimizer's step, however few its parameters: counted once a step, not by layer
     taken: int = 0  # cells measured now
     failed: dict[Key, str] = field(default_factory=dict)  # why, by cell
+    ranks: tuple[int, ...] = ()  # that measure: those of one kind of devices; (): all
     _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def has(self, key: Key) -> bool:
@@ -48,11 +49,13 @@ class Measuring:
         return sorted((cell for cell in cells if not self.has(cell.key)), key=lambda cell: -cell.predicted_s)
 
     def measure(self, cells: Sequence[CellTask], after: Callable[[int], None] = lambda _: None) -> None:
-        """Measures in order what fits before the deadline, each rank every so-manieth cell.
+        """Measures in order what fits before the deadline, each rank that does every so-manieth cell.
 
         Every rank calls it with the same cells. after: is told how many are done with, measured or not.
         """
-        mine = deque(list(enumerate(cells))[self.comm.rank :: self.comm.size])
+        ranks = self.ranks or tuple(range(self.comm.size))
+        turns = [ranks.index(self.comm.rank)] if self.comm.rank in ranks else []
+        mine = deque(one for turn in turns for one in list(enumerate(cells))[turn :: len(ranks)])
         try:
             left = True
             while left:

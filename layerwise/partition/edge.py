@@ -61,12 +61,12 @@ class Edge:
     @property
     def largest_bytes(self) -> Floats:
         """(C_v,) bytes of the largest box that a device needs."""
-        return largest_box(self.maps, self.dims, self.needers.degrees) * self.item_bytes
+        return largest_box(self.maps, self.dims, self.needers.cuts) * self.item_bytes
 
     @property
     def needed_volume(self) -> Floats:
         """(C_v,) elements that all devices together need."""
-        return all_boxes(self.maps, self.dims, self.needers.degrees)
+        return all_boxes(self.maps, self.dims, self.needers.cuts)
 
 
 PAIRS = 256  # of configurations that are compared at once on all devices: bounds the memory
@@ -119,7 +119,8 @@ def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
         tables.append((np.maximum(np.minimum(end[:, None], hi) - lo, 0), which, column))
         wanted *= (hi - lo)[column]
     columns = np.flatnonzero((members > 1) & (wanted > 0) & (wanted % members == 0))
-    rows, which = np.nonzero(_devices(edge.owners)[:, None] == _devices(edge.needers)[columns])
+    formula = edge.owners.before is None and edge.needers.before is None
+    rows, which = np.nonzero(_devices(edge.owners, formula)[:, None] == _devices(edge.needers, formula)[columns])
     columns = columns[which]
     part = np.ones(len(rows), np.int64)
     for table, row, column in tables:
@@ -160,8 +161,10 @@ def _first_cells(edge: Edge, axis: AxisMap) -> tuple[Ints, Ints, Ints]:
     return *axis(np.zeros_like(end), end), column
 
 
-def _devices(cells: LayoutCells) -> Ints:
-    """(C,) equal where the same devices have cells: the first ones, or every so many-th."""
+def _devices(cells: LayoutCells, formula: bool) -> Ints:
+    """(C,) equal where the same devices have cells: the first ones, or every so many-th; else whoever they are."""
+    if not formula:
+        return cells.active @ (np.arange(cells.devices, dtype=np.int64) ** 5 + 1)  # `_fit` looks at each
     count = cells.count
     last = (count - 1) * cells.devices // count
     apart: Ints = count * 2 + (cells.strided & (last != count - 1))
@@ -209,22 +212,22 @@ def _distinct(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Mask:
     found = list[bool]()
     for degree in degrees:
         cuts = boundaries(dim.extent, degree, dim.unit)
-        found.append(len(np.unique(np.stack(axis(cuts[:-1], cuts[1:])), axis=1).T) == degree)
+        found.append(len(np.unique(np.stack(axis(cuts[:-1], cuts[1:])), axis=1).T) == len(cuts) - 1)
     return np.array(found, np.bool_)
 
 
 def needers(edge: Edge) -> Ints:
     """(C_v, N): devices that need the same box have the same number, also where their cells differ; -1: none."""
-    degrees, index = edge.needers.degrees, edge.needers.index
+    numbers, index = edge.needers.cuts, edge.needers.index
     number = np.zeros(index.shape[:2], np.int64)
     for axis in edge.maps:
         if axis.source is not None:
             dim = edge.dims[axis.source]
             for degree in edge.needers.distinct[axis.source][0]:
                 cuts = boundaries(dim.extent, degree, dim.unit)
-                rows, ends = degrees[:, axis.source] == degree, np.stack(axis(cuts[:-1], cuts[1:]))
+                rows, ends = numbers[:, axis.source] == degree, np.stack(axis(cuts[:-1], cuts[1:]))
                 same = np.unique(ends, axis=1, return_inverse=True)[1].reshape(-1)
-                number[rows] = number[rows] * degree + same[index[rows, :, axis.source]]
+                number[rows] = number[rows] * (len(cuts) - 1) + same[index[rows, :, axis.source]]
     return np.where(edge.needers.active, number, -1)
 
 
@@ -234,9 +237,17 @@ def _owned(edge: Edge, devices: Ints | None = None) -> tuple[Ints, Ints]:
     return _boxes(maps, edge.held, edge.owners, devices)
 
 
+def cells_on(dims: Sequence[Dim], cells: LayoutCells, devices: Ints) -> Floats:
+    """(C, W) elements of the cells of these devices."""
+    dims = dims if len(dims) == cells.cuts.shape[1] else (Dim(None, 1), *dims)  # of a scalar
+    lo, hi = _boxes(tuple(identity(d.extent, i) for i, d in enumerate(dims)), dims, cells, devices)
+    volume: Floats = (hi - lo).astype(np.float64).prod(-1)
+    return np.where(cells.numbers(devices) >= 0, volume, 0.0)
+
+
 def _boxes(maps: Maps, dims: Sequence[Dim], cells: LayoutCells, devices: Ints | None = None) -> tuple[Ints, Ints]:
     """lo, hi (C, N, J) of what `maps` make of the cell of each device, or of some; empty where it has none."""
-    degrees, index = cells.degrees, cells.index if devices is None else cells.at(devices)
+    numbers, index = cells.cuts, cells.index if devices is None else cells.at(devices)
     shape = (*index.shape[:2], len(maps))
     lo, hi = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for j, axis in enumerate(maps):
@@ -247,7 +258,7 @@ def _boxes(maps: Maps, dims: Sequence[Dim], cells: LayoutCells, devices: Ints | 
         dim = dims[axis.source]
         for degree in cells.distinct[axis.source][0]:
             cuts = boundaries(dim.extent, degree, dim.unit)
-            rows, (start, stop) = degrees[:, axis.source] == degree, axis(cuts[:-1], cuts[1:])
+            rows, (start, stop) = numbers[:, axis.source] == degree, axis(cuts[:-1], cuts[1:])
             lo[rows, :, j], hi[rows, :, j] = (ends[index[rows, :, axis.source]] for ends in (start, stop))
     idle = index[..., 0] < 0
     hi[idle] = lo[idle]

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from layerwise.geometry import AxisMap, Box, boundaries
+from layerwise.geometry import WEIGHTED, AxisMap, Box, boundaries, degree_of
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Dim, Maps, Space
@@ -17,24 +17,34 @@ from layerwise.partition.layout import Layout
 FEW = 16  # configurations whose degrees are known by themselves: to look for equal ones would take longer
 
 
-def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:
+def largest_extents(dims: Sequence[Dim], cuts: Ints) -> Ints:
     """(C, D) extents of the largest cell; a grid is a product, so one cell is the largest in every dimension."""
-    columns = [-(-(dim.extent // dim.unit) // degrees[:, i]) * dim.unit for i, dim in enumerate(dims)]
-    return np.stack(columns, axis=1) if columns else np.zeros((len(degrees), 0), np.int64)
+    columns = [_largest(dim, cuts[:, i]) for i, dim in enumerate(dims)]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(cuts), 0), np.int64)
 
 
-def intervals(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> tuple[Ints, Ints]:
+def _largest(dim: Dim, numbers: Ints) -> Ints:
+    if not len(numbers) or numbers.max() < WEIGHTED:
+        return -(-(dim.extent // dim.unit) // numbers) * dim.unit
+    known, which = np.unique(numbers, return_inverse=True)
+    return np.array([np.diff(boundaries(dim.extent, n, dim.unit)).max() for n in known.tolist()], np.int64)[which]
+
+
+def intervals(axis: AxisMap, dims: Sequence[Dim], cuts: Ints) -> tuple[Ints, Ints]:
     """(C,) the longest interval of one dimension that any cell needs, and the sum over the cells along its source."""
     if axis.source is None:
-        lengths, which = _lengths(axis, Dim(None, 1), (1,)), np.zeros(len(degrees), np.int64)
+        lengths, which = _lengths(axis, Dim(None, 1), (1,)), np.zeros(len(cuts), np.int64)
     else:
-        dim, column = dims[axis.source], degrees[:, axis.source]
+        dim, column = dims[axis.source], cuts[:, axis.source]
         if len(column) <= FEW:
             longest, total = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(column.tolist()))
             return longest, total
-        there = np.bincount(column) > 0
-        lengths = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(np.flatnonzero(there).tolist()))
-        which = (there.cumsum() - 1)[column]
+        if column.max() >= WEIGHTED:
+            numbers, which = np.unique(column, return_inverse=True)
+        else:
+            there = np.bincount(column) > 0
+            numbers, which = np.flatnonzero(there), (there.cumsum() - 1)[column]
+        lengths = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(numbers.tolist()))
     return lengths[0][which], lengths[1][which]
 
 
@@ -50,21 +60,21 @@ def _lengths(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
     return found
 
 
-def largest_box(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
+def largest_box(maps: Maps, dims: Sequence[Dim], cuts: Ints) -> Floats:
     """(C,) volume of the largest box that any cell needs."""
-    volume = np.ones(len(degrees))
+    volume = np.ones(len(cuts))
     for axis in maps:
-        volume = volume * intervals(axis, dims, degrees)[0]
+        volume = volume * intervals(axis, dims, cuts)[0]
     return volume
 
 
-def all_boxes(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
+def all_boxes(maps: Maps, dims: Sequence[Dim], cuts: Ints) -> Floats:
     """(C,) sum of the volumes of the boxes that all cells need: what all devices together hold."""
     drivers = [axis.source for axis in maps]
-    spare = [i for i in range(degrees.shape[1]) if i not in drivers]  # cells along these need the same box
-    volume: Floats = degrees[:, spare].prod(1).astype(np.float64)
+    spare = [i for i in range(cuts.shape[1]) if i not in drivers]  # cells along these need the same box
+    volume: Floats = degree_of(cuts[:, spare]).prod(1).astype(np.float64)
     for axis in maps:
-        volume = volume * intervals(axis, dims, degrees)[1]
+        volume = volume * intervals(axis, dims, cuts)[1]
     return volume
 
 
@@ -101,30 +111,30 @@ def largest_cell(layer: Layer, layout: Layout) -> LargestCell:
         own[1] = 1
     part = np.zeros(count, np.int64)  # of the reduction: which part of the cell it owns once that is scattered
     for i in reversed(range(len(dims))):  # reductions come last, and are needed first
-        column = layout.computed.degrees[:, i + scalar]
-        for degree in np.unique(column).tolist():
-            rows = column == degree
-            index, cuts = _index(space, i, degree)
+        column, owned = layout.computed.cuts[:, i + scalar], layout.owned.cuts
+        for number in np.unique(column).tolist():
+            rows = column == number
+            index, cuts = _index(space, i, number)
             bounds[:, rows, i] = cuts[index : index + 2, None]
             if i in space.reductions:
                 part[rows] = index
             elif not scalar:
-                finer = layout.owned.degrees[:, i] // degree
-                for split, j in {(int(finer[row]), int(part[row])) for row in np.flatnonzero(rows)}:
-                    fine = boundaries(dims[i].extent, degree * split, dims[i].unit)
+                for finer, j in {(int(owned[row, i]), int(part[row])) for row in np.flatnonzero(rows)}:
+                    fine = boundaries(dims[i].extent, finer, dims[i].unit)
+                    split = (len(fine) - 1) // (len(cuts) - 1)
                     first = index * split + (j if split > 1 else 0)
-                    within = rows & (finer == split) & ((part == j) | (split == 1))
+                    within = rows & (owned[:, i] == finer) & ((part == j) | (split == 1))
                     own[:, within, i] = fine[first : first + 2, None]
     return LargestCell(bounds[0], bounds[1], own[0], own[1])
 
 
 @lru_cache(maxsize=65536)
-def _index(space: Space, dim: int, degree: int) -> tuple[int, Ints]:
+def _index(space: Space, dim: int, number: int) -> tuple[int, Ints]:
     """The index of the fullest interval of one dimension, and the cuts of that dimension."""
     d = space.dims[dim]
-    cuts = boundaries(d.extent, degree, d.unit)
+    cuts = boundaries(d.extent, number, d.unit)
     lengths = np.diff(cuts).astype(np.float64)
-    need = np.zeros(degree)
+    need = np.zeros(len(lengths))
     for maps in (*space.needs, *(p.maps for p in space.parameters)):
         for axis in maps:
             if axis.source == dim:

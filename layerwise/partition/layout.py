@@ -8,7 +8,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from layerwise.config import Config, reduce_axis
+from layerwise.config import EVEN, Config, reduce_axis
+from layerwise.geometry import cut, one_cell
 from layerwise.geometry.arrays import Ints, Mask
 from layerwise.ops.facts import Dim, Space
 
@@ -20,7 +21,8 @@ class LayoutCells:
     """The cell that each of N devices has of a space of D dimensions, under C configurations.
 
     A formula, as N may be large: cells are numbered by L digits, the outermost first, each of which counts in one
-    dimension. Cell i of P is device i's, or where it is strided device i * N // P's.
+    dimension. Cell i of P is device i's, or where it is strided device i * N // P's, or of unequal devices (`before`)
+    that of the next one with a weight.
     """
 
     degrees: Ints  # (C, D)
@@ -30,6 +32,8 @@ class LayoutCells:
     strided: Mask  # (C,)
     copies: Mask  # (C,) whether a device without a cell has a copy of another's
     devices: int
+    cuts: Ints  # (C, D) the numbers of `geometry.cut`: degrees, where all cells are equal
+    before: Ints | None = None  # (C, N + 1) how many cells the devices before each have; None: as the formula says
 
     @cached_property
     def total(self) -> Ints:
@@ -44,13 +48,16 @@ class LayoutCells:
 
     @cached_property
     def distinct(self) -> tuple[tuple[tuple[int, ...], Ints], ...]:
-        """The degrees that each dimension has, ascending, and the index of each configuration's among these, (C,)."""
-        found = (np.unique(column, return_inverse=True) for column in self.degrees.T)
+        """The cuts that each dimension has, ascending, and the index of each configuration's among these, (C,)."""
+        found = (np.unique(column, return_inverse=True) for column in self.cuts.T)
         return tuple((tuple(values.tolist()), which) for values, which in found)
 
     def numbers(self, devices: Ints) -> Ints:
         """(C, W) the cell that each of these devices has, -1: none."""
         total, here = self.total[:, None], devices[None, :]
+        if self.before is not None:
+            cell = np.where(self.before[:, devices + 1] > self.before[:, devices], self.before[:, devices], -1)
+            return np.where(self.copies[:, None], 0, cell)  # what is copied has one cell
         last = ((here + 1) * total - 1) // self.devices  # the last cell at or before each device
         cell = np.where(self.strided[:, None], last, here % total)
         own = np.where(self.strided[:, None], last * self.devices // total == here, here < total)
@@ -61,6 +68,8 @@ class LayoutCells:
         total, strided = self.total[:, None], self.strided[:, None]
 
         def before(device: Ints) -> Ints:
+            if self.before is not None:
+                return self.before[:, device]
             return np.where(strided, -(-device[None, :] * total // self.devices), np.minimum(device[None, :], total))
 
         return before(first), before(end)
@@ -106,7 +115,19 @@ class LayoutCells:
             scattered=self.scattered[rows],
             strided=self.strided[rows],
             copies=self.copies[rows],
+            cuts=self.cuts[rows],
+            before=None if self.before is None else self.before[rows],
         )
+
+    def only(self, device: Ints) -> LayoutCells:
+        """The same cells, of which each dimension is cut into nothing but that of one device, (C,), by configuration.
+
+        So what is asked of the largest cell is answered of this device's.
+        """
+        index = np.maximum(self.at(np.arange(self.devices))[np.arange(len(device)), device], 0)
+        pairs = zip(self.cuts.ravel().tolist(), index.ravel().tolist(), strict=True)
+        numbers = np.array([one_cell(*pair) for pair in pairs], np.int64)
+        return replace(self, cuts=numbers.reshape(self.cuts.shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +144,10 @@ class Layout:
     def at(self, epilogue: bool) -> LayoutCells:
         """The cells that the needs of an input or a parameter follow from: the epilogue follows the reduction."""
         return self.owned if epilogue else self.computed
+
+    def only(self, device: Ints) -> Layout:
+        """`LayoutCells.only` of both."""
+        return Layout(self.computed.only(device), self.owned.only(device), self.configs)
 
     def everywhere(self) -> Layout:
         """All devices compute what is not cut."""
@@ -156,8 +181,33 @@ def _layout(configs: tuple[Config, ...], dims: tuple[Dim, ...], rank: int, devic
             scattered[row] = axis
     digits, strided = degrees[:, order], np.array([config.placement == "strided" for config in configs], np.bool_)
     none = np.zeros(count, np.bool_)
-    for array in (degrees, digits, own_degrees, scattered, strided, none):
+    cuts, own_cuts = degrees.copy(), own_degrees.copy()
+    for row in [row for row, config in enumerate(configs) if config.uneven]:
+        cuts[row] = _cuts(configs[row], [dims[i].label for i in order])[np.argsort(order)]
+        own_cuts[row] = cuts[row, :rank]  # where reductions are split, all cells are equal
+    for array in (degrees, digits, own_degrees, scattered, strided, none, cuts, own_cuts):
         array.setflags(write=False)
-    computed = LayoutCells(degrees, digits, tuple(order), scattered, strided, none, devices)
-    owned = replace(computed, degrees=own_degrees, counts_in=tuple(i if i < rank else SCATTERED for i in order))
-    return Layout(computed, owned)
+    computed = LayoutCells(degrees, digits, tuple(order), scattered, strided, none, devices, cuts)
+    if any(config.weights for config in configs):
+        before = computed.runs(np.arange(devices + 1), np.zeros(1, np.int64))[0].copy()
+        for row in [row for row, config in enumerate(configs) if config.weights]:
+            before[row, 1:] = np.cumsum(np.array(configs[row].weights) > 0)
+        computed = replace(computed, before=before)
+    counts_in = tuple(i if i < rank else SCATTERED for i in order)
+    return Layout(computed, replace(computed, degrees=own_degrees, cuts=own_cuts, counts_in=counts_in))
+
+
+def _cuts(config: Config, labels: Sequence[str | None]) -> Ints:
+    """How each dimension is cut, in the order of digits: in proportion to what the devices of each part do together.
+
+    Along a dimension that is cut evenly whatever they do, it is what the slowest of them does.
+    """
+    weights = np.array([w for w in config.weights if w]).reshape([config[label or ""] for label in labels])
+    even = tuple(i for i, label in enumerate(labels) if label in EVEN)
+    weights, everyone = weights.min(even, keepdims=True), range(len(labels))
+    shares = (weights.sum(tuple(j for j in everyone if j != i)) for i in everyone)
+    numbers = [
+        config[label or ""] if label in EVEN else cut(tuple(share.tolist()))
+        for label, share in zip(labels, shares, strict=True)
+    ]
+    return np.array(numbers, np.int64)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from layerwise.config import Config
+from layerwise.config import Config, fewer
 from layerwise.geometry import Box, boundaries, interval_overlap, needed
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
@@ -38,9 +38,9 @@ class Boxes:
         return Boxes(np.zeros_like(hi), hi, np.ones(devices, np.bool_), cuts)
 
     @staticmethod
-    def grid(dims: Sequence[Dim], degrees: Ints, index: Ints, active: Mask) -> Boxes:
-        """The cells `index`, (N, D), of the grid that `degrees`, (D,), make of `dims`."""
-        cuts = tuple(boundaries(d.extent, int(degree), d.unit) for d, degree in zip(dims, degrees, strict=True))
+    def grid(dims: Sequence[Dim], numbers: Ints, index: Ints, active: Mask) -> Boxes:
+        """The cells `index`, (N, D), of the grid that these cuts, (D,), make of `dims`."""
+        cuts = tuple(boundaries(d.extent, int(number), d.unit) for d, number in zip(dims, numbers, strict=True))
         clipped, none = np.maximum(index, 0), np.zeros((len(active), 0), np.int64)
         lo, hi = (
             np.stack([c[clipped[:, i] + more] for i, c in enumerate(cuts)], axis=1) if cuts else none for more in (0, 1)
@@ -158,12 +158,14 @@ def place_in(space: Space, config: Config, devices: int, *, everywhere: bool = F
 
 def _boxes(cells: LayoutCells, dims: Sequence[Dim], skip: int) -> Boxes:
     """skip: 1 for a scalar, which layouts count as one dimension."""
-    return Boxes.grid(dims, cells.degrees[0, skip:], cells.index[0, :, skip:], cells.active[0])
+    return Boxes.grid(dims, cells.cuts[0, skip:], cells.index[0, :, skip:], cells.active[0])
 
 
-def data_parallel(layer: Layer, devices: int) -> Config:
+def data_parallel(layer: Layer, devices: int, weights: tuple[int, ...] = ()) -> Config:
     """Samples over all devices that can have one: the only configuration of an input and of the sink."""
-    return Config.of({"n": min(devices, layer.space.max_degree("n"))})
+    having = min(devices, layer.space.max_degree("n"))
+    config = Config.of({"n": having})
+    return config.weighted(fewer(weights, having)) if weights else config
 
 
 def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:

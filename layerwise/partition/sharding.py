@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import Config, SearchSpace, States, distinct_cells, reduce_axis
+from layerwise.config import EVEN, Config, SearchSpace, States, distinct_cells, reduce_axis
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, boundaries, chunks, prime_factors
 from layerwise.geometry.arrays import Ints
@@ -125,7 +125,7 @@ class _Known:
         labels = {dims[m.source].label for m in self.p.maps if m.source is not None}
         if self.p.epilogue:
             labels.add("k")
-        key = axes, config.placement, tuple(one for one in config.degrees if one[0] in labels)
+        key = axes, config.placement, config.weights, tuple(one for one in config.degrees if one[0] in labels)
         if key not in self.alike:
             place = place_in(self.space, config, self.devices, everywhere=everywhere)
             self.alike[key] = _sharding(place.holds(self.p), self.p, axes)
@@ -207,12 +207,14 @@ def _reason(layer: Layer, held: Sequence[tuple[str, Parameter]], config: Config)
     if not config.degrees or not held:
         return None
     of_cells, of_results = (_degrees(layer, config, epilogue) for epilogue in (False, True))
+    dims = layer.space.dims
     for name, p in held:
         degrees = of_results if p.epilogue else of_cells
         cut = [(j, m) for j, m in enumerate(p.maps) if m.source is not None and degrees[m.source] > 1]
         for j, m in cut:
             assert m.source is not None
-            if not _chunks(m, layer.space.dims[m.source], degrees[m.source], p.shape[j]):
+            unequal = config.uneven and dims[m.source].label not in EVEN
+            if unequal or not _chunks(m, dims[m.source], degrees[m.source], p.shape[j]):
                 return (
                     f"{config} cuts dimension {j} of parameter {name!r}, of {p.shape[j]}, unlike torch.chunk, by which "
                     "DTensors are cut: choose a number of parts that divides it"
@@ -242,9 +244,10 @@ def held_configurations(layer: Layer, space: SearchSpace) -> tuple[Config, ...]:
         degrees = config.degrees
         if not any(label == "k" for label, _ in degrees):
             degrees = tuple(one for one in degrees if one[0] in cutting)
-        if degrees not in known:
-            known[degrees] = _reason(layer, held, config) is None
-        return known[degrees]
+        key = degrees, config.uneven
+        if key not in known:
+            known[key] = _reason(layer, held, config) is None
+        return known[key]
 
     return tuple(filter(is_held, configs))
 

@@ -195,8 +195,9 @@ def serial(plan: Plan) -> Plan:
         gpus=1,
         gpus_per_node=1,
         device_order=(0,),
+        shares=(),
         strategy={
-            name: replace(config, degrees=(), placement="contiguous", states="replicated")
+            name: replace(config, degrees=(), placement="contiguous", states="replicated", weights=())
             for name, config in plan.strategy.items()
         },
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 from zlib import crc32
 
@@ -269,7 +270,7 @@ class Shapes:
                     raise LayerwiseError(
                         self._unlike(sizes, training, f"layer {layer.name!r} uses {name!r} there only")
                     )
-            own, config = strategy.get(layer.name), data_parallel(layer, self.plan.gpus)
+            own, config = strategy.get(layer.name), data_parallel(layer, self.plan.gpus, self.plan.shares)
             if own is None or not (layer.own_parameters() or is_legal(own, layer.space.dims)):
                 strategy[layer.name] = config if is_legal(config, layer.space.dims) else Config()
         return replace(self.plan, strategy=strategy)
@@ -303,7 +304,11 @@ def _fewer(config: Config, batch: int, layer: Layer) -> Config:
     if config.placement == "strided" and layer.own_parameters():
         return config
     degrees = tuple((label, min(degree, batch) if label == "n" else degree) for label, degree in config.degrees)
-    return replace(config, degrees=tuple((label, degree) for label, degree in degrees if degree > 1))
+    config = replace(config, degrees=tuple((label, degree) for label, degree in degrees if degree > 1))
+    if not config.weights:
+        return config
+    upto = accumulate(w > 0 for w in config.weights)  # the first ones of those that had a cell
+    return config.weighted(tuple(w * (n <= config.total) for w, n in zip(config.weights, upto, strict=True)))
 
 
 def _samples(module: nn.Module, sizes: Sizes) -> int:

@@ -38,8 +38,9 @@ def baseline(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config
     if replicas > 1:
         return _in_replicas(model, name, replicas)
     by_channel = _by_channel(model, name)
+    count, shares = model.devices.count, model.shares or ()
     return {
-        layer.name: (_channels if layer.name in by_channel else data_parallel)(layer, model.devices.count)
+        layer.name: _channels(layer, count) if layer.name in by_channel else data_parallel(layer, count, shares)
         for layer in model.graph.inner
     }
 

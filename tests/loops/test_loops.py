@@ -164,10 +164,12 @@ def test_a_loop_with_other_forms_of_layers(loop: Loop, kind: str) -> None:
 
 def test_the_page_has_every_row() -> None:
     """Under the heading of what becomes of it: `- what *(note)*`, or `| what | do instead |`."""
-    works, half, refused = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:4]
+    first, works, half, refused = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:5]
+    row = re.compile(r"^\| (.+?) \| [^|]*\|$", re.MULTILINE)
     page = dict.fromkeys(re.findall(r"^- (.+?)(?: \*\(.*\)\*)?$", works, re.MULTILINE), ("works", "works"))
     for section, became in ((half, ("works", "refused")), (refused, ("refused", "refused"))):
-        page |= dict.fromkeys(re.findall(r"^\| (.+?) \| [^|]*\|$", section, re.MULTILINE)[1:], became)
+        page |= dict.fromkeys(row.findall(section)[1:], became)
+    assert {page[what] for what in row.findall(first)[1:]} == {("works", "refused"), ("refused", "refused")}
     states = {
         (loop.__doc__ or "").strip(): tuple(
             "refused" if kind in REFUSED.get(loop.__name__, {}) else "works" for kind in ("data", "split")

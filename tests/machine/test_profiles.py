@@ -271,8 +271,8 @@ FIELDS: list[tuple[str, object, str]] = [
     ("layer", {}, "unknown field; did you mean 'layers'"),
     ("layers", {"conv1": {"s": 1}}, "unknown field; known here: version, sets"),
     ("format", "profile", '"format": "layerwise-profile"'),
-    ("version", 2, "reads version 1 only, found 2"),
-    ("version", ..., "reads version 1 only, found null"),
+    ("version", 3, "reads versions 1 and 2, found 3"),
+    ("version", ..., "reads versions 1 and 2, found null"),
 ]
 OF_LINKS: list[tuple[str, object, str]] = [
     ("links.version", 2, "this layerwise reads version 1 only"),

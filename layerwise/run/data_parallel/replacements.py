@@ -126,11 +126,15 @@ def _only_samples(graph: LayerGraph, plan: Plan) -> bool:
     """True if every rank computes all of the network, for its own samples."""
     if plan.io != "sample" or graph.batch < plan.gpus:
         return False
-    everywhere = Config.of({"n": plan.gpus})
+    everywhere = Config.of({"n": plan.gpus}).weighted(plan.shares or (1,) * plan.gpus)
     return all(
         layer.end
         or (layer.name in graph.unfed and plan.strategy[layer.name].total == 1)
-        or (plan.strategy[layer.name].degrees == everywhere.degrees and by_itself(layer))
+        or (
+            (plan.strategy[layer.name].degrees, plan.strategy[layer.name].weights)
+            == (everywhere.degrees, everywhere.weights)
+            and by_itself(layer)
+        )
         for layer in graph.layers
     )
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise, starmap
+from itertools import starmap
 
 import numpy as np
 import torch
 
 from layerwise.comm.base import Comm, Group, TrafficKind
-from layerwise.config import States
+from layerwise.config import States, fewer
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box, boundaries
+from layerwise.geometry import Box, in_proportion
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
@@ -32,7 +32,7 @@ def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
     """Returns the place of every layer of the plan's graph by rank, at whatever batch the graph has."""
     ranks, result = np.argsort(plan.device_order), {}  # the device that each rank is
     for layer in graph.layers:
-        config = data_parallel(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
+        config = data_parallel(layer, plan.gpus, plan.shares) if layer.end else plan.strategy[layer.name]
         unfed = layer.name in graph.unfed
         result[layer.name] = place(layer, config, plan.gpus, plan.io, unfed=unfed).on(ranks)
     return result | read(graph, result) if plan.io == "boxes" else result
@@ -42,9 +42,10 @@ def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
     """Returns the samples of a global batch that each rank feeds: cell i of min(N, batch), in the plan's order."""
     if plan.io != "sample":
         return (slice(0, batch),) * plan.gpus
-    cuts = boundaries(batch, min(plan.gpus, batch)).tolist()
-    shares = [slice(a, b) for a, b in pairwise(cuts)]
-    shares += [slice(batch, batch)] * (plan.gpus - len(shares))
+    weights = fewer(plan.shares or (1,) * plan.gpus, batch)  # the first ones, of equal devices
+    cuts = in_proportion(batch, tuple(w for w in weights if w)).tolist()
+    ends = np.cumsum(np.array(weights) > 0).tolist()
+    shares = [slice(cuts[end - (w > 0)], cuts[end]) for w, end in zip(weights, ends, strict=True)]
     return tuple(shares[device] for device in np.argsort(plan.device_order).tolist())
 
 
