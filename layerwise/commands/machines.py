@@ -35,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise machines",
-        description="Lists the machines that --gpu takes. FLOP/s are dense, bandwidths one way. --link\n"
-        "says what joins the nodes.",
+        description="Lists the machines that --gpu takes. FLOP/s are dense, bandwidths one way.\n"
+        "--link says what joins the nodes.",
         epilog=EPILOG,
     )
     p.add_argument("name", nargs="?", metavar="NAME", help="show one machine: each number with its source")
