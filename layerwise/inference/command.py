@@ -1,4 +1,6 @@
-"""layerwise predict PLAN.json: a planned network's answers for volumes, one process a rank (torchrun starts them)."""
+"""layerwise predict PLAN.json: a planned network's predictions for volumes, one process a rank
+(start with torchrun).
+"""
 
 from __future__ import annotations
 
@@ -35,78 +37,53 @@ def parser() -> argparse.ArgumentParser:
         prog="layerwise predict",
         main="--model --weights --data --out --reduce --mirror --window --memory-limit --dtype --overwrite",
         description=(
-            "Computes a network's answers for volumes that fit no device: every rank reads,\ncomputes, reduces and "
-            "writes its boxes of them."
+            "Computes a network's predictions for volumes that fit no device: every rank reads,\ncomputes, reduces and "
+            "writes its boxes."
         ),
         epilog=EPILOG,
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --inference --io boxes --out")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("--weights", metavar="FILE.safetensors", required=True, help="file of the model's state dict")
+    p.add_argument("--weights", metavar="FILE.safetensors", required=True, help="the model's state dict")
     p.add_argument(
         "--data",
         metavar="FILE",
         nargs="+",
         required=True,
-        help="a .npy, .zarr or .h5::name of all volumes, samples first; or a file per volume, also .nii or .nii.gz",
+        help="one .npy, .zarr or .h5::name of all volumes (samples first), or a file for each, also .nii or .nii.gz",
     )
     p.add_argument(
-        "--out", metavar="OUT", required=True, help="a .npy for all results, or a .zarr or a folder with one each"
+        "--out", metavar="OUT", required=True, help="a .npy for all, or a .zarr or folder with one array each"
     )
     g = p.add_argument_group("what is computed")
+    g.add_argument("--reduce", choices=["argmax", "softmax", "sigmoid"], help="reduction of the outputs")
+    g.add_argument("--output", type=int, default=0, metavar="I", help="which of the network's outputs (default: 0)")
     g.add_argument(
-        "--reduce",
-        choices=["argmax", "softmax", "sigmoid"],
-        help="what is written of the outputs (default: the outputs)",
+        "--mirror", default="", metavar="DIMS", help="take the mean over volumes mirrored along these, as in dhw"
     )
-    g.add_argument("--output", type=int, default=0, metavar="I", help="number of the network's output (default: 0)")
+    g.add_argument("--window", metavar="DxHxW", help="extents of windows, used even if a volume would fit")
     g.add_argument(
-        "--mirror",
-        default="",
-        metavar="DIMS",
-        help="dimensions along which volumes are mirrored, whose mean is taken, such as dhw",
+        "--overlap", type=float, default=0.5, metavar="X", help="overlap of two windows, as a fraction (0.5)"
     )
-    g.add_argument("--window", metavar="DxHxW", help="extents of windows, which are taken even if a volume fits")
+    g.add_argument("--memory-limit", metavar="SIZE", help="of a device, as in 14GB: beyond it, windows are used")
     g.add_argument(
-        "--overlap",
-        type=float,
-        default=0.5,
-        metavar="X",
-        help="share of a window that its neighbour has, too (default: 0.5)",
-    )
-    g.add_argument(
-        "--memory-limit",
-        metavar="SIZE",
-        help="memory of a device, such as 14GB; a larger volume is computed in windows",
-    )
-    g.add_argument(
-        "--dtype",
-        type=precision,
-        choices=["float32", "float64", "bf16"],
-        default="float32",
-        help="type that layers compute in (default: float32)",
+        "--dtype", type=precision, choices=["float32", "float64", "bf16"], default="float32", help="default: float32"
     )
     g = p.add_argument_group("output")
-    g.add_argument("--overwrite", action="store_true", help="also compute volumes whose results are there")
-    g.add_argument("--json", action="store_true", help="write the names of the results as JSON, for programs")
-    g.add_argument(
-        "--timeout",
-        type=positive,
-        default=30.0,
-        metavar="S",
-        help="seconds that a rank waits for another (default: 30)",
-    )
+    g.add_argument("--overwrite", action="store_true", help="also predict volumes that have results")
+    g.add_argument("--json", action="store_true", help="write what was done as JSON")
+    g.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for a rank (30)")
     return p
 
 
 @command(parser)
 def main(args: argparse.Namespace) -> int:
-    """Parses, predicts, prints. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
+    """Parses, predicts and prints. With several ranks it ends the process (`layerwise.comm.start.leave`)."""
     plan = load_plan(args.plan)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != plan.gpus:
         raise LayerwiseError(
-            f"the plan is for {plan.gpus} ranks, there {'is' if world == 1 else 'are'} {world}: start them with "
+            f"the plan is for {plan.gpus} ranks, but there {'is' if world == 1 else 'are'} {world}: start with "
             f"torchrun --nproc-per-node {plan.gpus} -m layerwise.predict {args.plan} ..."
         )
     if plan.gpus == 1:
@@ -155,7 +132,7 @@ def _predict(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _stacked(path: str) -> bool:
-    """Returns whether a file has all samples (samples, ...), not one."""
+    """Returns whether a file contains all samples (samples, ...), not one."""
     return not path.lower().endswith((".nii", ".nii.gz"))
 
 
@@ -166,7 +143,7 @@ def _extents(text: str) -> tuple[int, ...]:
     except ValueError:
         extents = ()
     if not extents or min(extents) < 1:
-        raise LayerwiseError(f"--window takes extents such as 128x128x64, not {text!r}")
+        raise LayerwiseError(f"--window is {text!r}, but must be extents such as 128x128x64")
     return extents
 
 

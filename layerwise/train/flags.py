@@ -43,66 +43,45 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     p.add_argument(
-        "--replan", action="store_true", help="search again if there are more or fewer ranks than the plan has"
+        "--replan", action="store_true", help="if the number of ranks differs from the plan's, search again for it"
     )
     p.add_argument(
-        "--gpu",
-        "--profile",
-        dest="profile",
-        metavar="NAME",
-        help="machine that is searched again for (default: the plan's)",
+        "--gpu", "--profile", dest="profile", metavar="NAME", help="machine to search again with (default: the plan's)"
     )
     g = p.add_argument_group("training")
     g.add_argument("--data", default="digits", metavar="NAME", help=f"{data.HELP} (default: digits)")
     length = g.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=count, metavar="E", help="passes over the data (default: 1)")
-    length.add_argument("--steps", type=count, metavar="N", help="steps in all, with those before --resume")
-    g.add_argument(
-        "--optimizer", choices=list(OPTIMIZERS), help="optimizer (default: the one that the plan was searched for)"
-    )
+    length.add_argument("--steps", type=count, metavar="N", help="total steps, including those before --resume")
+    g.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: the one that the plan was searched for")
     usual = ", ".join(f"{name} {lr:g}" for name, lr in OPTIMIZERS.items())
     g.add_argument("--lr", type=positive, metavar="RATE", help=f"learning rate (default: {usual})")
     g.add_argument(
-        "--momentum",
-        type=_fraction,
-        default=0.9,
-        metavar="M",
-        help="momentum of the optimizer that has one (default: 0.9)",
+        "--momentum", type=_fraction, default=0.9, metavar="M", help="factor of the momentum optimizer (default: 0.9)"
     )
-    g.add_argument("--weight-decay", type=_fraction, default=0.0, metavar="W", help="weight decay (default: 0)")
+    g.add_argument("--weight-decay", type=_fraction, default=0.0, metavar="W", help="default: 0")
     g.add_argument(
-        "--clip-norm",
-        type=positive,
-        metavar="NORM",
-        help="largest norm that all gradients together may have (default: any)",
+        "--clip-norm", type=positive, metavar="NORM", help="clip the gradient's norm to this (default: no limit)"
     )
     g.add_argument(
         "--accumulate",
         type=count,
         default=1,
         metavar="K",
-        help="batches of a step, whose gradients travel once (default: 1)",
+        help="batches a step; gradients are summed once (default: 1)",
     )
     g.add_argument(
-        "--race",
-        type=count,
-        default=1,
-        metavar="K",
-        help="try the K best plans of the plan's search, and keep the fastest",
+        "--race", type=count, default=1, metavar="K", help="try the K best plans of the plan's search, keep the fastest"
     )
-    g.add_argument(
-        "--seed", type=int, default=0, help="seed of initial values, order of samples, and dropout (default: 0)"
-    )
+    g.add_argument("--seed", type=int, default=0, help="for initial values, sample order and dropout (default: 0)")
     g.add_argument(
         "--on-nan",
         choices=("stop", "skip", "ignore"),
         default="stop",
-        help="what happens if the loss is not finite: stop, skip the step (also if a gradient is not), or go on "
-        "(default: stop)",
+        help="what to do if the loss is not finite: stop (default), skip the step (also if a gradient is not finite), "
+        "or ignore it",
     )
-    g.add_argument(
-        "--weights", metavar="FILE.safetensors", help="file of the model's state dict, whose values it begins with"
-    )
+    g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
     _add_how_it_runs(p)
     return p
 
@@ -115,55 +94,45 @@ def _add_how_it_runs(p: Parser) -> None:
         type=precision,
         choices=list(ALLOWED),
         default="float32",
-        help="type that layers compute in; with bf16 parameters stay float32 (default: float32)",
+        help="bf16: mixed precision, float32 parameters (default: float32)",
     )
     g.add_argument(
         "--local-batch-norm",
         action=argparse.BooleanOptionalAction,
-        help="batch norm takes each rank's own samples, as with DDP (default: what the plan was searched with)",
+        help="statistics of each rank's own samples, like DDP (default: as the plan was searched)",
     )
-    g.add_argument("--compile", action="store_true", help="let torch.compile compile what each rank computes by itself")
+    g.add_argument("--compile", action="store_true", help="torch.compile of what each rank computes by itself")
     g.add_argument(
         "--checkpoint-activations",
         action="store_true",
-        help="recompute every layer that holds less so, whatever the plan says",
+        help="recompute every layer that saves memory by it, whatever the plan says",
     )
     g = p.add_argument_group("checkpoints")
-    g.add_argument(
-        "--checkpoint", metavar="DIR", help="folder into which model and optimizer are saved, at least at the end"
-    )
+    g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at least at the end")
     g.add_argument(
         "--checkpoint-every",
         type=_every,
         metavar="N",
-        help="also save every N steps, or (auto) as often as failures make it worth it",
+        help="also every N steps, or auto: as often as failures justify",
     )
     g.add_argument(
-        "--mtbf",
-        type=_hours,
-        default=24.0,
-        metavar="H",
-        help="hours between failures, for --checkpoint-every auto (default: 24)",
+        "--mtbf", type=_hours, default=24.0, metavar="H", help="hours between failures, for auto (default: 24)"
     )
-    g.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR, if there is one")
+    g.add_argument("--resume", action="store_true", help="resume from the last checkpoint in DIR, if there is one")
     g = p.add_argument_group("output")
     g.add_argument(
-        "--compare-single",
+        "--compare-single", action="store_true", help="take the same steps on one device; exit 1 if they differ"
+    )
+    g.add_argument(
+        "--compare",
         action="store_true",
-        help="take the same steps on one device, too, and exit with 1 if numbers differ",
+        help="compare predicted and measured times by layer, and explain the differences",
     )
+    g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
+    g.add_argument("--json", action="store_true", help="write the result as JSON to stdout, everything else to stderr")
+    g.add_argument("--html", metavar="FILE.html", help="also write the result as a self-contained page")
     g.add_argument(
-        "--compare", action="store_true", help="print predicted beside measured times, by layer, and why they differ"
-    )
-    g.add_argument("--trace", metavar="FILE.json", help="write what every rank does when as a Chrome trace")
-    g.add_argument("--json", action="store_true", help="write the result as JSON on stdout, and the rest on stderr")
-    g.add_argument("--html", metavar="FILE.html", help="also write the result as a page that needs no other file")
-    g.add_argument(
-        "--timeout",
-        type=positive,
-        default=30.0,
-        metavar="S",
-        help="seconds that a rank waits for another (default: 30)",
+        "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
     )
 
 
