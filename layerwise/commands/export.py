@@ -29,8 +29,8 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="layerwise export",
         description="""Makes one state dict of a checkpoint, whatever plan and number of ranks wrote
-it. It has every parameter and buffer under the original model's names, tied ones
-under each of theirs, and leaves out the optimizer's state. One tensor is in
+it. It has every parameter and buffer under the original model's names, tied
+ones under each of theirs, and no state of the optimizer. One tensor is in
 memory at a time; neither GPUs nor other ranks are needed. The checkpoint is
 verified first, and OUT appears whole or not at all.""",
         epilog="""example:

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         prog="layerwise predict",
         main="--model --weights --data --out --reduce --mirror --window --memory-limit --dtype --overwrite",
         description=(
-            "Computes a network's predictions for volumes that fit no device: every rank reads,\ncomputes, reduces and "
+            "Computes a network's predictions for volumes that fit no device: every rank\nreads, computes, reduces and "
             "writes its boxes."
         ),
         epilog=EPILOG,
