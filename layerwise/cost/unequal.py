@@ -1,4 +1,4 @@
-"""The weights that unequal devices may get: what part of a layer each computes, in proportion."""
+"""The weights that unequal devices may get: the part of a layer that each computes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def weight_vectors(whole_s: Floats, part_s: Floats, devices: DeviceGraph) -> tup
 
 
 def balanced(whole_s: Floats, part_s: Floats, counts: Ints) -> Floats:
-    """(K,) the part of the work that a device of each kind gets so that all end together.
+    """(K,) the part of the work for a device of each kind such that all end together.
 
-    Time is a constant and what goes with the part, by two points of each kind. Where the constant alone takes longer,
-    parts are as the speeds for all of the work.
+    Time is a constant plus a term proportional to the part, from two points for each kind. If the constant alone takes
+    longer, parts are proportional to the speeds for all of the work.
     """
     share = 1 / counts.sum()
     slope = (whole_s - part_s) / (1 - share)

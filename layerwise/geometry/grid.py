@@ -58,11 +58,10 @@ def degree_of(numbers: Ints) -> Ints:
 def boundaries(extent: int, degree: int, unit: int = 1) -> Ints:
     """The degree + 1 boundaries of the cells of one dimension: cell i is [b[i], b[i+1]).
 
-    The m = extent / unit units are cut by `chunks`. Where that would leave a cell empty (which takes a factor of 3 or
-    more), the cells are balanced instead: b[i] = unit * (m * i // degree). No cell is empty while degree <= m, and the
-    largest one has ceil(m / degree) units. `unit` is the granularity of a dimension that was merged by a reshape: cells
-    end only where they are boxes before the merge. Cells of unequal size are those of a `cut`; of one cell by itself
-    these are its two ends.
+    `chunks` cuts the m = extent / unit units. If that would leave a cell empty (which takes a factor of 3 or more), the
+    cells are balanced instead: b[i] = unit * (m * i // degree). No cell is empty while degree <= m, and the largest has
+    ceil(m / degree) units. `unit` is the granularity of a dimension that a reshape has merged: cells end only where
+    they are boxes before the merge. A `cut` makes cells of unequal size; for a single cell they are its two ends.
     """
     assert extent % unit == 0, f"extent {extent} is not a multiple of unit {unit}"
     length, unequal = extent // unit, _CUTS.get(degree)
@@ -91,10 +90,10 @@ def in_proportion(length: int, weights: tuple[int, ...]) -> Ints:
 
 
 def chunks(length: int, degree: int) -> Ints:
-    """The degree + 1 boundaries of the parts of a dimension of a DTensor whose mesh has the degree's prime factors.
+    """The degree + 1 boundaries of a DTensor's shards along a dimension, on a mesh of the degree's prime factors.
 
-    Each factor in turn, the smallest first, cuts as torch.chunk does: into parts of ceil(length / factor), the last one
-    shorter. Some may be empty.
+    Each factor in turn, smallest first, cuts like torch.chunk: into parts of ceil(length / factor), with a shorter last
+    one. Some may be empty.
     """
     ends = np.array([0, length], np.int64)
     for factor in prime_factors(degree):
@@ -106,16 +105,16 @@ def chunks(length: int, degree: int) -> Ints:
 
 @lru_cache(maxsize=65536)
 def nests(length: int, degree: int, split: int) -> bool:
-    """True if `degree * split` cells of a dimension of that many units are those of `degree`, each cut once more.
+    """True if `degree * split` cells of a dimension of that many units are those of `degree`, each cut again.
 
-    So it is with powers of two, and where the degree divides the length.
+    That holds for powers of two, and if the degree divides the length.
     """
     return bool(np.array_equal(boundaries(length, degree * split)[::split], boundaries(length, degree)))
 
 
 @lru_cache
 def prime_factors(number: int) -> tuple[int, ...]:
-    """Ascending; () of 1."""
+    """The prime factors in ascending order; () for 1."""
     factors, factor = [], 2
     while number > 1:
         while number % factor == 0:
@@ -131,9 +130,9 @@ class Grid:
     """The boxes into which a tensor is cut. Cells are numbered in row-major order.
 
     Attributes:
-        shape: Extents of the tensor.
-        degrees: How often each dimension is cut.
-        units: What each dimension is cut in multiples of (1 where nothing is said).
+        shape: Shape of the tensor.
+        degrees: The number of parts of each dimension.
+        units: The granularity of cuts in each dimension (default: 1).
 
     Examples:
         >>> [box.shape for box in Grid((5, 4), (2, 1))]

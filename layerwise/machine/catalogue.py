@@ -1,7 +1,8 @@
 """Machines composed of a device and links: `a100-80,node=4,link=200Gb/s`, from `profiles/devices.toml`.
 
-There is a row a device instead of a profile a machine, as people have the same devices in many networks. What no data
-sheet states, latencies and the achieved share of the peak, is taken from a built-in profile, and said to be assumed.
+That file has a row for each device instead of a profile for each machine, as people use the same devices in many
+networks. Latencies and the achieved share of the peak, which data sheets do not state, are taken from a built-in
+profile and marked as assumed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def devices() -> Mapping[str, Mapping[str, Any]]:
 
 
 def reported(device: str) -> str | None:
-    """The name in `devices` of a device that CUDA or ROCm calls so; None where there is none."""
+    """The name in `devices` of a device under CUDA's or ROCm's name for it; None if it is unknown."""
     matching = [name for name, row in devices().items() if re.search(rf"{row['reports']}(?!\w)", device.lower())]
     return max(matching, key=lambda name: len(devices()[name]["reports"]), default=None)
 
@@ -45,10 +46,10 @@ def is_composed(spec: str, built_in: list[str]) -> bool:
 def composed(spec: str) -> str:
     """The JSON of the profile that `DEVICE[,node=G][,intra=300GB/s][,link=4x200Gb/s:5us][,kinds=a:1+b:2]` describes.
 
-    kinds: devices of several kinds in the order of ranks, each as many as it says; `b@0.5` is one of half the speed.
-    intra: a rate one way, or pcie3 to pcie5. link: of one port between nodes, of which a node has one, or as many as
-    stand before the x; its latency may follow. Without it, the machine of a device is a single node. LayerwiseError
-    where an option is not sound.
+    kinds: devices of several kinds in the order of ranks, each with its number; `b@0.5` has half the speed of b.
+    intra: a rate one way, or pcie3 to pcie5. link: the rate of one port between nodes, with the number of a node's
+    ports before the x (default 1) and optionally the latency. Without it, the machine is a single node. Raises
+    LayerwiseError for an invalid option.
     """
     name, *stated = spec.split(",")
     options = dict(option.partition("=")[::2] for option in stated)
@@ -116,7 +117,7 @@ def parse_share(text: str, spec: str) -> float:
 
 
 def _of_device(row: Mapping[str, Any]) -> Document:
-    """The document of one node of a device's row, each number with its source."""
+    """The document for one node of a device's row, each number with its source."""
     document = _built_in(row["like"])
     like = document["device"]
     device: Document = {"name": row["name"]}
@@ -154,11 +155,11 @@ def _between(link: str, node: int, spec: str) -> Document:
     match = re.fullmatch(r"(?:([0-9]+)x)?([^:]+)(?::(.+))?", link)
     if match is None:
         raise LayerwiseError(
-            f"--link is {link!r}: give a rate such as 200Gb/s, 4x200Gb/s (ports a node) or 25Gb/s:50us"
+            f"--link is {link!r}, but must be a rate such as 200Gb/s, 4x200Gb/s (ports a node) or 25Gb/s:50us"
         )
     ports = _count(match[1] or "1", spec)
     if node % ports:
-        raise LayerwiseError(f"--link {link}: {ports} ports do not serve {node} devices of a node equally")
+        raise LayerwiseError(f"--link {link}: {ports} ports cannot be shared equally by the {node} devices of a node")
     latency = _built_in("h100")["levels"][1]["latency_s"]
     if match[3]:
         latency = _number(parse_time(match[3], "the latency of --link"), "as asked for")

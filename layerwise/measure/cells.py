@@ -1,4 +1,4 @@
-"""The cells to measure: every distinct one that a layer has under any configuration, repeated ones once."""
+"""The cells to measure: every distinct cell that a layer has under any configuration, once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Key = tuple[str, Extents]
 
 @dataclass(frozen=True, slots=True)
 class CellTask:
-    """A cell that the planner would like to know."""
+    """A cell whose time the planner needs."""
 
-    name: str  # what `machine.layer_times` calls it
+    name: str  # its key in `machine.layer_times`
     extents: Extents
-    what: str  # for people
+    what: str  # for display
     spec: CellSpec | UpdateSpec | LossSpec
-    predicted_s: float  # what it is taken to cost until it is measured
-    bytes: float  # about what it holds of memory
+    predicted_s: float  # the assumed cost until it is measured
+    bytes: float  # about its memory
     forward: Work
     backward: Work
 

@@ -1,4 +1,4 @@
-"""The largest cell of a layer, and how much cells need, under many configurations at once."""
+"""The largest cell of a layer, and the sizes of needed boxes, under many configurations at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Dim, Maps, Space
 from layerwise.partition.layout import Layout
 
-FEW = 16  # configurations whose degrees are known by themselves: to look for equal ones would take longer
+FEW = 16  # configurations whose degrees are looked up directly: finding equal ones would take longer
 
 
 def largest_extents(dims: Sequence[Dim], cuts: Ints) -> Ints:
@@ -50,7 +50,7 @@ def intervals(axis: AxisMap, dims: Sequence[Dim], cuts: Ints) -> tuple[Ints, Int
 
 @lru_cache(maxsize=16384)
 def _lengths(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
-    """(2, degrees): the longest interval that a cell needs, of so many along a dimension, and the sum over them all."""
+    """(2, degrees): the longest interval that a cell needs, for each number of cells, and the sum over all cells."""
     found = np.zeros((2, len(degrees)), np.int64)
     for at, degree in enumerate(degrees):
         cuts = boundaries(dim.extent, degree, dim.unit)
@@ -80,15 +80,15 @@ def all_boxes(maps: Maps, dims: Sequence[Dim], cuts: Ints) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class LargestCell:
-    """A cell for each of C configurations."""
+    """One cell for each of C configurations."""
 
     lo: Ints  # (C, D), in the iteration space
     hi: Ints
-    own_lo: Ints  # (C, R), of what its device owns of the output
+    own_lo: Ints  # (C, R), in the output that its device owns
     own_hi: Ints
 
     def bounds(self, epilogue: bool) -> tuple[Ints, Ints]:
-        """The bounds that the needs of an input or a parameter follow from; see `Layout.at`."""
+        """The bounds that an input's or a parameter's needs depend on; see `Layout.at`."""
         return (self.own_lo, self.own_hi) if epilogue else (self.lo, self.hi)
 
     def cell(self, row: int) -> Box:
@@ -96,20 +96,20 @@ class LargestCell:
         return _box(self.lo[row], self.hi[row])
 
     def owned(self, row: int, rank: int) -> Box:
-        """The box of the output, of `rank` dimensions, that lies on the cell's device afterwards."""
+        """The box of the output, of `rank` dimensions, that the cell's device owns afterwards."""
         return _box(self.own_lo[row, :rank], self.own_hi[row, :rank])
 
 
 def largest_cell(layer: Layer, layout: Layout) -> LargestCell:
-    """The interval of every dimension that is longest and needs most of what it drives (the middle of a halo)."""
+    """The longest interval in every dimension that also needs most of what it drives (the middle of a halo)."""
     space = layer.space
-    scalar = not space.out.shape  # counted as one dimension by layouts
+    scalar = not space.out.shape  # layouts count it as one dimension
     count, dims = len(layout.computed.degrees), space.dims
     bounds = np.zeros((2, count, len(dims)), np.int64)
     own = np.zeros((2, count, layout.owned.degrees.shape[1]), np.int64)
     if scalar:
         own[1] = 1
-    part = np.zeros(count, np.int64)  # of the reduction: which part of the cell it owns once that is scattered
+    part = np.zeros(count, np.int64)  # in the reduction: the part of the cell that it owns after the scatter
     for i in reversed(range(len(dims))):  # reductions come last, and are needed first
         column, owned = layout.computed.cuts[:, i + scalar], layout.owned.cuts
         for number in np.unique(column).tolist():
@@ -144,9 +144,9 @@ def _index(space: Space, dim: int, number: int) -> tuple[int, Ints]:
 
 
 def shared_statistics(layer: Layer, layout: Layout, *, local_batch_norm: bool) -> list[Ints]:
-    """`groups.statistics` for all configurations at once (tests/partition/test_layout.py holds them equal).
+    """`groups.statistics` for all configurations at once (tests/partition/test_layout.py compares them).
 
-    For each stage with statistics (C,): whether a cell shares them with others (else a plain kernel does).
+    For each stage with statistics, (C,): whether a cell shares them with others (otherwise a plain kernel runs).
     """
     shared = []
     for stage in layer.stages:

@@ -1,4 +1,4 @@
-"""Layout: which cells each of N devices has of a layer, for many configurations at once."""
+"""Layout: the cells of a layer on each of N devices, for many configurations at once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ SCATTERED = -1
 
 @dataclass(frozen=True, eq=False)
 class LayoutCells:
-    """The cell that each of N devices has of a space of D dimensions, under C configurations.
+    """The cell of each of N devices in a space of D dimensions, under C configurations.
 
-    A formula, as N may be large: cells are numbered by L digits, the outermost first, each of which counts in one
-    dimension. Cell i of P is device i's, or where it is strided device i * N // P's, or of unequal devices (`before`)
-    that of the next one with a weight.
+    It is a formula, as N may be large: cells are numbered by L digits, outermost first, each of which counts in one
+    dimension. Cell i of P is device i's, or if strided, device i * N // P's; of unequal devices (`before`), it is the
+    next one's with a weight.
     """
 
     degrees: Ints  # (C, D)
-    digits: Ints  # (C, L) how many values each digit has
-    counts_in: tuple[int, ...]  # (L,) the dimension of each digit; several of one dimension together make its index
-    scattered: Ints  # (C,) the dimension of digits of which `counts_in` says SCATTERED: those of reductions
+    digits: Ints  # (C, L) the number of values of each digit
+    # (L,) the dimension of each digit; several digits of one dimension together form its index
+    counts_in: tuple[int, ...]
+    scattered: Ints  # (C,) the dimension of digits marked SCATTERED in `counts_in`: those of reductions
     strided: Mask  # (C,)
     copies: Mask  # (C,) whether a device without a cell has a copy of another's
     devices: int
@@ -43,7 +44,7 @@ class LayoutCells:
 
     @cached_property
     def count(self) -> Ints:
-        """(C,) devices that have one."""
+        """(C,) devices that have a cell."""
         return np.where(self.copies, self.devices, self.total)
 
     @cached_property
@@ -53,7 +54,7 @@ class LayoutCells:
         return tuple((tuple(values.tolist()), which) for values, which in found)
 
     def numbers(self, devices: Ints) -> Ints:
-        """(C, W) the cell that each of these devices has, -1: none."""
+        """(C, W) the cell of each of these devices, -1: none."""
         total, here = self.total[:, None], devices[None, :]
         if self.before is not None:
             cell = np.where(self.before[:, devices + 1] > self.before[:, devices], self.before[:, devices], -1)
@@ -64,7 +65,7 @@ class LayoutCells:
         return np.where(own | self.copies[:, None], cell, -1)
 
     def runs(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
-        """(C, G) the cells [begin, end) that the devices [first, end) of each group have: they are consecutive."""
+        """(C, G) the consecutive cells [begin, end) of the devices [first, end) of each group."""
         total, strided = self.total[:, None], self.strided[:, None]
 
         def before(device: Ints) -> Ints:
@@ -75,7 +76,7 @@ class LayoutCells:
         return before(first), before(end)
 
     def indices(self, digits: Ints) -> Ints:
-        """(C, W, D) the cells of these digits (C, W, L)."""
+        """(C, W, D) the indices of the cells with these digits (C, W, L)."""
         index = np.zeros((*digits.shape[:2], self.degrees.shape[1]), np.int64)
         for t, dim in enumerate(self.counts_in):
             radix, value = self.digits[:, t, None], digits[..., t]
@@ -88,7 +89,7 @@ class LayoutCells:
         return index
 
     def at(self, devices: Ints) -> Ints:
-        """(C, W, D) the cell of each of these devices, -1 where it has none."""
+        """(C, W, D) the cell of each of these devices, -1 for none."""
         rest = numbers = self.numbers(devices)
         values = np.zeros((*numbers.shape, self.digits.shape[1]), np.int64)
         for t in reversed(range(self.digits.shape[1])):
@@ -97,12 +98,12 @@ class LayoutCells:
 
     @cached_property
     def index(self) -> Ints:
-        """(C, N, D) that of every device."""
+        """(C, N, D) the cell of every device."""
         return self.at(np.arange(self.devices))
 
     @cached_property
     def active(self) -> Mask:
-        """(C, N): which devices have one."""
+        """(C, N): devices that have a cell."""
         active: Mask = self.numbers(np.arange(self.devices)) >= 0
         return active
 
@@ -132,17 +133,17 @@ class LayoutCells:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """`place.Place` for C configurations at once, of which it is made (tests/partition/test_edge.py, test_layout.py).
+    """`place.Place` for C configurations at once (tests/partition/test_edge.py, test_layout.py compare them).
 
     A scalar output counts as one dimension of extent 1.
     """
 
     computed: LayoutCells  # of the iteration space
-    owned: LayoutCells  # of the output. Where k > 1 the reduce-scatter cuts one dimension further
-    configs: tuple[Config, ...] = ()  # that it is of, with what they choose beside cells
+    owned: LayoutCells  # of the output. With k > 1 the reduce-scatter cuts one dimension further
+    configs: tuple[Config, ...] = ()  # the configurations, with their choices beside cells
 
     def at(self, epilogue: bool) -> LayoutCells:
-        """The cells that the needs of an input or a parameter follow from: the epilogue follows the reduction."""
+        """The cells that an input's or a parameter's needs depend on: the epilogue follows the reduction."""
         return self.owned if epilogue else self.computed
 
     def only(self, device: Ints) -> Layout:
@@ -150,17 +151,17 @@ class Layout:
         return Layout(self.computed.only(device), self.owned.only(device), self.configs)
 
     def everywhere(self) -> Layout:
-        """All devices compute what is not cut."""
+        """The layout in which all devices compute what is not split."""
         uncut = self.computed.total == 1
         computed, owned = (replace(c, copies=c.copies | uncut) for c in (self.computed, self.owned))
         return Layout(computed, owned, self.configs)
 
 
 def layout(configs: Sequence[Config], space: Space, devices: int) -> Layout:
-    """Cells in row-major order, sample outermost, then the output's dimensions, k innermost."""
+    """Cells in row-major order: samples outermost, then the output's dimensions, k innermost."""
     rank = len(space.out.shape)
     cells = tuple(config.cells for config in configs)
-    scatters = any(config["k"] > 1 for config in cells)  # over which dimension depends on their extents
+    scatters = any(config["k"] > 1 for config in cells)  # the scattered dimension depends on their extents
     dims = tuple(Dim(d.label, d.max_degree if scatters else 1) for d in space.dims)
     made = _layout(cells, dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices)
     return replace(made, configs=tuple(configs))

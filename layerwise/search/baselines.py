@@ -140,7 +140,7 @@ def grids(processes: int, graph: LayerGraph) -> tuple[ProcessGrid, ...]:
 
 
 def mlp_layers(graph: LayerGraph) -> tuple[Layer, ...]:
-    """The layers of an MLP, first to last. LayerwiseError where the network is anything else."""
+    """The layers of an MLP, first to last. Raises LayerwiseError if the network is anything else."""
     before = graph.layers[0].name
     for layer in graph.inner:
         if not isinstance(layer.main, Linear) or len(layer.out.shape) != 2 or layer.inputs != (before,):

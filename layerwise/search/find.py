@@ -246,7 +246,7 @@ def _title(priced: Priced, name: str) -> str:
 
 
 def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | None) -> float:
-    """Bytes of a device that a step may take. LayerwiseError where what is asked for does not fit together."""
+    """Bytes of a device that a step may take. Raises LayerwiseError if what is asked for does not fit together."""
     limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
     if not limit > 0:
         raise LayerwiseError(f"a memory limit is a number of bytes above 0, not {memory_limit_bytes}")

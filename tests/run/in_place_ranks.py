@@ -99,6 +99,6 @@ def failed_at_every_step(comm: Comm, degrees: dict[str, int] | None, device: str
     x = SAMPLES[0][layerwise.of(model).share()]
     loss(model(x)).backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if name != "unread")
-    with pytest.raises(LayerwiseError, match="is parallel already"):
+    with pytest.raises(LayerwiseError, match="is already parallel"):
         layerwise.parallelize(model, x, verbose=False)
     return len(steps)

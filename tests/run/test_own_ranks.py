@@ -92,10 +92,10 @@ def test_uneven_batches_are_said() -> None:
 
     same_on_ranks(loop)
     for text in refused(net()[1], lambda made: made(IMAGES[0][: 1 + made.comm.rank], batch=4)):
-        assert text.startswith("the ranks were given 1, 2 samples, and their shares of a batch of 4 are 2, 2")
+        assert text.startswith("the ranks fed 1, 2 samples, but their shares of a batch of 4 are 2, 2")
         assert "where B is the number of samples of all ranks (model(..., batch=B))" in text
     for text in refused(net()[1], lambda made: made(IMAGES[0][:2], batch=None if made.comm.rank else 4)):
-        assert text.startswith("the ranks called the model with batch=4, no batch=: give all of them")
+        assert text.startswith("the ranks called the model with batch=4, no batch=: pass batch= on every rank")
 
 
 def test_a_step_that_failed_leaves_no_trace() -> None:
@@ -119,7 +119,7 @@ def test_a_step_that_failed_leaves_no_trace() -> None:
 
 def test_a_state_dict_that_is_to_take_the_parameters_place_is_refused() -> None:
     for text in refused(net()[1], lambda made: made.load_state_dict(made.state_dict(), assign=True)):
-        assert "would replace parameters" in text
+        assert "would replace the parameters" in text
 
 
 def test_the_original_is_as_before_when_it_is_let_go() -> None:
@@ -187,4 +187,4 @@ def test_a_gradient_penalty_of_a_part_within_no_sync_is_called_one() -> None:
             slope.square().sum().backward()
 
     for text in refused(net()[1], act):
-        assert "a part of the model that is called alone, for a gradient penalty" in text
+        assert "a submodule called alone, for a gradient penalty" in text
