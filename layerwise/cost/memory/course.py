@@ -39,6 +39,11 @@ class Course:
     kinds: Mapping[MemoryKind, Sequence[float]]  # by instant
     fullest: int  # the first instant of the peak
 
+    @property
+    def peak(self) -> dict[MemoryKind, float]:
+        """Bytes of each kind then; their sum is the most of `peak_bytes`."""
+        return {kind: sizes[self.fullest] for kind, sizes in self.kinds.items()}
+
 
 class _Log(AllocationTracker):
     """A tracker that adds nothing up, but records how much had been logged after each instruction."""
