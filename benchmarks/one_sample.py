@@ -126,9 +126,9 @@ def decoded(way: str) -> dict[str, float]:
         parallelize_decoder(vae, None)
     else:
         strategy = {name: {"h": RANKS} for name in ("conv_in.conv", "up_blocks.*", "conv_out.conv")}
-        options = layerwise.ParallelOptions(profile="cpu", measure_s=0)
+        options = layerwise.ParallelOptions(profile="cpu", measure_s=0, verbose=False)
         vae.decoder = layerwise.parallelize(
-            vae.decoder, latent, batch=1, inference=True, strategy=strategy, verbose=False, options=options
+            vae.decoder, latent, batch=1, inference=True, strategy=strategy, options=options
         )
     times = []
     with torch.inference_mode():

@@ -37,7 +37,7 @@ from layerwise.plan import MAX_BATCH
 from layerwise.progress import progress_bar
 from layerwise.report.figures import check_plot, save_plot
 
-BATCH = 32  # samples a GPU, where nothing is said
+BATCH = 32  # default samples a GPU
 EPILOG = """examples:
   python -m layerwise.oracle resnet50 --gpus 1..1024 --profile v100
       an epoch of ImageNet under every strategy, and which to take
@@ -75,96 +75,75 @@ def parser() -> argparse.ArgumentParser:
         prog="layerwise oracle",
         main="--gpus --gpu --link --batch --samples --scaling --strategy --max-memory --max-hours --measured --plot "
         "--plan",
-        description="Says how long an epoch takes and how much memory it needs under every\nparallel strategy, "
-        "why, and which to take.",
+        description=(
+            "Predicts the time of an epoch and the memory under every\nparallel strategy, explains them, and suggests "
+            "one."
+        ),
         epilog=EPILOG,
     )
     p.add_argument("model", metavar="MODEL", help=HELP)
     g = p.add_argument_group("machine")
     g.add_argument(
-        "--gpus",
-        type=counts,
-        metavar="N",
-        help="numbers of GPUs: 16; 1,2,4; or 1..1024, the powers of two (default: a node's)",
+        "--gpus", type=counts, metavar="N", help="16; 1,2,4; or 1..1024, the powers of two (default: a node's)"
     )
     profile_arguments(g)
     g = p.add_argument_group("training")
     g.add_argument(
-        "--samples", type=_samples, default=1_281_167, metavar="D", help="samples of an epoch (default: ImageNet's)"
+        "--samples", type=_samples, default=1_281_167, metavar="D", help="samples in an epoch (default: ImageNet's)"
     )
     g.add_argument(
-        "--scaling",
-        choices=["weak", "strong"],
-        help="whether the batch of a GPU (weak) or of a step (strong) stays the same (default: weak)",
+        "--scaling", choices=["weak", "strong"], help="fixed batch a GPU (weak) or a step (strong) (default: weak)"
     )
     batch = g.add_mutually_exclusive_group()
     batch.add_argument(
         "--batch",
         type=_batch,
         metavar="B",
-        help="samples per GPU (default: 32; 0.25 is one sample on four GPUs), or per step with --scaling strong",
+        help="samples a GPU (default: 32; 0.25 is one sample on four GPUs), or a step with --scaling strong",
     )
     batch.add_argument("--global-batch", type=count, metavar="B", help="the same as --scaling strong --batch B")
-    step_arguments(
-        g,
-        "what each device feeds, as in layerwise search (default: all of the batch, or boxes below one sample per GPU)",
-    )
-    g.add_argument("--local-batch-norm", action="store_true", help="batch norm takes each device's own samples")
+    step_arguments(g, "as in layerwise search; default: feeding a batch costs no time; below one sample a GPU, boxes")
+    g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
     g = p.add_argument_group("strategies")
-    g.add_argument(
-        "--strategy", metavar="S,S", help=f"strategies to price: {', '.join(NAMES)} (default: all that suit the model)"
-    )
-    g.add_argument("--segments", type=count, metavar="S", help="segments of a pipelined batch (default: 4 per stage)")
-    g.add_argument("--group-size", type=count, metavar="G", help="devices of a group of df and ds (default: a node's)")
-    g.add_argument("--gather-after", metavar="LAYER", help="last layer that spatial and ds split")
+    g.add_argument("--strategy", metavar="S,S", help=f"{', '.join(NAMES)} (default: all that suit the model)")
+    g.add_argument("--segments", type=count, metavar="S", help="segments of a pipelined batch (default: 4 a stage)")
+    g.add_argument("--group-size", type=count, metavar="G", help="devices a group of df, ds (default: a node's)")
+    g.add_argument("--gather-after", metavar="LAYER", help="the last layer that spatial and ds split")
     g.add_argument(
         "--spatial-dims",
         metavar="h,w",
         help="dimensions that spatial and ds may split (default: the cheapest of d,h,w)",
     )
     g.add_argument(
-        "--search-up-to",
-        type=count,
-        default=64,
-        metavar="N",
-        help="most GPUs that a plan is searched for (default: 64)",
+        "--search-up-to", type=count, default=64, metavar="N", help="search layerwise for up to N GPUs (default: 64)"
     )
     g = p.add_argument_group("answer")
-    g.add_argument("--max-gpus", type=count, metavar="N", help="suggest a strategy on at most N GPUs")
+    g.add_argument("--max-gpus", type=count, metavar="N", help="suggest only strategies with at most N GPUs")
     g.add_argument(
-        "--max-memory",
-        type=positive,
-        metavar="GIB",
-        help="suggest a strategy that takes at most so much memory on a GPU",
+        "--max-memory", type=positive, metavar="GIB", help="suggest only strategies with at most this memory a GPU"
     )
     g.add_argument(
         "--max-hours",
         type=positive,
         metavar="H",
-        help="suggest the strategy of the fewest GPU-hours whose epoch takes at most H hours",
+        help="suggest the fewest GPU-hours among strategies with an epoch this short",
     )
-    g.add_argument("--measured", metavar="RUNS.json", help="compare with runs that were measured")
-    g.add_argument(
-        "--phases", action="store_true", help="print phases at every number of GPUs, not only at the suggested one"
-    )
+    g.add_argument("--measured", metavar="RUNS.json", help="compare with measured runs")
+    g.add_argument("--phases", action="store_true", help="phases at every number of GPUs, not the suggested one only")
     output_arguments(g)
-    g.add_argument("--plot", metavar="FILE.png", help="draw the time of an epoch and the speed-up over the GPUs")
-    g.add_argument(
-        "--plot-phases", metavar="FILE.png", help="draw the phases of an iteration, a panel for each strategy"
-    )
-    g.add_argument(
-        "--plan", metavar="PLAN.json", help="write a plan, of the one --strategy at the one number of --gpus"
-    )
+    g.add_argument("--plot", metavar="FILE.png", help="scaling curves: an epoch and the speed-up, over the GPUs")
+    g.add_argument("--plot-phases", metavar="FILE.png", help="phases of an iteration, a panel a strategy")
+    g.add_argument("--plan", metavar="PLAN.json", help="write the one strategy at the one number of GPUs as a plan")
     return p
 
 
 @command(parser)
 def main(args: argparse.Namespace) -> None:
-    """Parses, asks, prints."""
+    """Parses, asks and prints."""
     settle_machine(args)
     if args.global_batch is not None:
         if args.scaling == "weak":
-            raise LayerwiseError("--global-batch is of all GPUs, however many: with --scaling weak give --batch")
+            raise LayerwiseError("--global-batch is for all GPUs together: with --scaling weak, pass --batch instead")
         args.scaling, args.batch = "strong", args.global_batch
     profile = load(args.profile)
     profile.processor.peak(args.dtype)
@@ -197,16 +176,16 @@ def main(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) -> None:
     """Raises LayerwiseError for flags that do not go together, and for files that cannot be written."""
     if args.scaling == "strong" and args.batch is None:
-        raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
+        raise LayerwiseError("--scaling strong needs --batch B, the fixed number of samples in a step")
     if args.scaling == "strong" and args.batch % 1:
-        raise LayerwiseError("--scaling strong: --batch B is of all GPUs together, and a whole number of samples")
+        raise LayerwiseError("--scaling strong: --batch B is for all GPUs together, and must be an integer")
     batch = (args.batch or BATCH) * (1 if args.scaling == "strong" else max(gpus, default=1))
     if batch > MAX_BATCH:
         raise LayerwiseError(f"--batch: at most {MAX_BATCH:,} samples a step of all GPUs can be planned for")
     if args.plan is not None and (len(named) != 1 or len(gpus) != 1):
-        raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
+        raise LayerwiseError("--plan writes a single plan: pass one --strategy and one number of --gpus")
     if args.plot_phases is not None and not gpus:
-        raise LayerwiseError("--plot-phases draws answers: give numbers of --gpus")
+        raise LayerwiseError("--plot-phases draws answers for numbers of GPUs: pass --gpus")
     figures = {"--plot": args.plot, "--plot-phases": args.plot_phases}
     for flag, path in figures.items():
         if path is not None:
@@ -236,7 +215,7 @@ def _question(args: argparse.Namespace, profile: Profile, budget: Budget) -> Que
 def _named(
     text: str | None, flag: str, choices: Sequence[str], joint: str, read: Callable[[str], str] = str
 ) -> tuple[str, ...]:
-    """The names that a flag joins by commas, as `read` reads each, once; none where it is not given."""
+    """The names in a comma-separated flag, each read by `read`, without duplicates; () if the flag is missing."""
     if text is None:
         return ()
     names = tuple(dict.fromkeys(read(part.strip()) for part in text.split(",") if part.strip()))
@@ -252,7 +231,7 @@ def _batch(text: str) -> Fraction:
 
 def _samples(text: str) -> int:
     """Samples of an epoch."""
-    if len(text) > 15:  # else the times of an epoch leave the range of floats
+    if len(text) > 15:  # otherwise the times of an epoch would exceed floats
         raise argparse.ArgumentTypeError(f"{text[:15]}... is not a number of samples below 10^15")
     return count(text)
 

@@ -16,17 +16,16 @@ from layerwise.errors import LayerwiseError
 from tests.api.keywords import keywords, quiet
 from tests.api.ranks import loss_of_volumes, trained
 from tests.api.script import BATCH, SEED, apart, data, network, plain, sgd, step, train
-from tests.comm.launch import ROOT, torchrun
+from tests.comm.launch import ROOT, launch
 from tests.comm.pool import run_ranks
 
 
-def test_a_script_under_torchrun(tmp_path: Path) -> None:
+def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     """Losses and states of two processes against plain PyTorch; the ranks build different models, rank 0's counts."""
     how = {"strategy": {"5": {"c": 2}, "7": {"k": 2}}}
-    options = ("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
-    done = torchrun([str(ROOT / "tests/api/script.py"), str(tmp_path / "out"), json.dumps(how)], options=options)
-    assert done.codes == [0], done.stderr
-    (stdout,) = done.stdout
+    done = launch([str(ROOT / "tests/api/script.py"), str(tmp_path / "out"), json.dumps(how)])
+    assert done.codes == [0, 0], done.stderr
+    stdout = "".join(done.stdout)
     assert "Sequential on 2 × cpu" in stdout
     assert "{n=1, c=2}" in stdout
     assert " ".join(stdout.split()).count("data parallelism") == 1
@@ -179,7 +178,7 @@ def test_wrong_models() -> None:
         layerwise.parallelize(Branching(), torch.randn(2, 3), strategy="model")
     with pytest.raises(LayerwiseError, match="model is 7; it must be a Module, an ExportedProgram, a text or a path"):
         layerwise.parallelize(7, torch.randn(2, 3))
-    with pytest.raises(LayerwiseError, match="int64, but its weights need floating-point numbers"):
+    with pytest.raises(LayerwiseError, match="gets int64, but its weights need floating-point numbers"):
         layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64))
     with pytest.raises(LayerwiseError, match="already parallel"):
         layerwise.parallelize(layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3)))
