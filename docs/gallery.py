@@ -28,7 +28,17 @@ ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs/gallery.md", ROOT / "docs/gallery"
 MACHINE = "two cores of a shared virtual machine"
 LOSS = re.compile(r"loss(?: of its own texts)? (-?\d+\.\d+)")
-MOST = 16  # lines of output that a page shows
+MOST = 24  # lines of output that a page shows
+
+
+def decoder() -> tuple[object, tuple[object, ...]]:
+    """HunyuanVideo's decoder, narrow, and a latent of five frames, for `layerwise search docs.gallery:decoder`."""
+    import torch
+    from diffusers import AutoencoderKLHunyuanVideo
+
+    sizes = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
+    vae = AutoencoderKLHunyuanVideo(latent_channels=4, **sizes)
+    return vae.decoder.eval(), (torch.randn(1, 4, 2, 32, 32),)
 
 
 def losses(outputs: Mapping[str, str], folder: Path) -> plt.Figure:
@@ -76,14 +86,14 @@ JOBS = {
     "decoder": Job(
         [
             f"{TWO} examples/decode_video.py",
-            "layerwise search benchmarks.zoo.networks.of_decoders:hunyuan --gpus 4 --inference --io boxes "
+            "layerwise search docs.gallery:decoder --gpus 4 --gpus-per-node 4 --profile cpu --inference "
             "--global-batch 1 --out plan.json",
         ],
         plan,
     ),
     "bert": Job(["python examples/train_transformers.py", f"{TWO} examples/train_transformers.py"], losses),
     "lightning": Job(["python examples/train_lightning.py", f"{TWO} examples/train_lightning.py"], losses),
-    "vgg": Job(["layerwise search vgg16 --gpus 16 --profile p100 --out plan.json"], plan),
+    "vgg": Job(["layerwise search vgg16 --gpus 16 --profile pcie --out plan.json"], plan),
     "cosmoflow": Job(
         [
             "layerwise oracle cosmoflow:512 --gpus 4..1024 --samples-per-node 1 --strategy spatial,ds --profile v100 "
@@ -107,6 +117,7 @@ def run(command: str, folder: Path) -> str:
     """Returns what the command prints to its standard output; what it says beside is shown if it fails."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "150", "NO_COLOR": "1"}
+    environment["LAYERWISE_CACHE"] = str(folder / "cache")
     done = subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
