@@ -137,7 +137,7 @@ def test_what_a_user_can_get_wrong_is_one_line() -> None:
     assert done.codes == [2, 2], done.stderr
     for said in done.stderr:
         assert "Traceback" not in said
-        assert said.count("layerwise: error: 0 samples are no batch of 1") == 1
+        assert said.count("layerwise: error: 0 samples are fewer than a batch of 1") == 1
 
 
 def test_what_one_rank_reads_wrong_ends_all(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def wire_bytes(total_bytes: float, group: GroupShape) -> float:
     return 2 * (group.size - 1) * (total_bytes / group.size)  # in this order, whole numbers stay whole
 
 
+Before = tuple[int, ...] | None  # of `LayoutCells`
 Runs = tuple[tuple[int, bool], ...]  # digits of a cell's number, outermost first: how many values, and whether in keys
 
 
@@ -191,8 +192,9 @@ class Groups:
 @lru_cache(maxsize=4096)
 def group_shapes(cells: LayoutCells, keys: tuple[int, ...], graph: DeviceGraph) -> Groups:
     """The groups of devices, by configuration, that agree in the dimensions `keys` of their cells."""
-    numbers: dict[tuple[Runs, bool, bool], int] = {}
-    patterns = zip(_runs(cells, keys), cells.strided.tolist(), cells.copies.tolist(), strict=True)
+    numbers: dict[tuple[Runs, bool, bool, Before], int] = {}
+    before = [None] * len(cells.total) if cells.before is None else map(tuple, cells.before.tolist())
+    patterns = zip(_runs(cells, keys), cells.strided.tolist(), cells.copies.tolist(), before, strict=True)
     which = np.array([numbers.setdefault(pattern, len(numbers)) for pattern in patterns], np.int64)
     return Groups(tuple(_group_shape_of(*pattern, graph) for pattern in numbers), which)
 
@@ -213,7 +215,7 @@ def _runs(cells: LayoutCells, keys: tuple[int, ...]) -> list[Runs]:
 
 
 @lru_cache(maxsize=65536)
-def _group_shape_of(runs: Runs, strided: bool, copies: bool, graph: DeviceGraph) -> GroupShape:
+def _group_shape_of(runs: Runs, strided: bool, copies: bool, before: Before, graph: DeviceGraph) -> GroupShape:
     """The group shape of a configuration with two dimensions: what is in keys, and what is not."""
     digits = np.array([[size for size, _ in runs]], np.int64)
     inside = np.array([key for _, key in runs], np.bool_)
@@ -226,6 +228,8 @@ def _group_shape_of(runs: Runs, strided: bool, copies: bool, graph: DeviceGraph)
         np.array([strided]),
         np.array([copies]),
         graph.count,
+        degrees,
+        None if before is None else np.array([before], np.int64),
     )
     return group_shape(replicas(cells, (1,))[0], graph)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import reduce
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,50 +12,23 @@ import numpy as np
 from layerwise.arguments import checked
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
+from layerwise.cost.node_cost import NodeCost
 from layerwise.cost.setting import MANY, Configs, CostOptions, EdgeName, Progress, Setting, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS, owned_share
 from layerwise.cost.transfer import busiest_device
-from layerwise.geometry.arrays import Floats, Ints
+from layerwise.cost.unequal import weight_vectors
+from layerwise.errors import LayerwiseError
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.partition.edge import Edge
+from layerwise.partition.edge import Edge, cells_on
 from layerwise.partition.layout import Layout
+from layerwise.partition.place import data_parallel
 
 T = TypeVar("T")
 Pair = tuple[Config, Config]  # of an edge's two ends
-COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
 
 __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "NodeCost", "Progress", "Strategy"]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCost:
-    """A layer by itself under C configurations, in seconds."""
-
-    compute: ComputeTime  # without what a recomputed layer does once more
-    seconds: Mapping[str, Floats]  # (C,) by term, with it: t_C, t_S, and the collectives inside the layer
-
-    @staticmethod
-    def joined(costs: Sequence[NodeCost]) -> NodeCost:
-        """The costs of all their configurations, one after the other."""
-        parts = [np.concatenate([getattr(cost.compute, name) for cost in costs]) for name in COMPUTE_PARTS]
-        seconds = {name: np.concatenate([cost.seconds[name] for cost in costs]) for name in costs[0].seconds}
-        return NodeCost(ComputeTime(*parts), seconds)
-
-    def on(self, rows: Ints) -> NodeCost:
-        """The costs of these configurations."""
-        parts = [getattr(self.compute, name)[rows] for name in COMPUTE_PARTS]
-        return NodeCost(ComputeTime(*parts), {name: cost[rows] for name, cost in self.seconds.items()})
-
-    @property
-    def total(self) -> Floats:
-        """Seconds by configuration, (C,)."""
-        return reduce(np.add, self.seconds.values())
-
-    @property
-    def overlapped(self) -> Floats:
-        """(C,) of that, what travels beside the backward pass."""
-        return reduce(np.add, [self.seconds[term.name] for term in LAYER_TERMS if term.overlaps])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +86,8 @@ class CostModel(Setting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.shares is None:
+            self.shares = self.weights[0] if self.weights else ()
         self._rows: dict[object, _NodeCosts] = {}
         self._nodes: dict[object, NodeCost] = {}
         self._made: dict[object, Any] = {}
@@ -142,20 +117,22 @@ class CostModel(Setting):
         layout = self.layout(layer, configs)
         cells = tuple(config.cells for config in configs)
         if cells == configs:
-            compute = self._compute_time(layer, layout, wanted)
+            kinds = self._compute_times(layer, layout, wanted)
+            compute = ComputeTime.slowest(kinds) if len(kinds) > 1 else kinds[0]
             seconds = {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS}
-            return NodeCost(compute, {COMPUTE.name: compute.total, **seconds})
+            return NodeCost(compute, {COMPUTE.name: compute.total, **seconds}, kinds if len(kinds) > 1 else ())
         plain = self.node_cost(layer, cells)
-        compute, seconds = plain.compute, dict(plain.seconds)
+        compute, seconds, kinds = plain.compute, dict(plain.seconds), plain.kinds
         if any(config.states != "replicated" for config in configs):
-            compute = compute.updating(owned_share(self, layer, layout))
+            compute, *each = (time.updating(owned_share(self, layer, layout)) for time in (compute, *kinds))
+            kinds = tuple(each)
             seconds |= {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS if term.by_states}
         seconds[COMPUTE.name] = compute.total
         recomputed = np.array([config.recompute for config in configs])
         if recomputed.any():
             for name, once in self.recomputation(layer, cells).items():
                 seconds[name] = seconds[name] + np.where(recomputed, once, 0.0)
-        return NodeCost(compute, seconds)
+        return NodeCost(compute, seconds, kinds)
 
     def recomputation(self, layer: Layer, configs: tuple[Config, ...]) -> dict[str, Floats]:
         """(C,) seconds by term of recomputing a layer, whether or not these recompute it."""
@@ -164,10 +141,26 @@ class CostModel(Setting):
         collectives = {term.name: term.seconds(self, layer, layout, True) for term in LAYER_TERMS if term.recomputes}
         return {name: once[rows] for name, once in {COMPUTE.name: compute.forward, **collectives}.items()}
 
-    def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> ComputeTime:
+    def _compute_times(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> tuple[ComputeTime, ...]:
+        """By kind of devices: of the largest cell that any of them has, or nothing where none has one."""
+        found = list[ComputeTime]()
+        for kind in range(max(len(self.devices.kinds), 1)):
+            largest, some = self.largest_of_kind(layer, layout, kind)
+            found.append(self._compute_time(layer, largest, wanted, kind).where(some))
+        return tuple(found)
+
+    def largest_of_kind(self, layer: Layer, layout: Layout, kind: int) -> tuple[Layout, Mask | bool]:
+        """The layout whose largest cells are the largest on devices of a kind, and where any of these has one."""
+        if not self.devices.kinds:
+            return layout, True
+        devices = np.flatnonzero(np.array(self.devices.kind_of) == kind)
+        size = cells_on(layer.space.dims, layout.computed, devices)
+        return layout.only(devices[size.argmax(1)]), size.max(1) > 0
+
+    def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...], kind: int = 0) -> ComputeTime:
         """Measured as far as the profile has it; what a step takes beside its layers is the sink's."""
         dtype = self.dtype(layer)
-        measured = self.measurements_in(dtype)
+        measured = self.measurements_in(dtype, kind)
         if layer.end:
             if measured is not None and layer.role is Role.SINK:
                 return measured.sink_time(layer, layout)
@@ -176,7 +169,39 @@ class CostModel(Setting):
         if measured is not None:
             trained = self.trained[layer.name]  # so it was measured, also in inference
             return measured.compute_time(trained, layout, self.trained.flows_back(trained), self.uses[layer.name])
-        return compute_time(layer, layout, wanted, self.devices.processor, dtype, self.options.optimizer)
+        processor = self.kind_of_device(kind).processor
+        return compute_time(layer, layout, wanted, processor, dtype, self.options.optimizer)
+
+    @cached_property
+    def weights(self) -> tuple[tuple[int, ...], ...]:
+        """The vectors of weights that unequal devices may get (`cost.unequal`); () of equal ones."""
+        if not self.devices.kinds:
+            return ()
+        return weight_vectors(self._kinds_s(1), self._kinds_s(self.devices.count), self.devices)
+
+    @property
+    def ideal_s(self) -> float:
+        """Seconds of a step if nothing were sent and unequal devices did together what each does alone."""
+        return float(1 / (1 / self._kinds_s(1))[list(self.devices.kind_of)].sum())
+
+    def check_measured(self) -> None:
+        """LayerwiseError where times were measured of some kinds of devices, and not of others."""
+        dtype, kinds = self.options.dtype, self.devices.kinds
+        known = [self.measurements_in(dtype, kind) is not None for kind in range(len(kinds))]
+        if any(known) and not all(known):
+            without = kinds[known.index(False)].processor.name
+            raise LayerwiseError(
+                f"the profile has measured times of layers in {dtype}, but none of {without}: measure on a device of "
+                "each kind (layerwise measure layers), or on none"
+            )
+
+    def _kinds_s(self, parts: int) -> Floats:
+        """(K,) seconds of all layers for one of so many parts of the samples, on a device of each kind."""
+        total, kinds = np.zeros(len(self.devices.kinds)), range(len(self.devices.kinds))
+        for layer in self.graph.inner:
+            layout, wanted = self.layout(layer, (data_parallel(layer, parts),)), self.graph.flows_back(layer)
+            total += [self._compute_time(layer, layout, wanted, kind).total[0] for kind in kinds]
+        return total
 
     def edge_costs(
         self,

@@ -182,8 +182,8 @@ def _parameter_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
             shared := sharded(layer, p, layout.configs[0], model.devices.count, unfed=layer.name in model.graph.unfed)
         ) is not None:
             copies = 1 + copies / shared.members
-        degrees = layout.at(p.epilogue).degrees
-        total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes
+        cuts = layout.at(p.epilogue).cuts
+        total += copies * float(largest_box(p.maps, layer.space.dims, cuts)[0]) * item_bytes
     return total
 
 
@@ -194,7 +194,7 @@ def held_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
         return total
     rank = len(layer.out.shape)
     for stage in layer.stages:
-        extents = largest_extents(layer.space.dims[:rank], layout.at(stage.epilogue).degrees)
+        extents = largest_extents(layer.space.dims[:rank], layout.at(stage.epilogue).cuts)
         total += prod(np.ravel(extents).tolist()) * stage.space.out.item_bytes
     return total
 

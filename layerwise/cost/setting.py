@@ -16,7 +16,7 @@ from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.mixed import mixed
 from layerwise.graph.types import autocast_within
-from layerwise.machine import AUTOCAST, DeviceGraph, precision
+from layerwise.machine import AUTOCAST, DeviceGraph, Kind, precision
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
@@ -116,6 +116,8 @@ class Setting:
     graph: LayerGraph
     devices: DeviceGraph
     options: CostOptions = field(default_factory=CostOptions)
+    # Of unequal devices, the weights by which each feeds its part of a batch's samples. None: as fast as they compute.
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         # Before what follows changes them: another model of the network is made from these.
@@ -132,7 +134,7 @@ class Setting:
             self.graph = self.graph.untrained()
         self.has_gradient = self.graph.has_gradient
         self.uses = gradient_uses(self.trained)
-        self._measurements: dict[str, Measurements | None] = {}
+        self._measurements: dict[tuple[str, int], Measurements | None] = {}
         self._layouts: dict[tuple[str, int], tuple[Sequence[Config], Layout]] = {}
         self._small_layouts: dict[tuple[int, tuple[Config, ...]], Layout] = {}
         self._kinds: dict[object, int] = {}
@@ -143,18 +145,21 @@ class Setting:
         """The measurements for what the step computes in; None where the profile has none."""
         return self.measurements_in(self.options.dtype)
 
-    def measurements_in(self, dtype: str) -> Measurements | None:
-        """The measurements for layers that compute in one of machine.DTYPES."""
-        if dtype not in self._measurements:
-            times, options = latest(self.devices.layers, dtype), self.options
-            self._measurements[dtype] = (
-                Measurements(
-                    times, self.devices.processor, dtype, options.optimizer, options.local_batch_norm, options.kind
-                )
+    def measurements_in(self, dtype: str, kind: int = 0) -> Measurements | None:
+        """The measurements for layers that compute in one of machine.DTYPES, on devices of a kind."""
+        if (dtype, kind) not in self._measurements:
+            device, options = self.kind_of_device(kind), self.options
+            times = latest(device.layers, dtype)
+            self._measurements[dtype, kind] = (
+                Measurements(times, device.processor, dtype, options.optimizer, options.local_batch_norm, options.kind)
                 if times is not None
                 else None
             )
-        return self._measurements[dtype]
+        return self._measurements[dtype, kind]
+
+    def kind_of_device(self, kind: int) -> Kind:
+        """A kind of the devices, of which equal ones have one."""
+        return (self.devices.kinds or (Kind(self.devices.processor, self.devices.layers),))[kind]
 
     def dtype(self, layer: Layer) -> str:
         """The type that a layer computes in, of machine.DTYPES: the step's, or that of the model's own autocast.
@@ -190,7 +195,7 @@ class Setting:
 
     def end_config(self, layer: Layer) -> Config:
         """The only configuration of an input or of the sink: samples over all devices that can have one."""
-        return data_parallel(layer, self.devices.count)
+        return data_parallel(layer, self.devices.count, self.shares or ())
 
     def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
         """Cells of the layer's configurations on these devices."""

@@ -64,9 +64,9 @@ def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collect
     """The all-reduces after the backward pass, one entry for each kind of box."""
 
     def sizes(p: Parameter) -> tuple[Floats, Floats]:
-        degrees = layout.at(p.epilogue).degrees
+        cuts = layout.at(p.epilogue).cuts
         replicated = np.array([float(one is None) for one in _sharded(setting, layer, p, layout)])
-        boxes = (measure(p.maps, layer.space.dims, degrees) for measure in (largest_box, all_boxes))
+        boxes = (measure(p.maps, layer.space.dims, cuts) for measure in (largest_box, all_boxes))
         largest, total = (size * replicated for size in boxes)
         return largest, total
 
@@ -124,7 +124,7 @@ def owned_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     owned = full = np.zeros(len(layout.configs))
     for _, p in layer.own_parameters():
         if p.trainable:
-            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees)
+            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).cuts)
             part = [1.0 if one is None else 1 / one.members for one in _sharded(setting, layer, p, layout)]
             owned, full = owned + size * part, full + size
     return owned / np.maximum(full, 1.0)
@@ -149,7 +149,7 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, recomputed:
             continue
         here = layout.at(stage.epilogue)
         degrees = here.degrees
-        extents = largest_extents(layer.space.dims[: degrees.shape[1]], degrees)
+        extents = largest_extents(layer.space.dims[: degrees.shape[1]], here.cuts)
         keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
         each = statistics.per_key / statistics.block
         elements = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
@@ -168,7 +168,7 @@ def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collec
     if not ks or (computed.degrees[:, ks.start :] == 1).all():
         return []
     main = layer.stages[0].space.out
-    extents = largest_extents(layer.space.dims, computed.degrees)[:, : ks.start]
+    extents = largest_extents(layer.space.dims, computed.cuts)[:, : ks.start]
     size = np.prod(extents, axis=1, dtype=np.float64) * main.item_bytes
     total = computed.degrees[:, ks.start :].prod(1) * float(main.volume * main.item_bytes)
     return [_collective(size, total, computed, range(ks.start), setting.devices)]

@@ -280,7 +280,7 @@ def conditions(comm: Comm, where: Topology) -> dict[str, object]:
 
 
 def check_nodes(profile: Profile, where: Topology) -> None:
-    """LayerwiseError where the profile has no level for links between nodes, and there are some."""
+    """Raises LayerwiseError if the profile has no level for links between nodes, and there are some."""
     if where.nodes > 1 and len(profile.levels) == 1:
         raise LayerwiseError(
             f"profile {profile.name} describes a single node, and these are {where.nodes}: give another with --profile"

@@ -9,12 +9,12 @@ can take more than a quarter of the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 
 import numpy as np
 
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
 from layerwise.ops.base import Role
@@ -41,6 +41,19 @@ class ComputeTime:
     @property
     def total(self) -> Floats:
         return self.forward + self.backward + self.update
+
+    @staticmethod
+    def slowest(kinds: Sequence[ComputeTime]) -> ComputeTime:
+        """The time of the kind of devices that takes longest, by configuration."""
+        which = np.argmax([kind.total for kind in kinds], axis=0)
+        rows = np.arange(len(which))
+        return ComputeTime(*(np.stack([getattr(k, f.name) for k in kinds])[which, rows] for f in fields(ComputeTime)))
+
+    def where(self, mask: Mask | bool) -> ComputeTime:
+        """These times where the mask says so, else 0."""
+        if mask is True:
+            return self
+        return ComputeTime(*(np.where(mask, getattr(self, f.name), 0.0) for f in fields(ComputeTime)))
 
     def updating(self, share: Floats) -> ComputeTime:
         """The time where only a (C,) share of the parameters is updated; of measured times as of others."""
@@ -109,13 +122,13 @@ def rooflines(
     peak = processor.peak(dtype)
     forward, backward = (Roofline(len(layout.computed.degrees), processor) for _ in range(2))
     for stage, gradients in zip(layer.stages, layer.gradients(needs_gradient), strict=True):
-        s, inputs, degrees = stage.space, stage.specs, layout.at(stage.epilogue).degrees
+        s, inputs, cuts = stage.space, stage.specs, layout.at(stage.epilogue).cuts
         dims = layer.space.dims[: len(s.dims)]  # not the stage's: an epilogue may be cut more coarsely than its leader
         fed = needs_gradient[stage.inputs]  # of the inputs but the running result
         trains = any(p.trainable for p in layer.space.parameters[stage.parameters])
-        extents = largest_extents(dims, degrees)
-        read = sum(largest_box(m, dims, degrees) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
-        weights = sum(largest_box(p.maps, dims, layout.owned.degrees if p.epilogue else degrees) for p in s.parameters)
+        extents = largest_extents(dims, cuts)
+        read = sum(largest_box(m, dims, cuts) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
+        weights = sum(largest_box(p.maps, dims, layout.owned.cuts if p.epilogue else cuts) for p in s.parameters)
         written = np.prod(extents[:, : len(s.out.shape)], axis=1, dtype=np.float64) * s.out.item_bytes
         moved = read + weights * s.out.item_bytes + written
         gemms = stage.op.gemms(inputs, extents)
@@ -140,6 +153,6 @@ def update_roofline(layer: Layer, layout: Layout, processor: Processor, optimize
     roofline = Roofline(len(layout.computed.degrees), processor)
     for _, p, item_bytes in layer.held():
         if p.trainable:
-            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees) * item_bytes
+            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).cuts) * item_bytes
             roofline.add(np.zeros(len(size)), size * UPDATED[optimizer])
     return roofline

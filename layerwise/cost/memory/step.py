@@ -43,6 +43,11 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     return model.once(("peak", *strategy.items()), lambda: tracked(model, strategy, tracker).peak)
 
 
+def fullest_bytes(model: CostModel, strategy: Strategy) -> float:
+    """Bytes of the device whose memory is fullest, in terms of the first device's, which a limit is of."""
+    return float((peak_bytes(model, strategy) * model.devices.memory_scale).max())
+
+
 def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[MemoryKind, float]:
     """Bytes of each kind at the peak of the device with most; their sum is the most of `peak_bytes`."""
     tracker = tracked(model, strategy, AllocationTracker(model.devices.count, by_kind=True))

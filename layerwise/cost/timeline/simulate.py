@@ -16,7 +16,7 @@ import numpy as np
 from layerwise.arguments import checked
 from layerwise.chrome import Category
 from layerwise.cost.collectives import all_gather_s, bucket_s, group_shape, overlap, reduce_scatter_s
-from layerwise.cost.model import CostModel, Strategy
+from layerwise.cost.model import CostModel, NodeCost, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.step_facts import GradientSum, gathers, step_facts, transfer_s
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
@@ -236,9 +236,9 @@ class _Clocks:
                 self.record(SimulatedSpan(s.name, "sync", s.name.rpartition(" ")[2], s.started, s.ended, s.row >= 0))
         self.clock = end
         for layer in self.model.graph.layers:
-            update_s = float(self.model.node_cost(layer, (self.strategy[layer.name],)).compute.update[0])
+            update_s = self._of_devices(self.model.node_cost(layer, (self.strategy[layer.name],)), "update")
             update_s *= self.pace.compute.get(layer.name, 1.0)
-            if update_s:
+            if np.any(update_s):
                 start, active = self.clock, self._active(layer)
                 self.clock = start + np.where(active, update_s, 0.0)
                 self._note(f"{layer.name}{UPDATE}", "compute", layer.name, start, active)
@@ -287,7 +287,7 @@ class _Clocks:
         """A layer's devices are busy, and wait for each other where its cells communicate."""
         layer, suffix = self.model.graph[instruction.layer], SUFFIX[instruction.part]
         seconds, collectives = self._seconds(layer, instruction.part)
-        if seconds:
+        if np.any(seconds):
             active, start = self._active(layer), self.clock
             took = np.where(active, seconds * self.pace.compute.get(layer.name, 1.0), 0.0)
             self.clock = self.stream.beside(start, took)
@@ -305,7 +305,7 @@ class _Clocks:
         mask: Mask = self.model.layout(layer, (self.strategy[layer.name],)).computed.active[0]
         return mask
 
-    def _seconds(self, layer: Layer, part: Direction) -> tuple[float, list[tuple[Category, float]]]:
+    def _seconds(self, layer: Layer, part: Direction) -> tuple[float | Floats, list[tuple[Category, float]]]:
         """Seconds of a part of a layer's work, and of the collectives inside it by category."""
         model, configs = self.model, (self.strategy[layer.name],)
         if part == "recompute":
@@ -317,7 +317,14 @@ class _Clocks:
         # Each direction has half of what the cells of the layer send each other.
         both = [(term.span, float(cost.seconds[term.name][0])) for term in LAYER_TERMS if term.span]
         collectives = [(span, seconds / 2) for span, seconds in both if seconds]
-        return float((cost.compute.forward if part == "forward" else cost.compute.backward)[0]), collectives
+        return self._of_devices(cost, part), collectives
+
+    def _of_devices(self, cost: NodeCost, part: str) -> float | Floats:
+        """Seconds of a part of a layer's computation; (N,) where devices differ."""
+        if not cost.kinds:
+            return float(getattr(cost.compute, part)[0])
+        each: Floats = np.array([getattr(kind, part)[0] for kind in cost.kinds])[list(self.model.devices.kind_of)]
+        return each
 
     # ---- clocks ----
 
