@@ -27,7 +27,7 @@ import layerwise
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs/gallery.md", ROOT / "docs/gallery"
 MACHINE = "two cores of a shared virtual machine"
-LOSS = re.compile(r"loss(?: of its own texts)? (-?\d+\.\d+)")
+LOSS = re.compile(r"^(?:step|epoch) (\d+).*? loss (-?\d+\.\d+)", re.MULTILINE)
 MOST = 24  # lines of output that a page shows
 
 
@@ -44,12 +44,14 @@ def decoder() -> tuple[object, tuple[object, ...]]:
 def losses(outputs: Mapping[str, str], folder: Path) -> plt.Figure:
     """A loss for each step or epoch, a line for each command."""
     figure, axes = plt.subplots(figsize=(5, 2.4), layout="constrained")
-    for number, (command, output) in enumerate(outputs.items()):
+    trained = [(command, LOSS.findall(output)) for command, output in outputs.items() if LOSS.search(output)]
+    for number, (command, values) in enumerate(trained):
         found = re.search(r"nproc-per-node (\d+)", command)
         label = f"{found[1]} ranks" if found else "one process"
-        values = [float(value) for value in LOSS.findall(output)]
-        axes.plot(values, marker="ox"[number % 2], lw=2 - number % 2, ls=("-", "--")[number % 2], label=label)
+        steps, seen = zip(*((int(step), float(loss)) for step, loss in values), strict=True)
+        axes.plot(steps, seen, marker="ox"[number % 2], lw=2 - number % 2, ls=("-", "--")[number % 2], label=label)
     axes.set(xlabel="step or epoch", ylabel="loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
