@@ -1,4 +1,4 @@
-"""NodeCost: what a layer costs by itself, under many configurations."""
+"""NodeCost: a layer's own costs under many configurations."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """A layer by itself under C configurations, in seconds."""
+    """A layer's own costs under C configurations, in seconds."""
 
-    compute: ComputeTime  # without what a recomputed layer does once more
-    seconds: Mapping[str, Floats]  # (C,) by term, with it: t_C, t_S, and the collectives inside the layer
+    compute: ComputeTime  # without recomputation
+    seconds: Mapping[str, Floats]  # (C,) by term, with recomputation: t_C, t_S, and the collectives inside the layer
     kinds: tuple[ComputeTime, ...] = ()  # of unequal devices, that of each kind; `compute` is the slowest one's
 
     @staticmethod
     def joined(costs: Sequence[NodeCost]) -> NodeCost:
-        """The costs of all their configurations, one after the other."""
+        """The costs of all configurations, concatenated."""
         seconds = {name: np.concatenate([cost.seconds[name] for cost in costs]) for name in costs[0].seconds}
         kinds = tuple(map(_joined, zip(*(cost.kinds for cost in costs), strict=True)))
         return NodeCost(_joined([cost.compute for cost in costs]), seconds, kinds)
@@ -48,7 +48,7 @@ class NodeCost:
 
     @property
     def overlapped(self) -> Floats:
-        """(C,) of that, what travels beside the backward pass."""
+        """(C,) the part that overlaps the backward pass."""
         return reduce(np.add, [self.seconds[term.name] for term in LAYER_TERMS if term.overlaps])
 
 

@@ -178,7 +178,7 @@ def test_wrong_models() -> None:
         layerwise.parallelize(Branching(), torch.randn(2, 3), strategy="model")
     with pytest.raises(LayerwiseError, match="model is 7; it must be a Module, an ExportedProgram, a text or a path"):
         layerwise.parallelize(7, torch.randn(2, 3))
-    with pytest.raises(LayerwiseError, match="is given int64, but its weights need floating-point numbers"):
+    with pytest.raises(LayerwiseError, match="gets int64, but its weights need floating-point numbers"):
         layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64), verbose=False)
     with pytest.raises(LayerwiseError, match="already parallel"):
         layerwise.parallelize(layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3), verbose=False))

@@ -40,7 +40,7 @@ def test_a_batch_of_all_gpus_together_is_given_as_to_search(run: Run, refuse: Ru
     asked = ("oracle", "lenet5", "--profile", "v100", "--gpus", "2,4", "--strategy", "data", "--json")
     assert run(*asked, *whole) == run(*asked, *each)
     assert "not allowed with" in refuse(*asked, *whole, "--batch", "8")
-    assert "with --scaling weak give --batch" in refuse(*asked, *whole, "--scaling", "weak")
+    assert "with --scaling weak, pass --batch" in refuse(*asked, *whole, "--scaling", "weak")
 
 
 def test_a_sample_on_several_gpus(run: Run, refuse: Run) -> None:
@@ -60,7 +60,7 @@ def test_a_sample_on_several_gpus(run: Run, refuse: Run) -> None:
         "only the boxes of the inputs that its layers need (io boxes), since 4 samples are fewer than 16 devices"
         in said
     )
-    assert "a whole number of samples" in refuse(*asked, "--scaling", "strong", "--batch", "0.25")
+    assert "must be an integer" in refuse(*asked, "--scaling", "strong", "--batch", "0.25")
     assert "'0' is not a number above 0" in refuse(*asked, "--batch", "0")
 
 
@@ -126,7 +126,7 @@ def test_a_strategy_that_cannot_be_is_a_line(run: Run) -> None:
     rows = [line.split() for line in text[text.index("none on") :].splitlines()]
     assert {("filter", "8"), ("data+filter", "2")} <= {tuple(row[:2]) for row in rows}
     assert "by layer 'features.0' with 6 output channels" in " ".join(text.split())
-    assert "Times and memory are of layerwise.run on this machine, by the cost tables." in " ".join(text.split())
+    assert "Times and memory are predictions for layerwise.run on this machine." in " ".join(text.split())
 
 
 def test_long_names_of_strategies(run: Run) -> None:

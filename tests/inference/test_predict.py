@@ -289,7 +289,7 @@ def test_one_rank_without_memory_ends_all(tmp_path: Path) -> None:
 
 def test_what_cannot_be(tmp_path: Path) -> None:
     wrong: list[tuple[object, object, dict[str, Any], str]] = [
-        ([np.zeros((2, 16, 16, 16))], tmp_path / "a", {}, r"has shape \(2, 16, 16, 16\), and the model takes"),
+        ([np.zeros((2, 16, 16, 16))], tmp_path / "a", {}, r"has shape \(2, 16, 16, 16\), but the model takes"),
         ([np.zeros((16, 16, 16))], tmp_path / "a", {}, r"has shape \(16, 16, 16\), and the model takes"),
         ([np.full((1, 16, 16, 16), np.nan)], tmp_path / "a", {}, "not finite"),
         (volumes(), tmp_path / "a.txt", {}, "predict writes .npy files"),

@@ -147,7 +147,7 @@ def test_recomputation_and_compile() -> None:
     ("compile", "message"),
     [
         ("inductor", "compile is 'inductor'; it must be True, False or a dict"),
-        ({"speed": 9}, "torch.compile has no argument 'speed', but fullgraph"),
+        ({"speed": 9}, "torch.compile has no argument 'speed'; it takes fullgraph"),
         ({"mode": "fastest"}, "torch.compile does not accept compile={'mode': 'fastest'}: Unrecognized mode"),
     ],
 )
