@@ -134,8 +134,8 @@ def cpu_s() -> float:
 
 
 def shown(output: str) -> str:
-    """Returns the first and the last lines, without the dicts that Hugging Face's Trainer prints beside its log."""
-    lines = [line.rstrip() for line in output.strip().splitlines() if not line.startswith("{'")]
+    """Returns the first and the last lines, without a busy machine's seconds and the dicts of HF's Trainer."""
+    lines = [line.rstrip() for line in output.strip().splitlines() if not line.startswith(("{'", "import "))]
     if len(lines) > MOST:
         lines = [*lines[: MOST // 2], "…", *lines[-MOST // 2 :]]
     return "\n".join(lines)
