@@ -177,7 +177,8 @@ class CostModel(Setting):
         """The vectors of weights that unequal devices may get (`cost.unequal`); () for equal devices."""
         if not self.devices.kinds:
             return ()
-        return weight_vectors(self._kinds_s(1), self._kinds_s(self.devices.count), self.devices)
+        parts = min(self.devices.count, self.graph.batch)
+        return weight_vectors(self._kinds_s(1), self._kinds_s(parts), parts, self.devices)
 
     @property
     def ideal_s(self) -> float:

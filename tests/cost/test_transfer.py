@@ -19,7 +19,7 @@ from layerwise.cost.overlaps import selections
 from layerwise.cost.sums import Sums
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, telling_devices, traffic
-from layerwise.geometry import AxisMap, boundaries, fixed, identity, interval_overlap, scaled, whole, window
+from layerwise.geometry import AxisMap, boundaries, degree_of, fixed, identity, interval_overlap, scaled, whole, window
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, Overlap, load
@@ -280,7 +280,7 @@ def test_a_pattern_is_what_its_configurations_share(graph: DeviceGraph, data: st
         for box, (lo, hi) in enumerate(boxes):
             for dim in range(3):
                 degree, low, high, which = found.patterns(selection, box, dim)
-                assert (degree[which] == [c["nch"[dim]] for c in configs]).all()
+                assert (degree_of(degree[which]) == [c["nch"[dim]] for c in configs]).all()
                 assert (low[which] == lo[..., dim]).all()
                 assert (high[which] == hi[..., dim]).all()
                 assert len(degree) == len({(d, *a, *b) for d, a, b in zip(degree, low, high, strict=True)})

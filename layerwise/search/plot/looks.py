@@ -129,5 +129,4 @@ def cut(name: str, letters: int) -> str:
 
 def titled(candidate: Candidate) -> str:
     """`vgg16 on 16 × Tesla P100`."""
-    devices = candidate.model.devices
-    return words(f"{candidate.model.graph.name} on {devices.count} × {devices.processor.name}")
+    return words(f"{candidate.model.graph.name} on {candidate.model.devices.names}")
