@@ -58,9 +58,8 @@ REFUSED = [
     ("report one.json --memory-curve 8GB", "--memory-curve is '8GB': give the least and the most, such as 8GB..80GB"),
     (f"{SMALL} --plot c.txt", "must end in .png, .svg, .pdf"),
     (f"{SMALL} --plot missing/c.svg", "cannot be written"),
-    (f"{SMALL} --offer swap", "'swap': choose of recompute, shard, joined by commas"),
-    (f"{SMALL} --no-offer ,", "choose of recompute, shard"),
-    (f"{SMALL} --offer shard --no-offer shard", "--no-offer: not allowed with argument --offer"),
+    (f"{SMALL} --offer swap", "'swap': choose from recompute, shard, joined by commas"),
+    (f"{SMALL} --offer ,", "choose from recompute, shard"),
     # grid
     (f"search {NET} --gpus 4 --price grid:2x3", "grid 2x3 has 6 processes, there are 4: give --gpus 6"),
     ("search lenet5 --gpus 4 --replicas 3", "4 devices cannot be 3 replicas of equally many"),
