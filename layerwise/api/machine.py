@@ -197,7 +197,7 @@ def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config
     """
     result, inner = search(model, space), model.graph.inner
     candidates = [result.best, result.additive, *result.baselines.values()]
-    found = [{layer.name: c.strategy[layer.name] for layer in inner} for c in candidates]
+    found: list[Mapping[str, Config]] = [{x.name: c.strategy[x.name] for x in inner} for c in candidates]
     if kinds := model.devices.kind_of:
         alone = [Config().weighted(tuple(int(i == kinds.index(k)) for i in range(len(kinds)))) for k in set(kinds)]
         found += [dict.fromkeys((layer.name for layer in inner), one) for one in alone]
