@@ -25,9 +25,9 @@ def main(measure_s: float) -> None:
         expected = vae.decode(latent).sample
     # One rank alone is faster at so small a decoder; leave `strategy` out at real sizes.
     strategy = {"up_blocks.3.resnets.0.conv1.conv": {"h": world}, "conv_out.conv": {"h": world}} if world > 1 else None
-    options = layerwise.ParallelOptions(measure_s=measure_s)
+    options = layerwise.ParallelOptions(measure_s=measure_s, verbose=False)
     vae.decoder = layerwise.parallelize(
-        vae.decoder, latent, batch=1, inference=True, strategy=strategy, verbose=False, options=options
+        vae.decoder, latent, batch=1, inference=True, strategy=strategy, options=options
     )
     with torch.inference_mode():
         video = vae.decode(latent).sample
