@@ -8,16 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from layerwise.cli import (
-    check_files,
-    command,
-    console,
-    global_batch,
-    present,
-    run_main,
-    search_space,
-    settle_machine,
-)
+from layerwise.cli import check_files, command, console, global_batch, present, run_main, search_space, settle_machine
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError

@@ -27,18 +27,7 @@ FEW = 16  # layers
 CASES = (48, 12)  # divided at most: of few layers, of more
 NEAR = (0.005, 0.01)  # of the best: a bound that is nearer is near enough; likewise
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below peaks
-FACTORS = (
-    0.3,
-    0.5,
-    0.7,
-    0.85,
-    0.95,
-    1.05,
-    1.2,
-    1.5,
-    2.0,
-    4.0,
-)  # of the best prices, for other choices
+FACTORS = (0.3, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0)  # of the best prices, for other choices
 
 
 class Seen:
