@@ -82,13 +82,13 @@ class Planner:
 
         Else its boxes, where the model returns its loss; whole samples of an output are what a loop takes its loss of.
         """
-        dtype, graph = self.request.precision, self.graph
+        dtype, graph, kinds = self.request.precision, self.graph, self.profile.kinds or (self.profile.processor,)
         few = graph.batch < self.world.size
         rows = any(x not in graph.losses and graph[x].out.index("n") is not None for x in graph.layers[-1].inputs)
         return CostOptions(
             io=self.request.io or ("free" if few and rows else "auto"),
             optimizer=self.request.optimizer,
-            dtype=dtype if dtype in self.profile.processor.peak_flops else "float32",
+            dtype=dtype if all(dtype in kind.peak_flops for kind in kinds) else "float32",
             local_batch_norm=self.request.local_batch_norm,
             kind="inference" if self.request.inference else "training",
         )
