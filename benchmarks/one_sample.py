@@ -150,12 +150,7 @@ def main() -> None:
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        if args.rank[0] == "ShardTensor":
-            from physicsnemo.distributed import DistributedManager
-
-            DistributedManager.initialize()  # which makes the group itself
-        else:
-            dist.init_process_group("gloo")
+        dist.init_process_group("gloo")
         try:
             case = args.rank[1]
             result = decoded(args.rank[0]) if case == "decoder" else trial(args.rank[0], int(case))
