@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +22,16 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.arguments import Call
+from layerwise.importers.torch.read.calls import RecordedCall, returning_written
 from layerwise.plan import Plan, parse_plan
 from layerwise.report.text import text
+from layerwise.run.calls import Calls
 from layerwise.run.guards.hooks import without_hooks
+from layerwise.run.layered import LayeredRun
 from layerwise.run.load import build_module
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
+from layerwise.run.state.tree import without_memory
 
 Built = tuple[ParallelModule, tuple[RenderableType, ...]]  # and what rank 0 shows of it
 
@@ -46,6 +50,8 @@ class Task:
     runtime: RuntimeOptions
     options: ParallelOptions
     shared: Sequence[str] | None = None  # inputs that are the same for all samples; None: they are found out
+    calls: Sequence[RecordedCall] = ()  # the ways in which it is called; (): by `call` alone
+    as_called: bool = False  # with one sample alone, and never with another number
 
     def build(self) -> Built:
         """Returns the module. LayerwiseError where the model cannot be imported, or no plan fits."""
@@ -53,12 +59,21 @@ class Task:
         with without_hooks(self.model) if isinstance(self.model, nn.Module) else nullcontext():
             shared = self.plan.shared if self.plan is not None and self.shared is None else self.shared
             together = self.options.samples_together or (self.plan is not None and self.plan.together)
-            how = partial(network, self.model, self.call, self.batch, shared, together=together)
-            made, _ = agree(self.world.comm, lambda: (how(), None))
-            imported = replace(made, itself=a_module)
-        return self._by_layers(imported, dtype_of(imported))
+            how = partial(network, self.model, batch=self.batch, shared=shared, together=together)
+            made, _ = agree(self.world.comm, lambda: (self._imported(partial(how, as_called=self.as_called)), None))
+            ways = [replace(one, itself=a_module) for one in made]
+        # The parameters of the last are those of all: a first chunk has no layers of what was before it.
+        return self._by_layers(ways[-1], dtype_of(ways[-1]), ways)
 
-    def _by_layers(self, imported: Network, dtype: torch.dtype) -> Built:
+    def _imported(self, how: Callable[..., Network]) -> list[Network]:
+        """Returns the network of each way in which the model is called."""
+        if not self.calls:
+            return [how(call=self.call)]
+        assert isinstance(self.model, nn.Module)
+        with returning_written(self.model):
+            return [how(call=recorded.call) for recorded in self.calls]
+
+    def _by_layers(self, imported: Network, dtype: torch.dtype, ways: Sequence[Network]) -> Built:
         """LayerwiseError where no plan fits, or the module has what layers would leave out."""
         world, plan = self.world, self.plan
         world.comm.handshake({"model": imported.graph.digest, "element type": str(dtype)})
@@ -78,7 +93,11 @@ class Task:
             choice = replace(choice, plan=replace(choice.plan, provenance=facts))
         agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
         runtime = replace(runtime, local_batch_norm=uses_local_batch_norm(agreed))
+        kept = list(map(without_memory, ways)) if self.calls else []  # before the model has other parameters
         module = build_module(agreed, imported, world.comm, runtime)
+        run = of(module)
+        if self.calls and isinstance(run, LayeredRun):  # on one rank the model runs as it is written
+            self._add_ways(run, kept, Planner(graph, world, machine.profile, request), agreed)
         if choice is None:
             return module, ()
         notes = [*choice.notes, *machine.notes]
@@ -94,6 +113,19 @@ class Task:
             )
         noted = replace(choice, notes=tuple(notes))
         return module, (text(report(noted, world, machine.source)),)
+
+    def _add_ways(self, run: LayeredRun, ways: Sequence[Network], planner: Planner, plan: Plan) -> None:
+        """Plans every other way in which the model is called, around the same boxes of parameters."""
+        comm, run.calls = self.world.comm, Calls(run)
+        for way, recorded in zip(ways, self.calls, strict=True):
+            agreed = plan
+            if way is not ways[-1]:
+                beside = replace(planner, graph=fuse(way.graph))
+                choice = alone(comm, lambda beside=beside: beside.choose(None, plan))  # type: ignore[misc]
+                text = comm.broadcast_text("" if choice is None else choice.plan.dumps())
+                agreed = parse_plan(text, "rank 0's plan")
+            assert way.arguments is not None
+            run.calls.add(way, agreed, way.arguments.named(*recorded.call), recorded.carried)
 
     def _raced(self, choice: Choice | None, imported: Network, runtime: RuntimeOptions) -> Choice | None:
         """Returns the choice whose plan is fastest on these ranks; None on ranks other than 0, as before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rich.text import Text
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from layerwise.api.accumulate import Accumulate
@@ -24,7 +25,9 @@ from layerwise.api.world import join
 from layerwise.arguments import Count, checked
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.calls import RecordedCall, recorded
 from layerwise.importers.torch.read.fed import fed_by
+from layerwise.importers.torch.traced_program import samples_in
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
 from layerwise.process import process_kept
@@ -65,7 +68,7 @@ class Keywords(Further, total=False):
 @checked
 def parallelize(
     model: Model,
-    example_inputs: ExampleInputs | DataLoader[Any] | None = None,
+    example_inputs: ExampleInputs | DataLoader[Any] | Callable[[], object] | None = None,
     *,
     strategy: Strategy | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -97,7 +100,9 @@ def parallelize(
         model: An nn.Module (where ranks' values differ, rank 0's win; on the meta device they are drawn from
             `options.seed`), an ExportedProgram, or the path of an .onnx file.
         example_inputs: What one rank calls the model with, a tensor, a tuple, or a dict of arguments by name; or one
-            device's DataLoader of (inputs, target) or of tensors by name, whose batches are of all ranks together.
+            device's DataLoader of (inputs, target) or of tensors by name, whose batches are of all ranks together; or,
+            for inference, a function that calls the model as it will be called, such as lambda: vae.decode(latent),
+            which runs on shapes alone. Every rank then calls alike, and gets all; state between calls stays in boxes.
         strategy: "data", "model", "owt", or {layers: {dimension: degree}} for some layers, such as {"fc*": {"c": 4}}
             (outputs) or {"head": {"k": 4}} (inputs); {} is one device. Layers are named as one, as a module around
             them, or with * and ?. The others are optimised around them. None: all are.
@@ -144,7 +149,17 @@ def parallelize(
         if batch is not None:
             raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
         example_inputs, batch = example_of(example_inputs)
-    call, examples = examples_of(example_inputs, model)
+    calls, as_called = list[RecordedCall](), False
+    if callable(example_inputs) and not isinstance(example_inputs, torch.Tensor):
+        if not (inference and isinstance(model, nn.Module)):
+            raise LayerwiseError("a function as example_inputs calls a module in inference: give inference=True")
+        calls = recorded(model, example_inputs)
+        io = "boxes" if len(calls) > 1 or calls[0].carried else "free"
+        call, calls = calls[-1].call, calls if io == "boxes" else []
+        examples = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor))
+        as_called = samples_in(x.shape for x in examples) == 1
+    else:
+        call, examples = examples_of(example_inputs, model)
     device = device_of(model, examples)
     world = join(device, device_mesh, options.comm, options.timeout_s)
     user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
@@ -174,7 +189,8 @@ def parallelize(
         compare_ranks=options.compare_ranks,
         compare_model=options.compare_model,
     )
-    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, shared).build()
+    asked = model, call, samples, user_plan, strategy, world, request, runtime, options, shared, calls, as_called
+    module, shown = Task(*asked).build()
     if inference:
         module.eval().requires_grad_(False)
     if (every := options.sync_every) > 1:

@@ -25,7 +25,7 @@ from layerwise.graph.samples import by_itself, counts_targets
 from layerwise.importers.torch.proof import check_runnable, compared, proven, running
 from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.fed import Fed, fed_by
-from layerwise.importers.torch.runs import Trial
+from layerwise.importers.torch.runs import NotRunError, Trial, runnable
 from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent
 from layerwise.importers.torch.trace import Dims, Imported, import_module
 from layerwise.importers.torch.traced_program import TRACING, samples_in
@@ -48,6 +48,36 @@ def import_once(
         except LayerwiseError:  # that it takes no other batch is no error, and others speak of the example's sizes
             break
     return replace(import_module(model, call, name, dims), fed=fed)
+
+
+def import_as_called(model: nn.Module, call: Call, name: str) -> Imported:
+    """`import_module`, at the example's one sample alone, which has no other that it may depend on.
+
+    LayerwiseError where a second call is another, as the model keeps something from call to call.
+    """
+    fed, imported = fed_by(model, call), import_module(model, call, name)
+    try:
+        check_runnable(model, call, imported.graph, fed.batch)
+        few = runnable(call)
+        with running(model):
+            trial = Trial(model, few, fed.batch, [(few, fed.batch)])
+            if not trial.first.like(trial.others[0]):
+                raise _keeps(imported)
+            return replace(proven(imported, trial), fed=fed)
+    except (UnprovenError, NotRunError) as why:
+        if imported.written:
+            raise _keeps(imported) from why
+        return replace(imported, fed=fed, unproven=str(why))
+
+
+def _keeps(imported: Imported) -> LayerwiseError:
+    path = min(imported.written, default="")
+    module, _, name = path.rpartition(".")
+    what = f"module {module!r} keeps something in its attribute {name!r}" if path else "the model keeps something"
+    return LayerwiseError(
+        f"{what} from call to call, so that a second call computes something else; a plan follows only what a call is "
+        "given, also in lists and dicts, and what it returns or writes into these"
+    )
 
 
 def import_for_batches(
