@@ -24,6 +24,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import by_itself, counts_targets
 from layerwise.importers.torch.proof import check_runnable, compared, proven, running
 from layerwise.importers.torch.read.arguments import Call
+from layerwise.importers.torch.read.effects import OF_MODULES
 from layerwise.importers.torch.read.fed import Fed, fed_by
 from layerwise.importers.torch.runs import NotRunError, Trial, runnable
 from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent
@@ -65,15 +66,19 @@ def import_as_called(model: nn.Module, call: Call, name: str) -> Imported:
                 raise _keeps(imported)
             return replace(proven(imported, trial), fed=fed)
     except (UnprovenError, NotRunError) as why:
-        if imported.written:
+        if _kept(imported):
             raise _keeps(imported) from why
         return replace(imported, fed=fed, unproven=str(why))
 
 
+def _kept(imported: Imported) -> list[str]:
+    """Returns the paths of what a call keeps in attributes of modules."""
+    return sorted(path for path in imported.written if path.rpartition(".")[2] not in OF_MODULES)
+
+
 def _keeps(imported: Imported) -> LayerwiseError:
-    path = min(imported.written, default="")
-    module, _, name = path.rpartition(".")
-    what = f"module {module!r} keeps something in its attribute {name!r}" if path else "the model keeps something"
+    module, _, name = next(iter(_kept(imported)), "").rpartition(".")
+    what = f"module {module!r} keeps something in its attribute {name!r}" if name else "the model keeps something"
     return LayerwiseError(
         f"{what} from call to call, so that a second call computes something else; a plan follows only what a call is "
         "given, also in lists and dicts, and what it returns or writes into these"
