@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import layerwise
 from benchmarks.common.live import Live
@@ -110,6 +110,18 @@ def slow() -> Profile:
     return replace(cpu, name="slow", processor=processor)
 
 
+class Watched(nn.Module):
+    """A decoder whose memory is counted while it is called."""
+
+    def __init__(self, decoder: nn.Module, live: Live) -> None:
+        super().__init__()
+        self.decoder, self.live = decoder, live
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        with self.live:
+            return self.decoder(*inputs, **named)
+
+
 def decoded(name: str) -> tuple[str, ...]:
     """The row of one class. Every rank calls it."""
     import diffusers
@@ -124,7 +136,10 @@ def decoded(name: str) -> tuple[str, ...]:
 
     def decode() -> Tensor:
         with torch.no_grad():
-    XX
+        made = vae.decode(latent, **more)
+        video: Tensor = getattr(made, "sample", made)  # VidTok's is the video itself
+        return video
+
     expected = decode()
     began = time.process_time()
     try:
@@ -132,9 +147,9 @@ def decoded(name: str) -> tuple[str, ...]:
         vae.decoder = layerwise.parallelize(vae.decoder, decode, inference=True, verbose=False, options=options)
         seconds = time.process_time() - began
         run = layerwise.of(vae.decoder)
-        decode()
-        with Live([*vae.decoder.parameters(), *vae.decoder.buffers(), latent]) as live:
-            video = decode()
+        live = Live([*vae.decoder.parameters(), *vae.decoder.buffers()])
+        vae.decoder = Watched(vae.decoder, live)
+        video = decode()
     except LayerwiseError as error:
         return name, "refused", str(error), "", "", "", f"{time.process_time() - began:.1f}"
     error = float((video - expected).abs().max() / expected.abs().max())
