@@ -136,7 +136,7 @@ def decoded(name: str) -> tuple[str, ...]:
 
     def decode() -> Tensor:
         with torch.no_grad():
-        made = vae.decode(latent, **more)
+            made = vae.decode(latent, **more)
         video: Tensor = getattr(made, "sample", made)  # VidTok's is the video itself
         return video
 
