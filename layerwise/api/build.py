@@ -120,7 +120,7 @@ class Task:
         for way, recorded in zip(ways, self.calls, strict=True):
             agreed = plan
             if way is not ways[-1]:
-                beside = replace(planner, graph=fuse(way.graph))
+                beside = replace(planner, graph=fuse(way.graph), request=replace(planner.request, effort="quick"))
                 choice = alone(comm, lambda beside=beside: beside.choose(None, plan))  # type: ignore[misc]
                 text = comm.broadcast_text("" if choice is None else choice.plan.dumps())
                 agreed = parse_plan(text, "rank 0's plan")

@@ -153,6 +153,10 @@ def parallelize(
     if callable(example_inputs) and not isinstance(example_inputs, torch.Tensor):
         if not (inference and isinstance(model, nn.Module)):
             raise LayerwiseError("a function as example_inputs calls a module in inference: give inference=True")
+        if io is not None or plan is not None or batch is not None:
+            raise LayerwiseError(
+                "a function as example_inputs says what every rank feeds: leave io=, plan=, batch= out"
+            )
         calls = recorded(model, example_inputs)
         io = "boxes" if len(calls) > 1 or calls[0].carried else "free"
         call, calls = calls[-1].call, calls if io == "boxes" else []

@@ -80,6 +80,24 @@ class Vae:
         return torch.cat(frames, 2)
 
 
+class Keeps(nn.Module):
+    """A decoder that keeps its cache itself, as MAGVIT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.past = Causal(2, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.past = self.first.on(x, self.past)
+        return x
+
+
+def test_a_decoder_that_keeps_its_cache_itself_is_refused_by_name() -> None:
+    model = nn.Sequential(Keeps().eval())
+    with pytest.raises(LayerwiseError, match="module '0' keeps something in its attribute 'past' from call to call"):
+        layerwise.parallelize(model, lambda: model(LATENT.float()), inference=True, verbose=False)
+
+
 @pytest.mark.parametrize("kind", [Writes, Returns])
 def test_every_rank_decodes_the_video_of_one_device(kind: type[nn.Module]) -> None:
     longer = torch.cat([LATENT, LATENT.flip(2)], 2)
@@ -101,7 +119,8 @@ def test_every_rank_decodes_the_video_of_one_device(kind: type[nn.Module]) -> No
         assert here < sum(x.numel() for x in caches)  # no rank holds all of the cache
         altered = [2 * x for x in caches]
         with pytest.raises(LayerwiseError, match="only the model can compute with it"):
-            vae.decoder(LATENT[:, :, :1], *([altered, [0]] if kind is Writes else [dict(zip(vae.cache, altered))]))
+            more = [altered, [0]] if kind is Writes else [dict(zip(vae.cache, altered, strict=True))]
+            vae.decoder(LATENT[:, :, :1], *more)
         with pytest.raises(LayerwiseError, match=r"as it was not when it was made parallel: x \(1, 2, 1, 8, 4\)"):
             vae.decode(LATENT[..., :4])
         return video, vae.decode(longer)

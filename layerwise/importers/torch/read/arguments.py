@@ -139,9 +139,8 @@ class Arguments:
         for path in paths:
             if path not in given or path not in self.leaves:
                 what = "missing" if path not in given else "not one of them"
-                remedy = (
-                    "call it with names, model(**batch)" if batch else "make it parallel with those it is called with"
-                )
+                calls = "those it is called with, or, for inference, with a function that calls it"
+                remedy = "call it with names, model(**batch)" if batch else f"make it parallel with {calls}"
                 raise LayerwiseError(
                     f"the model was made parallel for inputs {', '.join(self.leaves)}; {path!r} is {what}: {remedy}"
                 )

@@ -132,7 +132,7 @@ def write(call: Call, written: Written) -> None:
 
 
 def _containers(value: object) -> Iterator[Any]:
-    """Yields the lists and dicts among arguments, but not the dict of arguments by name."""
+    """Yields the lists and dicts among arguments, and in them."""
     inside: Sequence[Any] = ()
     if isinstance(value, list | tuple):
         inside = value
