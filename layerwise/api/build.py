@@ -51,7 +51,7 @@ class Task:
     options: ParallelOptions
     shared: Sequence[str] | None = None  # inputs that are the same for all samples; None: they are found out
     calls: Sequence[RecordedCall] = ()  # the ways in which it is called; (): by `call` alone
-    as_called: bool = False  # with one sample alone, and never with another number
+    as_called: bool = False  # with this batch alone
 
     def build(self) -> Built:
         """Returns the module. LayerwiseError where the model cannot be imported, or no plan fits."""

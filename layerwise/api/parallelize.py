@@ -27,7 +27,6 @@ from layerwise.cli import console
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.read.calls import RecordedCall, recorded
 from layerwise.importers.torch.read.fed import fed_by
-from layerwise.importers.torch.traced_program import samples_in
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
 from layerwise.process import process_kept
@@ -161,7 +160,7 @@ def parallelize(
         io = "boxes" if len(calls) > 1 or calls[0].carried else "free"
         call, calls = calls[-1].call, calls if io == "boxes" else []
         examples = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor))
-        as_called = samples_in(x.shape for x in examples) == 1
+        as_called = True
     else:
         call, examples = examples_of(example_inputs, model)
     device = device_of(model, examples)

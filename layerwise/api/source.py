@@ -98,7 +98,7 @@ def network(
             imported = network_of(
                 model,
                 positional,
-                batch,
+                None if as_called else batch,
                 type(model).__name__,
                 named,
                 shared=shared,

@@ -181,7 +181,7 @@ def network_of(
 
     examples, kwargs: what it is called with, by position and by name. shared: which of them are the same for all
     samples, by name; None: those as long as the batch are found out by running the module. together: whether its layers
-    may compute samples together. as_called: it is called with the example's one sample alone.
+    may compute samples together. as_called: it is called with the example's batch alone.
     """
     import torch
 

@@ -96,7 +96,7 @@ class Calls:
         assert way is not None
         if run.training:
             raise LayerwiseError("the model was made parallel for inference: call eval() on it")
-        schedule, evaluate = run.evaluation(run.plan.batch, way.shaped)
+        schedule, evaluate = run.evaluation(way.shaped.graph.batch, way.shaped)
         tensors, layers = way.arguments.tensors(inputs, named), schedule.graph.layers
         fed = [layer.name for layer in layers if layer.role is Role.INPUT]
         read = [_read(run.comm, run.device, tensors[n], schedule.places[n].owned.each, n) for n in fed]

@@ -118,8 +118,8 @@ def test_every_rank_decodes_the_video_of_one_device(kind: type[nn.Module]) -> No
         here = sum(x.layerwise_boxes.local.numel() for x in caches)
         assert here < sum(x.numel() for x in caches)  # no rank holds all of the cache
         altered = [2 * x for x in caches]
+        more = [altered, [0]] if kind is Writes else [dict(zip(vae.cache, altered, strict=True))]
         with pytest.raises(LayerwiseError, match="only the model can compute with it"):
-            more = [altered, [0]] if kind is Writes else [dict(zip(vae.cache, altered, strict=True))]
             vae.decoder(LATENT[:, :, :1], *more)
         with pytest.raises(LayerwiseError, match=r"as it was not when it was made parallel: x \(1, 2, 1, 8, 4\)"):
             vae.decode(LATENT[..., :4])

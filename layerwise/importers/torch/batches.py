@@ -52,11 +52,11 @@ def import_once(
 
 
 def import_as_called(model: nn.Module, call: Call, name: str) -> Imported:
-    """`import_module`, at the example's one sample alone, which has no other that it may depend on.
+    """`import_module`, at the example's batch alone, of which every rank is given all: samples need not be independent.
 
     LayerwiseError where a second call is another, as the model keeps something from call to call.
     """
-    fed, imported = fed_by(model, call), import_module(model, call, name)
+    fed, imported = fed_by(model, call), import_module(model, call, name, fixed=True)
     try:
         check_runnable(model, call, imported.graph, fed.batch)
         few = runnable(call)
